@@ -1,0 +1,85 @@
+"""Integer shape maths of the data layout: slots, scale tiles and buffer sizes.
+
+**Slots.** Where rows must be tile-aligned, the rows of each group start on a tile of their own:
+group g starts at tile ``start(g) // 128 + g``. Tiles of different groups never overlap, and every
+group finds its slot from its own start row alone, without a prefix sum and without the host. A
+buffer of ``T // 128 + G`` tiles holds any split of T rows into G groups.
+
+**Scale tiles.** Block scales of NVFP4 and MXFP8 lie in 512-byte tiles of 128 rows by 4 scales, the
+order that Blackwell's block-scaled MMA reads (CUTLASS calls the atom ``((32, 4), (vec, 4))`` with
+strides ``((16, 4), (0, 1))``). Tiles that follow each other along K are adjacent.
+
+Every function takes and returns plain ints, or ``torch.SymInt`` under ``torch.compile``.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "PITCH_ALIGNMENT",
+    "SF_TILE_BYTES",
+    "SF_TILE_COLS",
+    "SF_TILE_ROWS",
+    "TILE_ROWS",
+    "ceil_div",
+    "code_pitch",
+    "num_slot_tiles",
+    "round_up",
+    "scale_offset",
+    "scale_tiles",
+    "slot_tile",
+    "uniform_tiles",
+]
+
+#: Rows of one slot tile; every group starts on a multiple of this in slot order.
+TILE_ROWS = 128
+#: Rows, scales a row, and bytes of one block-scale tile.
+SF_TILE_ROWS = 128
+SF_TILE_COLS = 4
+SF_TILE_BYTES = SF_TILE_ROWS * SF_TILE_COLS
+#: TMA takes only row pitches that are a multiple of this many bytes.
+PITCH_ALIGNMENT = 16
+
+
+def ceil_div(a: int, b: int) -> int:
+    """``a / b`` rounded up."""
+    return (a + b - 1) // b
+
+
+def round_up(a: int, b: int) -> int:
+    """The smallest multiple of ``b`` that is at least ``a``."""
+    return ceil_div(a, b) * b
+
+
+def code_pitch(row_bytes: int) -> int:
+    """Bytes from one row of codes to the next: ``row_bytes``, padded to what TMA takes."""
+    return round_up(row_bytes, PITCH_ALIGNMENT)
+
+
+def slot_tile(start: int, group: int) -> int:
+    """First slot tile of group ``group`` whose rows begin at ``start``."""
+    return start // TILE_ROWS + group
+
+
+def num_slot_tiles(rows: int, num_groups: int) -> int:
+    """Tiles of a slot buffer that holds any split of ``rows`` rows into ``num_groups`` groups."""
+    return rows // TILE_ROWS + num_groups
+
+
+def uniform_tiles(rows: int) -> int:
+    """Tiles of each group when every group has ``rows`` rows."""
+    return ceil_div(rows, TILE_ROWS)
+
+
+def scale_tiles(elements: int, sf_vec_size: int) -> int:
+    """Scale tiles side by side along the blocked direction of ``elements`` elements."""
+    return ceil_div(ceil_div(elements, sf_vec_size), SF_TILE_COLS)
+
+
+def scale_offset(row: int, block: int, tiles_along_k: int) -> int:
+    """Byte of the scale of ``(row, block)`` in a matrix of 128x4 tiles, ``tiles_along_k`` wide.
+
+    ``row`` counts from the first row of the matrix's first tile; ``block`` counts scales along K.
+    """
+    tile = (row // SF_TILE_ROWS) * tiles_along_k + block // SF_TILE_COLS
+    in_tile = (row % 32) * 16 + (row % SF_TILE_ROWS) // 32 * 4 + block % SF_TILE_COLS
+    return tile * SF_TILE_BYTES + in_tile

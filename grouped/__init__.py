@@ -1,0 +1,1 @@
+"""What users hold: grouped tensors, recipes and modules."""
