@@ -1,0 +1,85 @@
+"""Running compiled kernels on ``cute_kernels.emulator``.
+
+The emulator serves the CUDA calls of a kernel's host code and interprets the kernel's PTX. The host
+code comes from an object file like any other; the PTX is kept beside it and handed over here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["EmulatedKernel"]
+
+_KERNEL_NAME = re.compile(r"\.entry\s+([\w$]+)")
+_DL_CUDA = 2  # kDLCUDA
+# The emulator knows kernels by name alone.
+_loaded: dict[str, str] = {}
+
+
+class EmulatedKernel:
+    """A compiled kernel on the emulator: takes CPU tensors and numbers, runs before it returns.
+
+    Args:
+        function: the kernel's host function.
+        ptx: the PTX of every kernel that it launches.
+
+    Raises:
+        RuntimeError: another kernel of the same name is loaded.
+    """
+
+    def __init__(self, function: Callable[..., object], ptx: str) -> None:
+        import tvm_ffi
+
+        from cute_kernels import emulator
+
+        for name in _KERNEL_NAME.findall(ptx):
+            if _loaded.setdefault(name, ptx) != ptx:
+                raise RuntimeError(
+                    f"two different kernels are called {name}: a spec's kernels must be methods of "
+                    "the class, or functions of the module, of the entry that launches them"
+                )
+        emulator.load_ptx(ptx)
+        self._function = function
+        self._from_dlpack = tvm_ffi.from_dlpack
+        self._error = emulator.EmulatorError
+
+    def __call__(self, *args: Any) -> object:
+        """Run the kernel.
+
+        Raises:
+            EmulatorError: the kernel did what a GPU would fault on, hang on or get wrong.
+        """
+        views = (
+            self._from_dlpack(_DeviceView(arg)) if isinstance(arg, torch.Tensor) else arg
+            for arg in args
+        )
+        try:
+            return self._function(*views)
+        except RuntimeError as error:
+            raise self._error(str(error)) from None
+
+
+class _DeviceView:
+    """A CPU tensor that DLPack consumers take for a CUDA tensor: the emulator's device memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+
+    def __dlpack__(self, **kwargs: Any) -> object:
+        capsule = self._tensor.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        # An unversioned DLManagedTensor begins with its DLTensor: void* data, then the device type.
+        tensor = pointer(capsule, b"dltensor")
+        ctypes.c_int32.from_address(tensor + ctypes.sizeof(ctypes.c_void_p)).value = _DL_CUDA
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (_DL_CUDA, 0)
