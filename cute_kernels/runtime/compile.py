@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from cute_kernels.runtime.cache import cache_key, default_cache, warn_once
 from cute_kernels.runtime.dsl import require_dsl
-from cute_kernels.runtime.emulated import EmulatedKernel
+from cute_kernels.runtime.emulated import EmulatedKernel, install_emulator
 from cute_kernels.runtime.spec import short_name
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cute_kernels.runtime.cache import CacheKey, DiskCache
     from cute_kernels.runtime.spec import KernelSpec
 
-__all__ = ["compile_kernel", "compile_to_disk", "forget_kernels"]
+__all__ = ["compile_kernel", "compile_to_disk", "forget_kernels", "is_on_disk"]
 
 _kernels: dict[tuple[KernelSpec, Architecture], Callable[..., object]] = {}
 # cute.compile may not run in two threads at once.
@@ -54,9 +54,15 @@ def compile_kernel(spec: KernelSpec, arch: Architecture) -> Callable[..., object
         with _compile_lock:
             kernel = _kernels.get((spec, arch))
             if kernel is None:
-                require_dsl()
+                _prepare(arch)
                 kernel = _kernels[spec, arch] = _load_or_compile(spec, arch)
     return kernel
+
+
+def is_on_disk(spec: KernelSpec, arch: Architecture) -> bool:
+    """Whether the disk cache has the kernel, complete and up to date."""
+    cache, key = default_cache(), cache_key(spec, arch)
+    return cache is not None and key is not None and cache.load(key) is not None
 
 
 def compile_to_disk(spec: KernelSpec, arch: Architecture) -> bool | None:
@@ -65,7 +71,7 @@ def compile_to_disk(spec: KernelSpec, arch: Architecture) -> bool | None:
     Returns:
         True if it was compiled, False if it was there, None if it cannot be kept on disk.
     """
-    require_dsl()
+    _prepare(arch)
     cache, key = default_cache(), cache_key(spec, arch)
     if cache is None or key is None:
         return None
@@ -81,6 +87,12 @@ def compile_to_disk(spec: KernelSpec, arch: Architecture) -> bool | None:
 def forget_kernels() -> None:
     """Drop every compiled kernel from memory; the disk cache stays as it is."""
     _kernels.clear()
+
+
+def _prepare(arch: Architecture) -> None:
+    require_dsl()
+    if arch.emulated:
+        install_emulator(arch)
 
 
 def _load_or_compile(spec: KernelSpec, arch: Architecture) -> Callable[..., object]:

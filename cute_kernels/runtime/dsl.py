@@ -1,14 +1,13 @@
 """Whether the CuTe DSL is installed, in a version that the kernels are written for.
 
 ``import cute_kernels`` and the reference backend never need the DSL. Everything that does calls
-``require_dsl`` first, so a missing or wrong package is reported once, by its pip name.
+``require_dsl`` first, so a missing or wrong package is reported by its pip name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import importlib.metadata
 import re
 import sys
@@ -23,10 +22,9 @@ _INSTALL_HINT = "pip install 'grouped-kernels[cutedsl]'"
 
 @dataclasses.dataclass(frozen=True)
 class Requirement:
-    """A package by pip name and import name, with ``at_least <= version < below``."""
+    """A package by its pip name, with ``at_least <= version < below``."""
 
     pip_name: str
-    import_name: str
     at_least: tuple[int, ...]
     below: tuple[int, ...] | None = None
 
@@ -35,45 +33,39 @@ class Requirement:
         return text if self.below is None else f"{text},<{'.'.join(map(str, self.below))}"
 
     def problem(self) -> str | None:
-        """Why the installed package does not do, or None if it does."""
+        """What is needed and what is there instead, or None if the requirement is met."""
         try:
             version = importlib.metadata.version(self.pip_name)
         except importlib.metadata.PackageNotFoundError:
-            return f"{self} is not installed"
+            return f"{self} (not installed)"
         # Only the leading release numbers count: 4.9.0.dev0 is already outside <4.9.
         match = re.match(r"\d+(?:\.\d+)*", version)
         release = tuple(map(int, match.group().split("."))) if match else ()
         if release < self.at_least or (self.below is not None and release >= self.below):
-            return f"{self} is needed, {self.pip_name} {version} is installed"
+            return f"{self} ({version} is installed)"
         return None
 
 
 #: What the ``cutedsl`` extra installs; pyproject.toml has the same bounds.
 REQUIREMENTS = (
-    Requirement("nvidia-cutlass-dsl", "cutlass", (4, 7), (4, 9)),
-    Requirement("apache-tvm-ffi", "tvm_ffi", (0, 1, 11), (0, 2)),
-    Requirement("filelock", "filelock", (3, 16)),
+    Requirement("nvidia-cutlass-dsl", (4, 7), (4, 9)),
+    Requirement("apache-tvm-ffi", (0, 1, 11), (0, 2)),
+    Requirement("filelock", (3, 16)),
 )
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def dsl_unavailable() -> str | None:
-    """Say why kernels cannot be compiled or run in this process.
+    """Say why kernels cannot be compiled or run in this process; imports nothing.
 
     Returns:
-        None if the CuTe DSL and its companions are installed in supported versions and import,
-        otherwise the reason with the pip command that helps. The answer is kept for the process.
+        None if the CuTe DSL and its companions are installed in supported versions, otherwise the
+        reason with the pip command that helps. The answer is kept for the process.
     """
     problems = [problem for req in REQUIREMENTS if (problem := req.problem())]
     if not problems:
-        try:
-            for req in REQUIREMENTS:
-                importlib.import_module(req.import_name)
-        except ImportError as error:
-            problems = [f"{req.pip_name} to import ({error})"]
-    if not problems:
         return None
-    return f"the CuTe DSL kernels need {'; '.join(problems)}. {_INSTALL_HINT}"
+    return f"the CuTe DSL kernels need {' and '.join(problems)}: {_INSTALL_HINT}"
 
 
 def require_dsl() -> None:
@@ -82,7 +74,7 @@ def require_dsl() -> None:
         raise UnsupportedError(reason)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def installed_versions() -> tuple[str, ...]:
     """Names with versions of every installed package whose code ends up in a compiled kernel.
 

@@ -7,6 +7,7 @@ code comes from an object file like any other; the PTX is kept beside it and han
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,22 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["EmulatedKernel"]
+    from cute_kernels.runtime.arch import Architecture
+
+__all__ = ["EmulatedKernel", "install_emulator"]
 
 _KERNEL_NAME = re.compile(r"\.entry\s+([\w$]+)")
 _DL_CUDA = 2  # kDLCUDA
 # The emulator knows kernels by name alone.
 _loaded: dict[str, str] = {}
+
+
+@functools.cache
+def install_emulator(arch: Architecture) -> None:
+    """Have this process run kernels on the emulator; before the CuTe DSL is first imported."""
+    from cute_kernels import emulator
+
+    emulator.install(arch=arch.name)
 
 
 class EmulatedKernel:
