@@ -1,0 +1,25 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+# Compiler processes import the toy kernels from here too.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cute_kernels.runtime import cache, forget_kernels  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def fresh_runtime(monkeypatch, tmp_path):
+    """An empty cache folder, no kernels in memory, no warnings given yet."""
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.delenv("CUTE_KERNELS_CACHE", raising=False)
+    monkeypatch.setattr(cache, "_warned", set())
+    # A checkout may be newer than this process; the rule about that has a test of its own.
+    monkeypatch.setattr(cache, "_STARTED", float("inf"))
+    source_digest = cache._source_digest
+    source_digest.cache_clear()
+    forget_kernels()
+    yield
+    source_digest.cache_clear()
+    forget_kernels()
