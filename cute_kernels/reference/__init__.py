@@ -1,0 +1,27 @@
+"""Exact PyTorch implementations of every op: the CPU backend and the oracle of the kernels.
+
+The functions write into buffers that the caller allocated, as the kernels do, and touch only what
+the layout contract says is written. They run on any device; grouped GEMM and the columnwise copies
+read ``offs`` on the host, which on a GPU means a synchronization.
+"""
+
+from cute_kernels.reference.gemm import (
+    k_grouped_gemm,
+    k_grouped_gemm_nvfp4,
+    m_grouped_gemm,
+    m_grouped_gemm_nvfp4,
+)
+from cute_kernels.reference.nvfp4 import dequantize_nvfp4, quantize_nvfp4
+from cute_kernels.reference.reductions import compute_offsets, grouped_amax, grouped_dbias
+
+__all__ = [
+    "compute_offsets",
+    "dequantize_nvfp4",
+    "grouped_amax",
+    "grouped_dbias",
+    "k_grouped_gemm",
+    "k_grouped_gemm_nvfp4",
+    "m_grouped_gemm",
+    "m_grouped_gemm_nvfp4",
+    "quantize_nvfp4",
+]
