@@ -51,7 +51,9 @@ def test_missing_packages_are_all_named(versions):
 
 
 def test_the_extra_installs_what_is_required():
-    extra = re.search(r"^cutedsl = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    extra = re.search(
+        r"^cutedsl = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL
+    )
     assert sorted(re.findall(r'"(.*?)"', extra.group(1))) == sorted(map(str, dsl.REQUIREMENTS))
 
 
