@@ -135,7 +135,7 @@ def _compile(spec: KernelSpec, arch: Architecture) -> Any:
             # The emulator interprets PTX. The DSL hands it over by way of a file, which two
             # processes must not share.
             options = (*options, cute.KeepPTX(True), DumpDir(folder))
-        with _kernels_named(short_name(spec), entry):
+        with _kernels_named(f"{short_name(spec)}_{arch.target}", entry):
             return cute.compile[options](entry, *arguments)
 
 

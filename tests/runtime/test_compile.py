@@ -60,10 +60,10 @@ def test_variants_and_targets_are_kernels_of_their_own(traced):
 
 def test_kernels_are_named_after_their_variant():
     compile_kernel(SPEC, SM90)
-    assert cache.short_name(SPEC).encode() + b"_kernel_" in object_path().read_bytes()
-    other = Scale(3.0)
-    compile_kernel(other, SM90)
-    assert cache.short_name(SPEC).encode() not in object_path(other).read_bytes()
+    compile_kernel(Scale(3.0), SM100)
+    name = f"{cache.short_name(SPEC)}_sm_90a_kernel_".encode()
+    assert name in object_path().read_bytes()
+    assert b"_sm_90a_kernel_" not in object_path(Scale(3.0), SM100).read_bytes()
 
 
 def test_what_does_not_load_is_compiled_again(traced):
