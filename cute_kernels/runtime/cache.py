@@ -122,11 +122,6 @@ class DiskCache:
             return False
         return True
 
-    def discard(self, key: CacheKey) -> None:
-        """Make an entry a miss, as far as the folder can be written."""
-        with contextlib.suppress(OSError):
-            (self.root / f"{key.name}.json").unlink()
-
     @contextlib.contextmanager
     def lock(self, key: CacheKey) -> Iterator[None]:
         """Hold the entry's lock, so that others wait instead of compiling the same kernel.

@@ -180,7 +180,7 @@ def _export(compiled: Any, spec: KernelSpec, arch: Architecture) -> dict[str, by
 def _load_entry(
     cache: DiskCache, key: CacheKey, spec: KernelSpec, arch: Architecture
 ) -> Callable[..., object] | None:
-    """Load an entry of the disk cache; one that does not load is a miss and is thrown away."""
+    """Load an entry of the disk cache; one that does not load is a miss, and is replaced."""
     paths = cache.load(key)
     if paths is None:
         return None
@@ -188,7 +188,6 @@ def _load_entry(
         return _load_object(paths["o"], paths["ptx"].read_text() if arch.emulated else None, spec)
     except Exception as error:  # the DSL's loader raises whatever its layers raise
         warn_once(f"a cached kernel is compiled anew, it does not load: {error!r}")
-        cache.discard(key)
         return None
 
 

@@ -1,5 +1,6 @@
 """Compiling toy kernels for GPUs that need not be there."""
 
+import contextlib
 import itertools
 import signal
 import threading
@@ -64,6 +65,23 @@ def test_kernels_are_named_after_their_variant():
     name = f"{cache.short_name(SPEC)}_sm_90a_kernel_".encode()
     assert name in object_path().read_bytes()
     assert b"_sm_90a_kernel_" not in object_path(Scale(3.0), SM100).read_bytes()
+
+
+def test_who_waited_for_another_process_does_not_compile(traced, monkeypatch):
+    compile_kernel(SPEC, SM90)
+    marker = object_path().with_suffix(".json")
+    held = marker.rename(marker.with_suffix(".held"))
+
+    @contextlib.contextmanager
+    def lock_after_another(self, key):
+        held.rename(marker)
+        yield
+
+    monkeypatch.setattr(cache.DiskCache, "lock", lock_after_another)
+    forget_kernels()
+    traced()
+    compile_kernel(SPEC, SM90)
+    assert traced() == 0
 
 
 def test_what_does_not_load_is_compiled_again(traced):
@@ -192,7 +210,7 @@ def test_processes_that_compile_together_compile_once_and_may_die(traced):
         second._process.wait()
         assert second.compile(SPEC, SM100) == "the compiler process died with status -9"
         assert not is_on_disk(SPEC, SM100)
-        assert first.compile(SPEC, SM100) is True
+        assert second.compile(SPEC, SM100) is True
 
 
 # Ahead of time

@@ -145,12 +145,6 @@ def test_a_writer_that_dies_leaves_a_miss(disk, monkeypatch):
     assert contents(disk) == FILES
 
 
-def test_discard_makes_a_miss(stored):
-    stored.discard(KEY)
-    assert stored.load(KEY) is None
-    stored.discard(KEY)
-
-
 def test_a_read_only_folder_serves_hits_and_warns_once(read_only_folder, unprivileged):
     disk, new = DiskCache(read_only_folder), CacheKey("new", {})
     assert contents(disk) == FILES
@@ -160,8 +154,6 @@ def test_a_read_only_folder_serves_hits_and_warns_once(read_only_folder, unprivi
                 assert not disk.store(new, FILES)
     assert len(caught) == 1
     assert disk.load(new) is None
-    disk.discard(KEY)
-    assert contents(disk) == FILES
 
 
 def test_the_environment_chooses_the_folder(monkeypatch, tmp_path):
