@@ -1,12 +1,6 @@
-import sys
-from pathlib import Path
-
 import pytest
 
-# Compiler processes import the toy kernels from here too.
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cute_kernels.runtime import cache, forget_kernels  # noqa: E402
+from cute_kernels.runtime import cache, forget_kernels
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,6 @@ import signal
 import threading
 
 import pytest
-import toy_kernels
-from toy_kernels import Scale
 
 import cute_kernels
 import cute_kernels.precompile
@@ -16,6 +14,8 @@ from cute_kernels.runtime import aot, architecture, cache, compile_kernel, forge
 from cute_kernels.runtime import compile as compile_module
 from cute_kernels.runtime.compile import compile_to_disk, is_on_disk
 from cute_kernels.runtime.worker import Worker
+from tests.runtime import toy_kernels
+from tests.runtime.toy_kernels import Scale
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
@@ -257,7 +257,7 @@ def test_precompile_needs_a_device_or_an_architecture(monkeypatch):
 
 @pytest.fixture
 def family(monkeypatch):
-    monkeypatch.setattr(aot, "FAMILIES", ("toy_kernels",))
+    monkeypatch.setattr(aot, "FAMILIES", ("tests.runtime.toy_kernels",))
     monkeypatch.setattr(
         toy_kernels,
         "kernel_specs",
@@ -269,9 +269,9 @@ def family(monkeypatch):
 def test_command_line(family, capsys):
     assert aot.main(["--arch", "sm_103a", "--arch", "sm_90a", "--list"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "toy_kernels.Scale(factor=1.0, dtype='Float32')",
-        "toy_kernels.Scale(factor=2.0, dtype='Float16')",
-        "toy_kernels.Scale(factor=3.0, dtype='Float32')",
+        "tests.runtime.toy_kernels.Scale(factor=1.0, dtype='Float32')",
+        "tests.runtime.toy_kernels.Scale(factor=2.0, dtype='Float16')",
+        "tests.runtime.toy_kernels.Scale(factor=3.0, dtype='Float32')",
     ]
     arguments = ["--arch", "sm_103a", "--match", "Float16", "--jobs", "1"]
     for expected in ("1 compiled, 0 cached", "0 compiled, 1 cached"):

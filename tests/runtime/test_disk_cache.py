@@ -15,12 +15,12 @@ from pathlib import Path
 import filelock  # noqa: F401  (a user without privileges may not be able to import it)
 import pytest
 import torch
-from toy_kernels import Scale
 
 from cute_kernels.formats import NVFP4
 from cute_kernels.runtime import architecture, cache
 from cute_kernels.runtime.cache import CacheKey, DiskCache, cache_key, default_cache
 from cute_kernels.runtime.spec import canonical_text, short_name
+from tests.runtime.toy_kernels import Scale
 
 SM100 = architecture("sm_100a")
 KEY = CacheKey("kernel", {"spec": "s", "arch": "sm_100a"})

@@ -2,7 +2,6 @@
 emulator has to be there before the CuTe DSL is imported."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ pytest.importorskip("cute_kernels.emulator")
 PROGRAM = """
 import json
 import torch
-import toy_kernels
+from tests.runtime import toy_kernels
 from cute_kernels import emulator
 from cute_kernels.runtime import architecture, compile_kernel
 
@@ -43,10 +42,9 @@ print(json.dumps({"traced": toy_kernels.entries_traced, **results}))
 
 
 def run():
-    search_path = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
     process = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "PYTHONPATH": search_path},
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
     )

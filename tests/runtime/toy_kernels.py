@@ -26,6 +26,6 @@ class Scale:
 
 
 def _scale_kernel(spec):
-    from toy_kernels_dsl import ScaleKernel
+    from tests.runtime.toy_kernels_dsl import ScaleKernel
 
     return ScaleKernel(spec)
