@@ -1,7 +1,7 @@
 """Compiling kernels ahead of time, several at once.
 
-For a cache folder that is filled when an image is built, and before the capture of a CUDA graph,
-which may not be interrupted by loading code.
+For a cache folder that is filled when an image is built, and for programs that want no compilation
+at an odd moment, such as a time-out or a CUDA graph capture.
 """
 
 from __future__ import annotations

@@ -235,6 +235,8 @@ def _source_digest(module: str) -> str | None:
         path = Path(source).resolve()
         is_package = path.name == "__init__.py"
         roots[path.parent] = sorted(path.parent.rglob("*.py")) if is_package else [path]
+    if not files:  # imported from an archive
+        return None
     digest = hashlib.sha256()
     try:
         for root, paths in roots.items():
