@@ -114,12 +114,12 @@ def _compile_and_load(
     compiled = _compile(spec, arch)
     files = _export(compiled, spec, arch)
     if files is None:
-        return EmulatedKernel(compiled, compiled.artifacts.PTX) if arch.emulated else compiled
+        return _on_device(compiled, _device_code(compiled, arch), arch)
     keep(files)
     with tempfile.TemporaryDirectory(prefix="cute_kernels-") as folder:
         path = Path(folder) / "kernel.o"
         path.write_bytes(files["o"])
-        return _load_object(path, files["ptx"].decode() if arch.emulated else None, spec)
+        return _load(path, files, spec, arch)
 
 
 def _compile(spec: KernelSpec, arch: Architecture) -> Any:
@@ -132,9 +132,8 @@ def _compile(spec: KernelSpec, arch: Architecture) -> Any:
         if arch.emulated:
             from cutlass.base_dsl.compiler import DumpDir
 
-            # The emulator interprets PTX. The DSL hands it over by way of a file, which two
-            # processes must not share.
-            options = (*options, cute.KeepPTX(True), DumpDir(folder))
+            # The DSL hands code over by way of files, which two processes must not share.
+            options = (*options, cute.KeepPTX(True), cute.KeepCUBIN(True), DumpDir(folder))
         with _kernels_named(f"{short_name(spec)}_{arch.target}", entry):
             return cute.compile[options](entry, *arguments)
 
@@ -144,8 +143,8 @@ def _kernels_named(prefix: str, entry: Callable[..., Any]) -> Iterator[None]:
     """Give the kernels that ``entry`` launches names that say which variant they are.
 
     The DSL names a kernel after its function and arguments, so all variants of a class share one
-    name: profiles cannot tell them apart, and the emulator, which knows kernels by name, would run
-    the wrong one. Kernels are methods of the entry's class or functions of its module.
+    name, and neither a profile nor an error message tells them apart. Kernels are looked for among
+    the methods of the entry's class, or the functions of its module.
     """
     if inspect.isfunction(entry):
         candidates = list(inspect.unwrap(entry).__globals__.values())
@@ -172,9 +171,14 @@ def _export(compiled: Any, spec: KernelSpec, arch: Architecture) -> dict[str, by
         except Exception as error:  # the DSL raises whatever its layers raise
             warn_once(f"compiled kernels are not kept on disk: export failed with {error!r}")
             return None
-    if arch.emulated:
-        files["ptx"] = compiled.artifacts.PTX.encode()
-    return files
+    return {**files, **_device_code(compiled, arch)}
+
+
+def _device_code(compiled: Any, arch: Architecture) -> dict[str, bytes]:
+    """What the emulator needs beside the host code: the PTX, and the cubin that it stands for."""
+    if not arch.emulated:
+        return {}
+    return {"ptx": compiled.artifacts.PTX.encode(), "cubin": compiled.artifacts.CUBIN}
 
 
 def _load_entry(
@@ -185,18 +189,29 @@ def _load_entry(
     if paths is None:
         return None
     try:
-        return _load_object(paths["o"], paths["ptx"].read_text() if arch.emulated else None, spec)
+        files = {suffix: path.read_bytes() for suffix, path in paths.items() if suffix != "o"}
+        return _load(paths["o"], files, spec, arch)
     except Exception as error:  # the DSL's loader raises whatever its layers raise
         warn_once(f"a cached kernel is compiled anew, it does not load: {error!r}")
         return None
 
 
-def _load_object(path: Path, ptx: str | None, spec: KernelSpec) -> Callable[..., object]:
+def _load(
+    path: Path, device_code: dict[str, bytes], spec: KernelSpec, arch: Architecture
+) -> Callable[..., object]:
+    """Link the object file at ``path`` into this process."""
     from cutlass import cute
 
     module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
-    function: Callable[..., object] = module[_symbol(spec)]
-    return function if ptx is None else EmulatedKernel(function, ptx)
+    return _on_device(module[_symbol(spec)], device_code, arch)
+
+
+def _on_device(
+    function: Callable[..., object], device_code: dict[str, bytes], arch: Architecture
+) -> Callable[..., object]:
+    if not arch.emulated:
+        return function
+    return EmulatedKernel(function, device_code["ptx"].decode(), device_code["cubin"])
 
 
 def _symbol(spec: KernelSpec) -> str:

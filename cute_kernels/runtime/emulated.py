@@ -1,14 +1,14 @@
 """Running compiled kernels on ``cute_kernels.emulator``.
 
 The emulator serves the CUDA calls of a kernel's host code and interprets the kernel's PTX. The host
-code comes from an object file like any other; the PTX is kept beside it and handed over here.
+code comes from an object file like any other. The PTX is kept beside it and handed over here, with
+the cubin in the object file, by which the emulator tells kernels of the same name apart.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EmulatedKernel", "install_emulator"]
 
-_KERNEL_NAME = re.compile(r"\.entry\s+([\w$]+)")
 _DL_CUDA = 2  # kDLCUDA
-# The emulator knows kernels by name alone.
-_loaded: dict[str, str] = {}
 
 
 @functools.cache
@@ -40,25 +37,16 @@ class EmulatedKernel:
     Args:
         function: the kernel's host function.
         ptx: the PTX of every kernel that it launches.
-
-    Raises:
-        RuntimeError: another kernel of the same name is loaded.
+        cubin: what its host code gives to the CUDA runtime in place of that PTX.
     """
 
-    def __init__(self, function: Callable[..., object], ptx: str) -> None:
+    def __init__(self, function: Callable[..., object], ptx: str, cubin: bytes) -> None:
         import tvm_ffi
 
         from cute_kernels import emulator
 
-        for name in _KERNEL_NAME.findall(ptx):
-            if _loaded.setdefault(name, ptx) != ptx:
-                raise RuntimeError(
-                    f"two different kernels are called {name}: a spec's kernels must be methods of "
-                    "the class, or functions of the module, of the entry that launches them"
-                )
         self._function = function
-        self._ptx = ptx
-        self._parsed = False
+        self._device_code: tuple[str, bytes] | None = (ptx, cubin)
         self._emulator = emulator
         self._from_dlpack = tvm_ffi.from_dlpack
 
@@ -68,10 +56,10 @@ class EmulatedKernel:
         Raises:
             EmulatorError: the kernel did what a GPU would fault on, hang on or get wrong.
         """
-        if not self._parsed:
+        if self._device_code is not None:
             # Parsing takes 0.06 s for a quantizer; a process that loads many kernels runs few.
-            self._emulator.load_ptx(self._ptx)
-            self._parsed = True
+            self._emulator.load_ptx(*self._device_code)
+            self._device_code = None
         views = (
             self._from_dlpack(_DeviceView(arg)) if isinstance(arg, torch.Tensor) else arg
             for arg in args
