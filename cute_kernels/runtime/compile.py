@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from cute_kernels.runtime.cache import cache_key, default_cache, warn_once
 from cute_kernels.runtime.dsl import require_dsl
-from cute_kernels.runtime.emulated import EmulatedKernel, device_of
+from cute_kernels.runtime.emulated import load_emulated, real_device
 from cute_kernels.runtime.spec import short_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from cute_kernels.runtime.arch import Architecture
     from cute_kernels.runtime.cache import CacheKey, DiskCache
@@ -55,7 +55,7 @@ def compile_kernel(spec: KernelSpec, arch: Architecture) -> Callable[..., object
             kernel = _kernels.get((spec, arch))
             if kernel is None:
                 require_dsl()
-                with device_of(arch):
+                with real_device():
                     kernel = _kernels[spec, arch] = _load_or_compile(spec, arch)
     return kernel
 
@@ -78,7 +78,7 @@ def compile_to_disk(spec: KernelSpec, arch: Architecture) -> bool | None:
         return None
     if cache.load(key):
         return False
-    with _compile_lock, cache.lock(key), device_of(arch):
+    with _compile_lock, cache.lock(key), real_device():
         if cache.load(key):
             return False
         files = _export(_compile(spec, arch), spec, arch)
@@ -109,7 +109,8 @@ def _compile_and_load(
     compiled = _compile(spec, arch)
     files = _export(compiled, spec, arch)
     if files is None:
-        return _on_device(compiled, _device_code(compiled, arch), arch)
+        kernel: Callable[..., object] = compiled
+        return kernel
     keep(files)
     with tempfile.TemporaryDirectory(prefix="cute_kernels-") as folder:
         path = Path(folder) / "kernel.o"
@@ -164,16 +165,13 @@ def _export(compiled: Any, spec: KernelSpec, arch: Architecture) -> dict[str, by
             compiled.export_to_c(str(path), function_name=_symbol(spec))
             files = {"o": path.read_bytes()}
         except Exception as error:  # the DSL raises whatever its layers raise
+            if arch.emulated:  # there, host code runs from an object file only
+                raise
             warn_once(f"compiled kernels are not kept on disk: export failed with {error!r}")
             return None
-    return {**files, **_device_code(compiled, arch)}
-
-
-def _device_code(compiled: Any, arch: Architecture) -> dict[str, bytes]:
-    """What the emulator needs beside the host code: the PTX, and the cubin that it stands for."""
-    if not arch.emulated:
-        return {}
-    return {"ptx": compiled.artifacts.PTX.encode(), "cubin": compiled.artifacts.CUBIN}
+    if arch.emulated:
+        files |= {"ptx": compiled.artifacts.PTX.encode(), "cubin": compiled.artifacts.CUBIN}
+    return files
 
 
 def _load_entry(
@@ -192,21 +190,16 @@ def _load_entry(
 
 
 def _load(
-    path: Path, device_code: dict[str, bytes], spec: KernelSpec, arch: Architecture
+    path: Path, device_code: Mapping[str, bytes], spec: KernelSpec, arch: Architecture
 ) -> Callable[..., object]:
     """Link the object file at ``path`` into this process."""
+    if arch.emulated:
+        return load_emulated(path, _symbol(spec), device_code)
     from cutlass import cute
 
     module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
-    return _on_device(module[_symbol(spec)], device_code, arch)
-
-
-def _on_device(
-    function: Callable[..., object], device_code: dict[str, bytes], arch: Architecture
-) -> Callable[..., object]:
-    if not arch.emulated:
-        return function
-    return EmulatedKernel(function, device_code["ptx"].decode(), device_code["cubin"])
+    kernel: Callable[..., object] = module[_symbol(spec)]
+    return kernel
 
 
 def _symbol(spec: KernelSpec) -> str:

@@ -3,61 +3,76 @@
 The emulator serves the CUDA calls of a kernel's host code and interprets the kernel's PTX. The host
 code comes from an object file like any other. The PTX is kept beside it and handed over here, with
 the cubin in the object file, by which the emulator tells kernels of the same name apart.
+
+The DSL's own loader looks CUDA's functions up by name in the whole process, where the library that
+was loaded first wins, be it the real runtime or the emulator's. So that both kinds of kernels can
+live in one process, in any order, emulated host code is linked into a shared library of its own,
+which prefers the emulator's functions (RTLD_DEEPBIND).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
-    from cute_kernels.runtime.arch import Architecture
-
-__all__ = ["EmulatedKernel", "device_of"]
+__all__ = ["EmulatedKernel", "load_emulated", "real_device"]
 
 _DL_CUDA = 2  # kDLCUDA
 
 
 @contextlib.contextmanager
-def device_of(arch: Architecture) -> Iterator[None]:
-    """Bind what is compiled or loaded inside the block to the emulator, or to the real device."""
-    if not arch.emulated and "cute_kernels.emulator" not in sys.modules:
+def real_device() -> Iterator[None]:
+    """Keep what is compiled or loaded inside the block from ``emulator.install``'s hooks."""
+    emulator = sys.modules.get("cute_kernels.emulator")
+    arch = emulator.installed() if emulator is not None else None
+    if emulator is None or arch is None:
         yield
         return
-    from cute_kernels import emulator
-    from cute_kernels.emulator import engine
-
-    def install(name: str | None) -> None:
-        if name is None:
-            emulator.uninstall()
-        else:
-            emulator.install(name, num_sms=engine.num_sms())
-
-    before, wanted = emulator.installed(), arch.name if arch.emulated else None
-    if wanted == before:
-        yield
-        return
-    install(wanted)
+    num_sms = emulator.engine.num_sms()
+    emulator.uninstall()
     try:
         yield
     finally:
-        install(before)
+        emulator.install(arch, num_sms=num_sms)
+
+
+def load_emulated(object_file: Path, symbol: str, code: Mapping[str, bytes]) -> EmulatedKernel:
+    """Load a kernel's host code, bound to the emulator.
+
+    Args:
+        object_file: what the DSL exported.
+        symbol: the name that it was exported under.
+        code: the device code: ``"ptx"``, of every kernel that the host code launches, and
+            ``"cubin"``, what the host code gives to the CUDA runtime.
+    """
+    import tvm_ffi
+
+    from cute_kernels import emulator
+
+    with tempfile.TemporaryDirectory(prefix="cute_kernels-") as folder:
+        library = str(Path(folder) / "kernel.so")
+        needed = [str(emulator.build()), tvm_ffi.libinfo.find_libtvm_ffi()]
+        # binutils is there: the emulator is built by g++.
+        subprocess.run(["ld", "-shared", "-o", library, str(object_file), *needed], check=True)
+        ctypes.CDLL(library, mode=os.RTLD_NOW | os.RTLD_LOCAL | os.RTLD_DEEPBIND)
+        # Finds the library loaded, and bound, already.
+        function = tvm_ffi.load_module(library)[symbol]
+    return EmulatedKernel(function, code["ptx"].decode(), code["cubin"])
 
 
 class EmulatedKernel:
-    """A compiled kernel on the emulator: takes CPU tensors and numbers, runs before it returns.
-
-    Args:
-        function: the kernel's host function.
-        ptx: the PTX of every kernel that it launches.
-        cubin: what its host code gives to the CUDA runtime in place of that PTX.
-    """
+    """A compiled kernel on the emulator: takes CPU tensors and numbers, runs before it returns."""
 
     def __init__(self, function: Callable[..., object], ptx: str, cubin: bytes) -> None:
         import tvm_ffi
@@ -65,7 +80,7 @@ class EmulatedKernel:
         from cute_kernels.emulator import EmulatorError, engine
 
         self._function = function
-        self._device_code: tuple[str, bytes] | None = (ptx, cubin)
+        self._code: tuple[str, bytes] | None = (ptx, cubin)
         self._engine = engine
         self._error = EmulatorError
         self._from_dlpack = tvm_ffi.from_dlpack
@@ -76,10 +91,10 @@ class EmulatedKernel:
         Raises:
             EmulatorError: the kernel did what a GPU would fault on, hang on or get wrong.
         """
-        if self._device_code is not None:
+        if self._code is not None:
             # Parsing takes 0.06 s for a quantizer; a process that loads many kernels runs few.
-            self._engine.load_ptx(*self._device_code)
-            self._device_code = None
+            self._engine.load_ptx(*self._code)
+            self._code = None
         views = (
             self._from_dlpack(_DeviceView(arg)) if isinstance(arg, torch.Tensor) else arg
             for arg in args
@@ -97,6 +112,8 @@ class _DeviceView:
     """A CPU tensor that DLPack consumers take for a CUDA tensor: the emulator's device memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise ValueError(f"emulated kernels take CPU tensors, got one on {tensor.device}")
         self._tensor = tensor.detach()
 
     def __dlpack__(self, **kwargs: Any) -> object:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from cute_kernels.runtime import aot, architecture, compile_kernel
-from cute_kernels.runtime.emulated import EmulatedKernel
+from cute_kernels.runtime.emulated import EmulatedKernel, _DeviceView
 from tests.runtime.toy_kernels import Scale
 
 pytest.importorskip("cutlass")
-pytest.importorskip("tvm_ffi")
+tvm_ffi = pytest.importorskip("tvm_ffi")
 emulator = pytest.importorskip("cute_kernels.emulator")
 
 EMULATED = [architecture("emulated:sm_90a"), architecture("emulated:sm_100a")]
@@ -68,21 +68,32 @@ def test_faults_and_wrong_arguments_raise():
     kernel(x, y)
 
 
-def test_one_process_has_kernels_for_both_devices():
-    before = emulator.installed()
-    emulated = compile_kernel(Scale(2.0), EMULATED[0])
-    real = compile_kernel(Scale(2.0), architecture("sm_90a"))
-    assert emulator.installed() == before
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gives host memory to a kernel for a GPU")
+@pytest.mark.parametrize("real_first", [True, False])
+def test_one_process_has_kernels_for_both_devices(real_first):
+    real_arch, emulated_arch = architecture("sm_90a"), EMULATED[0]
     x, y = torch.ones(64), torch.zeros(64)
+    order = [real_arch, emulated_arch] if real_first else [emulated_arch, real_arch]
+    kernels = {arch: compile_kernel(Scale(2.0), arch) for arch in order}
     with pytest.raises(ValueError, match="device_type=cuda"):
-        real(x, y)
-    emulated(x, y)
+        kernels[real_arch](x, y)
+    with pytest.raises(RuntimeError, match="[Cc]uda.*[Dd]river"):
+        kernels[real_arch](*(tvm_ffi.from_dlpack(_DeviceView(t)) for t in (x, y)))
+    kernels[emulated_arch](x, y)
     assert y.eq(2).all()
-    emulator.install("sm_100a")
+
+
+def test_an_installed_emulator_does_not_catch_kernels_for_a_gpu():
+    emulator.install("sm_100a", num_sms=3)
     try:
-        late = compile_kernel(Scale(3.0), architecture("sm_90a"))
-        assert emulator.installed() == "sm_100a"
+        kernel = compile_kernel(Scale(2.0), architecture("sm_90a"))
+        assert not isinstance(kernel, EmulatedKernel)
+        assert (emulator.installed(), emulator.engine.num_sms()) == ("sm_100a", 3)
     finally:
         emulator.uninstall()
-    assert isinstance(emulated, EmulatedKernel)
-    assert not isinstance(late, EmulatedKernel)
+
+
+def test_tensors_of_another_device_are_refused():
+    kernel = compile_kernel(Scale(2.0), EMULATED[0])
+    with pytest.raises(ValueError, match="got one on meta"):
+        kernel(torch.ones(4, device="meta"), torch.ones(4))
