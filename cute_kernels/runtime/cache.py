@@ -170,9 +170,9 @@ def default_cache() -> DiskCache | None:
     if os.environ.get("CUTE_KERNELS_CACHE") == "0":
         return None
     if folder := os.environ.get("CUTE_KERNELS_CACHE_DIR"):
-        return DiskCache(Path(folder))
+        return DiskCache(Path(folder).expanduser())
     try:
-        user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except RuntimeError as error:  # no home folder
         warn_once(f"compiled kernels are not kept on disk: {error}")
         return None

@@ -165,17 +165,17 @@ def test_the_environment_chooses_the_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache().root == tmp_path / "cute_kernels"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert default_cache().root == tmp_path / "home" / ".cache" / "cute_kernels"
 
 
 def test_no_home_folder_means_no_cache(monkeypatch):
-    def homeless():
+    def homeless(path):
         raise RuntimeError("Could not determine home directory.")
 
     for name in ("CUTE_KERNELS_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(Path, "expanduser", homeless)
     with pytest.warns(RuntimeWarning, match="home directory"):
         assert default_cache() is None
 

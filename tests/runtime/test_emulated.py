@@ -16,8 +16,16 @@ pytest.importorskip("cutlass")
 tvm_ffi = pytest.importorskip("tvm_ffi")
 emulator = pytest.importorskip("cute_kernels.emulator")
 
+ENGINE = emulator.build()
 EMULATED = [architecture("emulated:sm_90a"), architecture("emulated:sm_100a")]
 SPECS = [Scale(2.0), Scale(3.0)]
+
+
+@pytest.fixture(autouse=True)
+def built_engine(fresh_runtime, tmp_path):
+    """The emulator keeps its engine in the same cache folder, and need not build it anew."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "emulator").symlink_to(ENGINE.parent)
 
 
 def results():
