@@ -57,7 +57,8 @@ RCP_TENSOR_MAX = _f32(1.0 / _TENSOR_MAX)
 
 def _second_level(g: Tensor) -> tuple[Tensor, Tensor]:
     """(S_dec, fl(S_enc * fl(1/6))) of amaxes ``g``."""
-    s_enc = (_TENSOR_MAX / g).clamp_max(_FMAX).nan_to_num_(nan=_FMAX)
+    # Not ``_TENSOR_MAX / g``: torch computes that as a reciprocal and a product, rounding twice.
+    s_enc = torch.full_like(g, _TENSOR_MAX).div_(g).clamp_max_(_FMAX).nan_to_num_(nan=_FMAX)
     s_enc = s_enc.masked_fill((g == 0) | (s_enc == 0), 1.0)
     return s_enc.reciprocal(), s_enc * _RCP_ELEMENT_MAX
 
