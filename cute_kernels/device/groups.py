@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, cute
+from cutlass import Boolean, Int32, cute
 
 from cute_kernels.shapes import TILE_ROWS
 
-__all__ = ["Grouping", "group_end", "group_start"]
+__all__ = ["Grouping", "group_end", "group_start", "next_item"]
 
 
 @cute.jit
@@ -58,27 +58,39 @@ class Grouping:
             return self.num_groups * self.tiles_each()
         return self.num_rows // TILE_ROWS + self.num_groups
 
-    def find(self, tile: Int32, hint: Int32) -> tuple[Int32, Int32, Int32]:
-        """What slot tile ``tile`` holds.
+    def seek(self, tile: Int32, hint: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """The first slot tile at or after ``tile`` that holds rows, and what it holds.
 
         Args:
             tile: a slot tile.
             hint: the group that an earlier, lower tile was found in, or 0.
 
         Returns:
-            The group, the matrix row of the tile's first row, and the number of rows that the tile
-            holds, at most 128. No rows means that the tile belongs to no group.
+            The tile, its group, the matrix row of its first row, and how many rows it holds: 1 to
+            128. Past the last group the tile is ``num_tiles()`` and the rest means nothing.
         """
         if self.offs is None:
-            return _find_uniform(self.rows_each, self.tiles_each(), tile)
-        return _find_ragged(self.offs, self.num_groups, self.num_rows, tile, hint)
+            return _seek_uniform(self.rows_each, self.tiles_each(), tile)
+        return _seek_ragged(self.offs, self.num_groups, self.num_rows, tile, hint)
+
+    def local_tile(self, tile: Int32, group: Int32) -> Int32:
+        """Where a tile lies among the tiles that one transposed matrix holds side by side.
+
+        Ragged groups share one matrix; each uniform group has its own.
+        """
+        if self.offs is None:
+            return tile - group * self.tiles_each()
+        return tile
 
 
 @cute.jit
-def _find_uniform(rows_each: Int32, tiles_each: Int32, tile: Int32) -> tuple[Int32, Int32, Int32]:
+def _seek_uniform(
+    rows_each: Int32, tiles_each: Int32, tile: Int32
+) -> tuple[Int32, Int32, Int32, Int32]:
     group = tile // tiles_each
     first = (tile - group * tiles_each) * TILE_ROWS
-    return group, group * rows_each + first, cutlass.min(rows_each - first, Int32(TILE_ROWS))
+    count = cutlass.min(rows_each - first, Int32(TILE_ROWS))
+    return tile, group, group * rows_each + first, count
 
 
 @cute.jit
@@ -93,24 +105,50 @@ def _starts_by(
 
 
 @cute.jit
-def _find_ragged(
+def _seek_ragged(
     offs: cute.Tensor, num_groups: Int32, num_rows: Int32, tile: Int32, hint: Int32
-) -> tuple[Int32, Int32, Int32]:
+) -> tuple[Int32, Int32, Int32, Int32]:
     # First tiles ascend strictly with the group: gallop from the hint, then bisect. A kernel that
     # walks tiles in order pays one or two probes a tile.
-    low = hint
+    group = hint
     step = Int32(1)
-    while _starts_by(offs, num_groups, num_rows, low + step, tile):
-        low += step
+    while _starts_by(offs, num_groups, num_rows, group + step, tile):
+        group += step
         step += step
-    high = cutlass.min(low + step, num_groups)
-    while high - low > 1:
-        middle = (low + high) // 2
+    high = cutlass.min(group + step, num_groups)
+    while high - group > 1:
+        middle = (group + high) // 2
         if _starts_by(offs, num_groups, num_rows, middle, tile):
-            low = middle
+            group = middle
         else:
             high = middle
-    start = group_start(offs, low, num_rows)
-    first = start + (tile - (start // TILE_ROWS + low)) * TILE_ROWS
-    rows = cutlass.min(group_end(offs, low, num_rows) - first, Int32(TILE_ROWS))
-    return low, first, cutlass.max(rows, Int32(0))
+    start = group_start(offs, group, num_rows)
+    end = group_end(offs, group, num_rows)
+    first = start + (tile - (start // TILE_ROWS + group)) * TILE_ROWS
+    if first >= end:
+        # The tile is past the end of its group: bisect for the next group that has rows.
+        end = cutlass.max(start, end)
+        high = num_groups
+        while high - group > 1:
+            middle = (group + high) // 2
+            if group_end(offs, middle, num_rows) > end:
+                high = middle
+            else:
+                group = middle
+        if high < num_groups:
+            group = high
+            first = group_start(offs, group, num_rows)
+            end = group_end(offs, group, num_rows)
+            tile = first // TILE_ROWS + group
+        else:
+            tile = num_rows // TILE_ROWS + num_groups
+    return tile, group, first, cutlass.min(end - first, Int32(TILE_ROWS))
+
+
+@cute.jit
+def next_item(item: Int32, step: Int32, tile: Int32, per_tile: Int32) -> Int32:
+    """The first of ``item``, ``item + step``, ... that belongs to slot tile ``tile`` or a later one.
+
+    Items are numbered tile by tile, ``per_tile`` each.
+    """
+    return item + (tile * per_tile - item + step - 1) // step * step

@@ -21,10 +21,10 @@ __all__ = [
     "absmax_words",
     "encode_column",
     "encode_row",
-    "finish_absmax",
     "fmax",
     "scale_pair",
     "second_level",
+    "split_absmax",
     "warp_max",
 ]
 
@@ -60,16 +60,20 @@ def _unpack_f16(word: Uint32) -> tuple[Float32, Float32]:
     )
 
 
-def finish_absmax(pair: Uint32, dtype: str) -> Float32:
-    """The larger magnitude of a packed pair of maxima, as fp32; 0 if both are NaN."""
+def split_absmax(pair: Uint32, dtype: str) -> tuple[Float32, Float32]:
+    """The two magnitudes of a packed pair of maxima, as fp32; 0 for NaN."""
     low, high = _unpack_bf16(pair) if dtype == "bfloat16" else _unpack_f16(pair)
-    return asm("max.abs.f32 $0, $1, $2, $3;", [Float32], [low, high, Float32(0.0)])
+    zero = Float32(0.0)
+    text = "max.abs.f32 $0, $1, $2, $2;"
+    return asm(text, [Float32], [low, zero]), asm(text, [Float32], [high, zero])
 
 
 def absmax_words(words: Sequence[Uint32], dtype: str) -> Float32:
     """Largest magnitude among all elements of ``words``, as fp32; NaN is passed over."""
     if dtype != "float32":
-        return finish_absmax(absmax_pairs(words, dtype), dtype)
+        pair = absmax_pairs(words, dtype)
+        low, high = _unpack_bf16(pair) if dtype == "bfloat16" else _unpack_f16(pair)
+        return asm("max.abs.f32 $0, $1, $2, $3;", [Float32], [low, high, Float32(0.0)])
     out = Float32(0.0)
     for i in range(0, len(words) - 1, 2):
         operands = [out, bits_as_f32(words[i]), bits_as_f32(words[i + 1])]

@@ -1,5 +1,5 @@
 """Quantization kernels for sm_100a: configurations here, kernels in modules that need the DSL."""
 
-from cute_kernels.quantize.config import QuantizeProblem, RowScaledConfig
+from cute_kernels.quantize.config import QuantizeProblem, RowScaledConfig, TileConfig
 
-__all__ = ["QuantizeProblem", "RowScaledConfig"]
+__all__ = ["QuantizeProblem", "RowScaledConfig", "TileConfig"]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from cute_kernels.capability import Support
 from cute_kernels.formats import NVFP4
 
-__all__ = ["QuantizeProblem", "RowScaledConfig"]
+__all__ = ["QuantizeProblem", "RowScaledConfig", "TileConfig"]
 
 Grouping = Literal["ragged", "uniform"]
 #: Bytes of one element, by the dtype names that configurations use.
@@ -105,3 +105,69 @@ class RowScaledConfig:
         from cute_kernels.quantize.nvfp4_rows import RowScaledQuantizer
 
         return RowScaledQuantizer(self), RowScaledQuantizer.fake_args(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """NVFP4 in one or both directions, tile by tile, with the amaxes given.
+
+    Attributes:
+        dtype: name of the input's dtype.
+        grouping: how the rows fall into groups.
+        rowwise: write the rowwise copy.
+        columnwise: write the columnwise copy.
+        row_scaled: the rowwise copy has one second-level scale a row.
+        square_blocks: one scale for each 16x16 block, the same in both directions.
+    """
+
+    dtype: str
+    grouping: Grouping = "ragged"
+    rowwise: bool = True
+    columnwise: bool = False
+    row_scaled: bool = False
+    square_blocks: bool = False
+
+    #: Warps that convert one 128x128 tile together.
+    warps_per_team = 4
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a 128x128 tile of the input."""
+        return 128 * 128 * DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_stages(self) -> int:
+        """Tiles in flight: 192 KiB of them."""
+        return 6 * 32768 // self.tile_bytes
+
+    @property
+    def num_teams(self) -> int:
+        """Tiles that a CTA converts at the same time."""
+        return 4 if self.num_stages > 4 else 2
+
+    @property
+    def uses_group_amax(self) -> bool:
+        """Whether amaxes of groups are read."""
+        return self.columnwise or not self.row_scaled
+
+    def can_implement(self, problem: QuantizeProblem) -> Support:
+        """Whether the kernel takes ``problem``."""
+        if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):
+            return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
+        if not (self.rowwise or self.columnwise):
+            return Support(False, "neither direction is asked for")
+        if self.row_scaled and (self.square_blocks or not self.rowwise):
+            return Support(False, "row_scaled needs the rowwise direction and 1x16 blocks")
+        return _supported_input(problem.dtype, problem.cols)
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments.
+
+        The compiled function takes (x, offs, row_amax, group_amax, codes, scales, codes_t,
+        scales_t, num_sms), with None for what the configuration does not use: row_amax (T,) fp32 is
+        used when row-scaled, group_amax (G,) fp32 when columnwise or not row-scaled. x needs at
+        least one row.
+        """
+        from cute_kernels.quantize.nvfp4_tiles import TileQuantizer
+
+        return TileQuantizer(self), TileQuantizer.fake_args(self)

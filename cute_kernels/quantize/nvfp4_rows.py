@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 
-from cute_kernels.device.groups import Grouping
+from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.memory import (
     bulk_load,
     load_shared,
@@ -54,7 +54,8 @@ class SharedMemory(NamedTuple):
     Attributes:
         rows: num_teams * num_stages stages of one row.
         scales: scale bytes of each team's packet, row by row.
-        packets: with a packet's first stage, the first row and the row count of its tile.
+        packets: with a packet's first stage, its number and its tile's first row and row count; no
+            rows end the work.
         partial: amax of each warp's part of a row, two deep.
         full: arrival barriers of the stages.
         empty: release barriers of the stages.
@@ -121,7 +122,7 @@ class RowScaledQuantizer:
             scales=smem.allocate_array(
                 Uint8, config.num_teams * _PACKET_ROWS * self.scale_pitch, byte_alignment=16
             ),
-            packets=smem.allocate_array(Int32, num_slots * 2, byte_alignment=8),
+            packets=smem.allocate_array(Int32, num_slots * 4, byte_alignment=16),
             partial=smem.allocate_array(Uint32, 2 * config.num_compute_warps, byte_alignment=8),
             full=smem.allocate_array(Int64, num_slots, byte_alignment=8),
             empty=smem.allocate_array(Int64, num_slots, byte_alignment=8),
@@ -164,25 +165,32 @@ class RowScaledQuantizer:
         item = cute.arch.block_idx()[0] * config.num_teams + team
         num_items = groups.num_tiles() * _PACKETS
         while item < num_items:
-            group, first, count = groups.find(item // _PACKETS, group)
             packet = item % _PACKETS
-            for r in cutlass.range(_PACKET_ROWS):
-                row = _packet_row(packet, r)
-                if row < count or r == 0:
-                    slot = team * config.num_stages + stage
-                    cute.arch.mbarrier_wait(shared.empty + slot, phase)
-                    if r == 0:
-                        place = shared.packets.toint() + slot * 8
-                        store_shared(place, [Uint32(first), Uint32(count)])
-                    if row < count:
-                        source = x.iterator.toint() + Int64(first + row) * row_bytes
-                        target = shared.rows.toint() + slot * self.row_bytes
-                        cute.arch.mbarrier_arrive_and_expect_tx(shared.full + slot, row_bytes)
-                        bulk_load(target, source, row_bytes, shared.full + slot)
-                    else:
-                        cute.arch.mbarrier_arrive(shared.full + slot)
-                    stage, phase = self.next_stage(stage, phase)
-            item += step
+            tile, group, first, count = groups.seek(item // _PACKETS, group)
+            if tile != item // _PACKETS:
+                item = next_item(item, step, tile, Int32(_PACKETS))
+            else:
+                for r in cutlass.range(_PACKET_ROWS):
+                    row = _packet_row(packet, r)
+                    if row < count or r == 0:
+                        slot = team * config.num_stages + stage
+                        cute.arch.mbarrier_wait(shared.empty + slot, phase)
+                        if r == 0:
+                            place = shared.packets.toint() + slot * 16
+                            store_shared(place, [Uint32(v) for v in (item, first, count, 0)])
+                        if row < count:
+                            source = x.iterator.toint() + Int64(first + row) * row_bytes
+                            target = shared.rows.toint() + slot * self.row_bytes
+                            cute.arch.mbarrier_arrive_and_expect_tx(shared.full + slot, row_bytes)
+                            bulk_load(target, source, row_bytes, shared.full + slot)
+                        else:
+                            cute.arch.mbarrier_arrive(shared.full + slot)
+                        stage, phase = self.next_stage(stage, phase)
+                item += step
+        slot = team * config.num_stages + stage
+        cute.arch.mbarrier_wait(shared.empty + slot, phase)
+        store_shared(shared.packets.toint() + slot * 16, [Uint32(0)] * 4)
+        cute.arch.mbarrier_arrive(shared.full + slot)
 
     @cute.jit
     def next_stage(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
@@ -205,7 +213,6 @@ class RowScaledQuantizer:
     ) -> None:
         """A team's packets: rows to codes, scale bytes to shared memory, then out."""
         config = self.config
-        groups = self.grouping(x, offs)
         team = warp // config.warps_per_row
         lane = cute.arch.thread_idx()[0] - team * self.team_threads
         num_blocks = x.shape[len(x.shape) - 1] // _BLOCK
@@ -213,15 +220,14 @@ class RowScaledQuantizer:
         staged = shared.scales.toint() + team * (_PACKET_ROWS * self.scale_pitch)
         self.clear_scale_padding(staged, num_blocks, lane)
         stage, phase, parity = Int32(0), Int32(0), Int32(0)
-        step = cute.arch.grid_dim()[0] * config.num_teams
-        item = cute.arch.block_idx()[0] * config.num_teams + team
-        num_items = groups.num_tiles() * _PACKETS
-        while item < num_items:
-            tile, packet = item // _PACKETS, item % _PACKETS
+        count = Int32(1)
+        while count > 0:
             slot = team * config.num_stages + stage
             cute.arch.mbarrier_wait(shared.full + slot, phase)
-            found = load_shared(shared.packets.toint() + slot * 8, 2)
-            first, count = Int32(found[0]), Int32(found[1])
+            item, first, count, _ = (
+                Int32(word) for word in load_shared(shared.packets.toint() + slot * 16, 4)
+            )
+            tile, packet = item // _PACKETS, item % _PACKETS
             sectors = scales.iterator.toint() + Int64(tile) * tiles_along_k * SF_TILE_BYTES
             sectors += packet * _SECTOR
             if _packet_row(packet, 0) < count:
@@ -259,7 +265,6 @@ class RowScaledQuantizer:
                 if count > 0:
                     for j in cutlass.range(lane, tiles_along_k, self.team_threads):
                         store_global(sectors + j * SF_TILE_BYTES, [Uint32(0)] * _PACKET_ROWS)
-            item += step
 
     @cute.jit
     def release(self, empty: cute.Pointer) -> None:
