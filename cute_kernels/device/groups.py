@@ -48,6 +48,13 @@ class Grouping:
     num_rows: Int32
     rows_each: Int32
 
+    @classmethod
+    def of(cls, x: cute.Tensor, offs: cute.Tensor | None) -> Grouping:
+        """The grouping of ``x``: (T, K) with offs, or (G, N, K) without."""
+        if offs is None:
+            return cls(None, x.shape[0], x.shape[0] * x.shape[1], x.shape[1])
+        return cls(offs, offs.shape[0], x.shape[0], Int32(0))
+
     def tiles_each(self) -> Int32:
         """Slot tiles of a uniform group."""
         return (self.rows_each + (TILE_ROWS - 1)) // TILE_ROWS
@@ -72,6 +79,24 @@ class Grouping:
         if self.offs is None:
             return _seek_uniform(self.rows_each, self.tiles_each(), tile)
         return _seek_ragged(self.offs, self.num_groups, self.num_rows, tile, hint)
+
+    def last_row(self) -> Int32:
+        """The end of the last group; the rows from there on are the tail."""
+        if self.offs is None:
+            return self.num_rows
+        return group_end(self.offs, self.num_groups - 1, self.num_rows)
+
+    def holding(self, row: Int32, hint: Int32) -> tuple[Int32, Int32]:
+        """The group that holds ``row`` and the group's end row.
+
+        Args:
+            row: a row before ``last_row()``.
+            hint: a group that is not after the one that holds the row, such as 0.
+        """
+        if self.offs is None:
+            group = row // self.rows_each
+            return group, (group + 1) * self.rows_each
+        return _holding_ragged(self.offs, self.num_groups, self.num_rows, row, hint)
 
     def local_tile(self, tile: Int32, group: Int32) -> Int32:
         """Where a tile lies among the tiles that one transposed matrix holds side by side.
@@ -152,3 +177,18 @@ def next_item(item: Int32, step: Int32, tile: Int32, per_tile: Int32) -> Int32:
     Items are numbered tile by tile, ``per_tile`` each.
     """
     return item + (tile * per_tile - item + step - 1) // step * step
+
+
+@cute.jit
+def _holding_ragged(
+    offs: cute.Tensor, num_groups: Int32, num_rows: Int32, row: Int32, hint: Int32
+) -> tuple[Int32, Int32]:
+    # The first group that ends after the row.
+    low, high = hint - 1, num_groups - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if group_end(offs, middle, num_rows) > row:
+            high = middle
+        else:
+            low = middle
+    return high, group_end(offs, high, num_rows)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from cutlass import Float32, Uint16, Uint32, cute
 
-from cute_kernels.device.ptx import asm, bits_as_f32
+from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits
 from cute_kernels.formats import NVFP4
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "absmax_packed",
     "absmax_pairs",
     "absmax_words",
     "encode_column",
@@ -25,6 +26,7 @@ __all__ = [
     "scale_pair",
     "second_level",
     "split_absmax",
+    "unpack_absmax",
     "warp_max",
 ]
 
@@ -68,20 +70,31 @@ def split_absmax(pair: Uint32, dtype: str) -> tuple[Float32, Float32]:
     return asm(text, [Float32], [low, zero]), asm(text, [Float32], [high, zero])
 
 
+def absmax_packed(words: Sequence[Uint32], dtype: str) -> Uint32:
+    """Absmax of words, still packed: a pair for 16-bit types, one number's bits for fp32."""
+    if dtype != "float32":
+        return absmax_pairs(words, dtype)
+    out = Float32(0.0)
+    numbers = [bits_as_f32(word) for word in words]
+    for i in range(0, len(numbers) - 1, 2):
+        operands = [out, *numbers[i : i + 2]]
+        out = asm("max.abs.f32 $0, $1, $2, $3;", [Float32], operands)
+    if len(numbers) % 2:
+        out = asm("max.abs.f32 $0, $1, $2, $2;", [Float32], [numbers[-1], out])
+    return f32_as_bits(out)
+
+
+def unpack_absmax(packed: Uint32, dtype: str) -> Float32:
+    """The number that ``absmax_packed`` stands for."""
+    if dtype == "float32":
+        return bits_as_f32(packed)
+    low, high = _unpack_bf16(packed) if dtype == "bfloat16" else _unpack_f16(packed)
+    return asm("max.abs.f32 $0, $1, $2, $3;", [Float32], [low, high, Float32(0.0)])
+
+
 def absmax_words(words: Sequence[Uint32], dtype: str) -> Float32:
     """Largest magnitude among all elements of ``words``, as fp32; NaN is passed over."""
-    if dtype != "float32":
-        pair = absmax_pairs(words, dtype)
-        low, high = _unpack_bf16(pair) if dtype == "bfloat16" else _unpack_f16(pair)
-        return asm("max.abs.f32 $0, $1, $2, $3;", [Float32], [low, high, Float32(0.0)])
-    out = Float32(0.0)
-    for i in range(0, len(words) - 1, 2):
-        operands = [out, bits_as_f32(words[i]), bits_as_f32(words[i + 1])]
-        out = asm("max.abs.f32 $0, $1, $2, $3;", [Float32], operands)
-    if len(words) % 2:
-        last = bits_as_f32(words[-1])
-        out = asm("max.abs.f32 $0, $1, $2, $3;", [Float32], [out, last, Float32(0.0)])
-    return out
+    return unpack_absmax(absmax_packed(words, dtype), dtype)
 
 
 def warp_max(value: Float32) -> Float32:

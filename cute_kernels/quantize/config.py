@@ -13,7 +13,7 @@ from typing import Any, Literal
 from cute_kernels.capability import Support
 from cute_kernels.formats import NVFP4
 
-__all__ = ["QuantizeProblem", "RowScaledConfig", "TileConfig"]
+__all__ = ["AmaxConfig", "OffsetsConfig", "QuantizeProblem", "RowScaledConfig", "TileConfig"]
 
 Grouping = Literal["ragged", "uniform"]
 #: Bytes of one element, by the dtype names that configurations use.
@@ -109,7 +109,7 @@ class RowScaledConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """NVFP4 in one or both directions, tile by tile, with the amaxes given.
+    """NVFP4 in one or both directions, tile by tile.
 
     Attributes:
         dtype: name of the input's dtype.
@@ -118,6 +118,8 @@ class TileConfig:
         columnwise: write the columnwise copy.
         row_scaled: the rowwise copy has one second-level scale a row.
         square_blocks: one scale for each 16x16 block, the same in both directions.
+        compute_amax: the amaxes are results: a first kernel computes them, so the input is read
+            twice, the second time from L2 where it fits.
     """
 
     dtype: str
@@ -126,6 +128,7 @@ class TileConfig:
     columnwise: bool = False
     row_scaled: bool = False
     square_blocks: bool = False
+    compute_amax: bool = False
 
     #: Warps that convert one 128x128 tile together.
     warps_per_team = 4
@@ -146,8 +149,13 @@ class TileConfig:
         return 4 if self.num_stages > 4 else 2
 
     @property
+    def amax(self) -> AmaxConfig:
+        """The kernel that computes the amaxes."""
+        return AmaxConfig(self.dtype, self.grouping, self.row_scaled, self.uses_group_amax)
+
+    @property
     def uses_group_amax(self) -> bool:
-        """Whether amaxes of groups are read."""
+        """Whether there are amaxes of groups."""
         return self.columnwise or not self.row_scaled
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
@@ -171,3 +179,68 @@ class TileConfig:
         from cute_kernels.quantize.nvfp4_tiles import TileQuantizer
 
         return TileQuantizer(self), TileQuantizer.fake_args(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class AmaxConfig:
+    """max |x| of each row, of each group, or both, from one read.
+
+    Attributes:
+        dtype: name of the input's dtype.
+        grouping: how the rows fall into groups.
+        per_row: write one amax a row.
+        per_group: write one amax a group.
+    """
+
+    dtype: str
+    grouping: Grouping = "ragged"
+    per_row: bool = False
+    per_group: bool = True
+
+    def can_implement(self, problem: QuantizeProblem) -> Support:
+        """Whether the kernel takes ``problem``."""
+        if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):
+            return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
+        return _supported_input(problem.dtype, problem.cols)
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments.
+
+        The compiled function takes (x, offs, row_amax, group_amax, num_sms): row_amax (T,) and
+        group_amax (G,) fp32, None where not written. Rows of the tail are left alone; an empty
+        group gives 0.
+        """
+        from cute_kernels.quantize.amax import AmaxReducer
+
+        return AmaxReducer(self), AmaxReducer.fake_args(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class OffsetsConfig:
+    """End offsets of groups from their sizes.
+
+    Attributes:
+        splits: ``"int32"`` or ``"int64"``.
+        out: likewise.
+    """
+
+    splits: str = "int64"
+    out: str = "int32"
+
+    def can_implement(self, splits: str, out: str) -> Support:
+        """Whether the kernel takes these dtypes."""
+        if (splits, out) != (self.splits, self.out):
+            return Support(False, f"compiled for {self.splits} splits and {self.out} offsets")
+        if {splits, out} <= {"int32", "int64"}:
+            return Support(True)
+        return Support(False, f"splits and offsets must be int32 or int64, got {splits} and {out}")
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments.
+
+        The compiled function takes (splits, out, multiplier): splits (G,), out (G,), and the
+        factor of every offset.
+        """
+        from cute_kernels.quantize.offsets import OffsetsKernel
+
+        return OffsetsKernel(self), OffsetsKernel.fake_args(self)

@@ -143,12 +143,6 @@ class RowScaledQuantizer:
             self.compute(x, offs, amax, codes, scales, warp, shared)
 
     @cute.jit
-    def grouping(self, x: cute.Tensor, offs: cute.Tensor | None) -> Grouping:
-        if cutlass.const_expr(offs is None):
-            return Grouping(None, x.shape[0], x.shape[0] * x.shape[1], x.shape[1])
-        return Grouping(offs, offs.shape[0], x.shape[0], Int32(0))
-
-    @cute.jit
     def load(
         self,
         x: cute.Tensor,
@@ -158,7 +152,7 @@ class RowScaledQuantizer:
     ) -> None:
         """The loader: a lane finds the packets of its team and starts the copies of their rows."""
         config = self.config
-        groups = self.grouping(x, offs)
+        groups = Grouping.of(x, offs)
         row_bytes = x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype]
         stage, phase, group = Int32(0), Int32(1), Int32(0)
         step = cute.arch.grid_dim()[0] * config.num_teams

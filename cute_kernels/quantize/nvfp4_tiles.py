@@ -1,4 +1,4 @@
-"""NVFP4 tile by tile: rowwise, columnwise or both from one read, with the amaxes given.
+"""NVFP4 tile by tile: rowwise, columnwise or both from one read, with the amaxes of rows and groups known.
 
 A tile is 128 slot rows by 128 columns. It lies in shared memory as boxes 128 bytes wide, in TMA's
 128-byte swizzle: the 16-byte chunk c of row r is at chunk c ^ (r % 8). Both directions read that
@@ -40,6 +40,7 @@ from cute_kernels.device.nvfp4 import (
 )
 from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits, select
 from cute_kernels.formats import NVFP4
+from cute_kernels.quantize.amax import AmaxReducer
 from cute_kernels.quantize.config import DTYPE_BYTES, TileConfig
 from cute_kernels.quantize.fakes import FakeBuffers, dsl_dtype, env_stream
 from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_COLS, TILE_ROWS
@@ -141,10 +142,9 @@ class TileQuantizer:
         num_sms: Int32,
         stream: Any,
     ) -> None:
-        rank = len(x.shape)
-        rows, cols = x.shape[0], x.shape[rank - 1]
-        if cutlass.const_expr(rank == 3):
-            rows = x.shape[0] * x.shape[1]
+        if cutlass.const_expr(self.config.compute_amax):
+            AmaxReducer(self.config.amax)(x, offs, row_amax, group_amax, num_sms, stream)
+        rows, cols = Grouping.of(x, offs).num_rows, x.shape[len(x.shape) - 1]
         matrix = cute.make_tensor(x.iterator, cute.make_layout((rows, cols), stride=(Int64(cols), 1)))
         atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, x.element_type)
         box = cute.tile_to_shape(atom, (TILE_ROWS, self.box_cols), order=(0, 1))
@@ -212,10 +212,7 @@ class TileQuantizer:
         cute.arch.sync_threads()
 
         cols = x.shape[len(x.shape) - 1]
-        if cutlass.const_expr(offs is None):
-            groups = Grouping(None, x.shape[0], x.shape[0] * x.shape[1], x.shape[1])
-        else:
-            groups = Grouping(offs, offs.shape[0], x.shape[0], Int32(0))
+        groups = Grouping.of(x, offs)
         warp = cute.arch.make_warp_uniform(tid // _WARP)
         if warp == self.num_compute_warps:
             cpasync.prefetch_descriptor(box_copy)
