@@ -1,0 +1,23 @@
+"""Compiling and launching kernels: the only part that calls ``cute.compile`` and holds caches.
+
+Importing it needs no CuTe DSL; the DSL is imported when the first kernel is compiled or loaded.
+"""
+
+from cute_kernels.runtime.arch import Architecture, architecture, device_architecture
+from cute_kernels.runtime.compile import compile_kernel, forget_kernels
+from cute_kernels.runtime.dsl import dsl_unavailable, require_dsl
+from cute_kernels.runtime.plan import LaunchPlan, PlanCache
+from cute_kernels.runtime.spec import KernelSpec
+
+__all__ = [
+    "Architecture",
+    "KernelSpec",
+    "LaunchPlan",
+    "PlanCache",
+    "architecture",
+    "compile_kernel",
+    "device_architecture",
+    "dsl_unavailable",
+    "forget_kernels",
+    "require_dsl",
+]

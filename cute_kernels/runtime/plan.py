@@ -1,0 +1,83 @@
+"""Launch plans: what an op worked out for tensors like these, kept for the next call.
+
+An op checks its arguments, picks a kernel and computes its launch parameters once for each
+combination of tensor metadata; that is its plan. A later call with the same metadata costs one
+dictionary look-up, and runs no check and no heuristic again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    import torch
+
+__all__ = ["LaunchPlan", "PlanCache", "metadata"]
+
+P = TypeVar("P")
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchPlan:
+    """A compiled kernel with the scalar arguments that follow its tensors.
+
+    Attributes:
+        kernel: what ``compile_kernel`` returned.
+        scalars: launch parameters that depend on the metadata alone.
+    """
+
+    kernel: Callable[..., object]
+    scalars: tuple[int | float, ...] = ()
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        """Launch on the current stream."""
+        self.kernel(*tensors, *self.scalars)
+
+
+def metadata(tensor: torch.Tensor | None) -> Hashable:
+    """What a plan may depend on: dtype, device, shape and strides; never contents or address."""
+    if tensor is None:
+        return None
+    return (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+
+
+class PlanCache(Generic[P]):
+    """Plans of one op by tensor metadata.
+
+    Args:
+        capacity: how many plans are kept; past it the oldest goes first. A plan is small, but a
+            program may never see the same number of tokens twice.
+    """
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._plans: dict[Hashable, P] = {}
+        self._capacity = capacity
+
+    def get(
+        self, tensors: tuple[torch.Tensor | None, ...], facts: Hashable, build: Callable[[], P]
+    ) -> P:
+        """The plan for these tensors; ``build`` makes it the first time.
+
+        Args:
+            tensors: every tensor argument of the op, in a fixed order.
+            facts: everything else that the plan depends on: formats, flags, backend.
+            build: checks the arguments and returns the plan; what it raises is not remembered.
+        """
+        key = (facts, *map(metadata, tensors))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = build()
+            while len(self._plans) >= self._capacity:
+                self._plans.pop(next(iter(self._plans)), None)
+            self._plans[key] = plan
+        return plan
+
+    def clear(self) -> None:
+        """Forget every plan."""
+        self._plans.clear()
+
+    def __len__(self) -> int:
+        return len(self._plans)
