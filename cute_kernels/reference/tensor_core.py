@@ -41,8 +41,8 @@ The rules of sm_90a were measured on an H200, those of sm_100a on a B200 by arXi
 # between 2^-286 and 2^286. In units of 2^(E - F) it is below 4 * 2^F = 2^27, the accumulator below
 # 2 * 2^F = 2^26, and the sum of 32 truncated products and the accumulator is an integer below 2^33.
 # FP4: code times scale has 6 significant bits. A term is a multiple of 2^-8 of its two scales'
-# power of two and below 16 * 6 * 6 * 2 * 2 = 2304 of them, so it has 20 bits. In units of 2^(E - 35)
-# it is below 2^47, the accumulator below 2^36, the sum of four terms and the accumulator below 2^50.
+# power of two and below 16 * 6 * 6 * 2 * 2 = 2304 of them: 20 bits. In units of 2^(E - 35) it is
+# below 2^47, the accumulator below 2^36, and the sum of four terms and the accumulator below 2^50.
 # All of this stays below 2^53, so the order in which torch adds does not matter.
 
 from __future__ import annotations
