@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, cute
 
 from cute_kernels.device.ptx import asm_volatile

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint16, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from cute_kernels.device.groups import Grouping, next_item
@@ -43,7 +43,7 @@ from cute_kernels.formats import NVFP4
 from cute_kernels.quantize.amax import AmaxReducer
 from cute_kernels.quantize.config import DTYPE_BYTES, TileConfig
 from cute_kernels.quantize.fakes import FakeBuffers, dsl_dtype, env_stream
-from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_COLS, TILE_ROWS
+from cute_kernels.shapes import SF_TILE_BYTES, TILE_ROWS
 
 __all__ = ["TileQuantizer"]
 
@@ -145,7 +145,9 @@ class TileQuantizer:
         if cutlass.const_expr(self.config.compute_amax):
             AmaxReducer(self.config.amax)(x, offs, row_amax, group_amax, num_sms, stream)
         rows, cols = Grouping.of(x, offs).num_rows, x.shape[len(x.shape) - 1]
-        matrix = cute.make_tensor(x.iterator, cute.make_layout((rows, cols), stride=(Int64(cols), 1)))
+        matrix = cute.make_tensor(
+            x.iterator, cute.make_layout((rows, cols), stride=(Int64(cols), 1))
+        )
         atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, x.element_type)
         box = cute.tile_to_shape(atom, (TILE_ROWS, self.box_cols), order=(0, 1))
         line = cute.make_composed_layout(
@@ -407,7 +409,9 @@ class TileQuantizer:
             for rb in cutlass.range_constexpr(0, _ROW_BLOCKS // 2, 2):
                 blocks = [
                     [
-                        load_shared(lanes_at[r % 8] + ((rb + i) * _BLOCK + r // 8 * 8) * _BOX_BYTES, 1)[0]
+                        load_shared(
+                            lanes_at[r % 8] + ((rb + i) * _BLOCK + r // 8 * 8) * _BOX_BYTES, 1
+                        )[0]
                         for r in range(_BLOCK)
                     ]
                     for i in range(2)
@@ -530,7 +534,7 @@ class TileQuantizer:
                 scale_word = select(live, _pack_halves(low, high), Uint32(0))
                 store_global(scales_at + (col // 64) * SF_TILE_BYTES, [scale_word])
                 out = []
-                for block, enc in zip(blocks, (enc0, enc1, enc2, enc3)):
+                for block, enc in zip(blocks, (enc0, enc1, enc2, enc3), strict=False):
                     split = per_block // 2
                     out.append(encode_row(block[:split], enc, self.dtype))
                     out.append(encode_row(block[split:], enc, self.dtype))
