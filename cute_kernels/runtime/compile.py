@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from cute_kernels.runtime.cache import cache_key, default_cache, warn_once
 from cute_kernels.runtime.dsl import require_dsl
-from cute_kernels.runtime.emulated import EmulatedKernel, install_emulator
+from cute_kernels.runtime.emulated import EmulatedKernel, device_of
 from cute_kernels.runtime.spec import short_name
 
 if TYPE_CHECKING:
@@ -54,8 +54,9 @@ def compile_kernel(spec: KernelSpec, arch: Architecture) -> Callable[..., object
         with _compile_lock:
             kernel = _kernels.get((spec, arch))
             if kernel is None:
-                _prepare(arch)
-                kernel = _kernels[spec, arch] = _load_or_compile(spec, arch)
+                require_dsl()
+                with device_of(arch):
+                    kernel = _kernels[spec, arch] = _load_or_compile(spec, arch)
     return kernel
 
 
@@ -71,13 +72,13 @@ def compile_to_disk(spec: KernelSpec, arch: Architecture) -> bool | None:
     Returns:
         True if it was compiled, False if it was there, None if it cannot be kept on disk.
     """
-    _prepare(arch)
+    require_dsl()
     cache, key = default_cache(), cache_key(spec, arch)
     if cache is None or key is None:
         return None
     if cache.load(key):
         return False
-    with _compile_lock, cache.lock(key):
+    with _compile_lock, cache.lock(key), device_of(arch):
         if cache.load(key):
             return False
         files = _export(_compile(spec, arch), spec, arch)
@@ -87,12 +88,6 @@ def compile_to_disk(spec: KernelSpec, arch: Architecture) -> bool | None:
 def forget_kernels() -> None:
     """Drop every compiled kernel from memory; the disk cache stays as it is."""
     _kernels.clear()
-
-
-def _prepare(arch: Architecture) -> None:
-    require_dsl()
-    if arch.emulated:
-        install_emulator(arch)
 
 
 def _load_or_compile(spec: KernelSpec, arch: Architecture) -> Callable[..., object]:

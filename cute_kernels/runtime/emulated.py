@@ -7,28 +7,47 @@ the cubin in the object file, by which the emulator tells kernels of the same na
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from cute_kernels.runtime.arch import Architecture
 
-__all__ = ["EmulatedKernel", "install_emulator"]
+__all__ = ["EmulatedKernel", "device_of"]
 
 _DL_CUDA = 2  # kDLCUDA
 
 
-@functools.cache
-def install_emulator(arch: Architecture) -> None:
-    """Have this process run kernels on the emulator; before the CuTe DSL is first imported."""
+@contextlib.contextmanager
+def device_of(arch: Architecture) -> Iterator[None]:
+    """Bind what is compiled or loaded inside the block to the emulator, or to the real device."""
+    if not arch.emulated and "cute_kernels.emulator" not in sys.modules:
+        yield
+        return
     from cute_kernels import emulator
+    from cute_kernels.emulator import engine
 
-    emulator.install(arch=arch.name)
+    def install(name: str | None) -> None:
+        if name is None:
+            emulator.uninstall()
+        else:
+            emulator.install(name, num_sms=engine.num_sms())
+
+    before, wanted = emulator.installed(), arch.name if arch.emulated else None
+    if wanted == before:
+        yield
+        return
+    install(wanted)
+    try:
+        yield
+    finally:
+        install(before)
 
 
 class EmulatedKernel:
@@ -43,11 +62,12 @@ class EmulatedKernel:
     def __init__(self, function: Callable[..., object], ptx: str, cubin: bytes) -> None:
         import tvm_ffi
 
-        from cute_kernels import emulator
+        from cute_kernels.emulator import EmulatorError, engine
 
         self._function = function
         self._device_code: tuple[str, bytes] | None = (ptx, cubin)
-        self._emulator = emulator
+        self._engine = engine
+        self._error = EmulatorError
         self._from_dlpack = tvm_ffi.from_dlpack
 
     def __call__(self, *args: Any) -> object:
@@ -58,16 +78,19 @@ class EmulatedKernel:
         """
         if self._device_code is not None:
             # Parsing takes 0.06 s for a quantizer; a process that loads many kernels runs few.
-            self._emulator.load_ptx(*self._device_code)
+            self._engine.load_ptx(*self._device_code)
             self._device_code = None
         views = (
             self._from_dlpack(_DeviceView(arg)) if isinstance(arg, torch.Tensor) else arg
             for arg in args
         )
+        self._engine.clear_error()
         try:
             return self._function(*views)
-        except RuntimeError as error:
-            raise self._emulator.EmulatorError(str(error)) from None
+        except RuntimeError:
+            if message := self._engine.last_error():
+                raise self._error(message) from None
+            raise
 
 
 class _DeviceView:
