@@ -1,5 +1,11 @@
-"""Grouped low-precision kernels on plain tensors: quantize, dequantize and GEMM of ragged groups."""
+"""Grouped low-precision kernels on plain tensors: quantize, dequantize and GEMM of ragged groups.
 
+Importing this package registers the ops ``torch.ops.cute_kernels.*``. It knows nothing of modules,
+parameters or recipes; those are in ``grouped``.
+"""
+
+from cute_kernels import ops
 from cute_kernels.capability import UnsupportedError, support
+from cute_kernels.runtime.backend import Backend, active_backend, backend
 
-__all__ = ["UnsupportedError", "support"]
+__all__ = ["Backend", "UnsupportedError", "active_backend", "backend", "ops", "support"]

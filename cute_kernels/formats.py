@@ -12,7 +12,7 @@ scales and a second fp32 level.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal, Union
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 
@@ -97,7 +97,9 @@ class NVFP4:
         if self.is_2d and self.hadamard:
             raise ValueError("hadamard needs block=(1, 16): 16x16 blocks serve both directions")
         if self.four_over_six and (self.hadamard or self.stochastic_rounding):
-            raise ValueError("four_over_six cannot be combined with hadamard or stochastic_rounding")
+            raise ValueError(
+                "four_over_six cannot be combined with hadamard or stochastic_rounding"
+            )
 
     @property
     def is_2d(self) -> bool:
@@ -197,4 +199,4 @@ class FP8:
 
 
 #: Any of the format records.
-Format = Union[NVFP4, MXFP8, FP8Block, FP8]
+Format: TypeAlias = NVFP4 | MXFP8 | FP8Block | FP8

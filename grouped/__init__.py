@@ -1,1 +1,26 @@
-"""What users hold: grouped tensors, recipes and modules."""
+"""Grouped low-precision tensors, recipes and modules for mixture-of-experts models.
+
+A grouped tensor holds many 2D members in one buffer: the tokens of each expert (ragged: ``offs``
+gives the end row of each group) or the weights of each expert (uniform: (G, N, K)).
+"""
+
+from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
+from grouped import nn, recipes
+from grouped.functional import compute_offsets, grouped_gemm, quantize
+from grouped.tensor import GroupedMember, GroupedTensor, QuantizedCopy
+
+__all__ = [
+    "FP8",
+    "MXFP8",
+    "NVFP4",
+    "FP8Block",
+    "Format",
+    "GroupedMember",
+    "GroupedTensor",
+    "QuantizedCopy",
+    "compute_offsets",
+    "grouped_gemm",
+    "nn",
+    "quantize",
+    "recipes",
+]

@@ -170,10 +170,7 @@ def _quantize_tiles(
         if codes_t is not None and scales_t is not None:
             columns = torch.nn.functional.pad(bytes_.mT, (0, 0, 0, -cols % SF_TILE_ROWS))
             code_tiles, block_tiles = _columnwise_tiles(groups, codes_t, scales_t)
-            index = (tile,)
-            if groups.is_uniform:
-                each = groups.num_tiles // max(1, len(groups))
-                index = (tile // each, tile % each)
+            index = _tile_index(groups, tile)
             code_tiles[index] = pack_codes(encoded.mT)
             block_tiles[index] = tile_scales(columns).permute(0, 2, 1, 3)
         if codes is not None and scales is not None:
@@ -195,6 +192,14 @@ def _columnwise_tiles(groups: Groups, codes_t: Tensor, scales_t: Tensor) -> tupl
     return code_tiles, block_tiles
 
 
+def _tile_index(groups: Groups, tile: Tensor) -> tuple[Tensor, ...]:
+    """Index of slot tiles into the views of ``_columnwise_tiles``."""
+    if not groups.is_uniform:
+        return (tile,)
+    each = groups.num_tiles // len(groups)
+    return (tile // each, tile % each)
+
+
 def rowwise_values(codes: Tensor, scales: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
     """Code times block scale, exact in fp32, of rows ``rows`` held in slot rows ``slots``.
 
@@ -208,7 +213,7 @@ def rowwise_values(codes: Tensor, scales: Tensor, rows: Tensor, slots: Tensor) -
         (R, K) fp32.
     """
     linear = linear_row_scales(scales, slots, codes.shape[1] * 2)
-    blocks = unpack_codes(codes[rows]).unflatten(1, (-1, _BLOCK))
+    blocks: Tensor = unpack_codes(codes[rows]).unflatten(1, (-1, _BLOCK))
     return (blocks * decode_e4m3(linear).unsqueeze(-1)).flatten(1)
 
 
@@ -231,7 +236,7 @@ def columnwise_values(codes_t: Tensor, scales_t: Tensor) -> Tensor:
         (K, 128 t) fp32: element [k, r] is column k of slot row r.
     """
     linear = untile_scales(scales_t, codes_t.shape[1] * 2 // _BLOCK)[: codes_t.shape[0]]
-    blocks = unpack_codes(codes_t).unflatten(1, (-1, _BLOCK))
+    blocks: Tensor = unpack_codes(codes_t).unflatten(1, (-1, _BLOCK))
     return (blocks * decode_e4m3(linear).unsqueeze(-1)).flatten(1)
 
 
@@ -267,11 +272,10 @@ def dequantize_nvfp4(
         return
     # Slot-tile views of both buffers: codes (tiles, K, 64), scales (tiles, 2, ceil(K / 128), 512).
     code_tiles, block_tiles = _columnwise_tiles(groups, codes, scales)
-    each = groups.num_tiles // max(1, len(groups))
     tiles, tile_group, rows = groups.used_tiles()
     for part in _chunks(len(tiles), TILE_ROWS * round_up(cols, SF_TILE_ROWS)):
         tile, row = tiles[part], rows[part]
-        index = (tile // each, tile % each) if groups.is_uniform else (tile,)
+        index = _tile_index(groups, tile)
         linear = untile_scales(block_tiles[index].movedim(1, 2), TILE_ROWS // _BLOCK)[:, :cols]
         g = amax[tile_group[part]][:, None, None]
         values = _decode(unpack_codes(code_tiles[index]), linear, g).mT  # (t, 128, K)
@@ -281,4 +285,5 @@ def dequantize_nvfp4(
 
 def _decode(values: Tensor, linear: Tensor, g: Tensor) -> Tensor:
     factor = (decode_e4m3(linear) * g) * RCP_TENSOR_MAX
-    return (values.unflatten(-1, (-1, _BLOCK)) * factor.unsqueeze(-1)).flatten(-2)
+    blocks: Tensor = values.unflatten(-1, (-1, _BLOCK))
+    return (blocks * factor.unsqueeze(-1)).flatten(-2)

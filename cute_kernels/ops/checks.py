@@ -1,0 +1,81 @@
+"""Checks of op arguments. Every message names the argument, its value and the rule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = [
+    "INPUT_DTYPES",
+    "check_dtype",
+    "check_multiple",
+    "check_offs",
+    "check_tensor",
+    "same_device",
+]
+
+#: Dtypes of plain operands.
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_dtype(name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
+    """``dtype`` must be one of ``allowed``."""
+    if dtype not in allowed:
+        listed = " or ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise TypeError(f"{name} must be {listed}, got {str(dtype).removeprefix('torch.')}")
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    *,
+    dtypes: Sequence[torch.dtype] = (),
+    ndim: Sequence[int] = (),
+    shape: Sequence[int | None] | None = None,
+) -> None:
+    """``tensor`` must have one of the dtypes and ranks, and ``shape`` where that is not None."""
+    if dtypes:
+        check_dtype(name, tensor.dtype, dtypes)
+    if shape is not None:
+        ndim = (len(shape),)
+    if ndim and tensor.dim() not in ndim:
+        ranks = " or ".join(str(n) for n in ndim)
+        raise ValueError(f"{name} must have {ranks} dimensions, got shape {tuple(tensor.shape)}")
+    for i, want in enumerate(shape or ()):
+        if want is not None and tensor.shape[i] != want:
+            raise ValueError(
+                f"{name} must have size {want} in dimension {i}, got shape {tuple(tensor.shape)}"
+            )
+
+
+def check_multiple(name: str, value: int, of: int, why: str) -> None:
+    """``value`` must be a multiple of ``of``, and not 0."""
+    if value % of != 0 or value == 0:
+        raise ValueError(f"{name} must be a positive multiple of {of} ({why}), got {value}")
+
+
+def check_offs(offs: Tensor, num_groups: int | None = None) -> None:
+    """``offs`` must be int32 of shape (G,), G >= 1, and of ``num_groups`` entries if given."""
+    check_tensor("offs", offs, dtypes=(torch.int32,), ndim=(1,))
+    if offs.shape[0] < 1:
+        raise ValueError("offs must have at least one entry, got shape (0,)")
+    if num_groups is not None and offs.shape[0] != num_groups:
+        raise ValueError(
+            f"offs must have one end row for each of the {num_groups} groups, "
+            f"got {offs.shape[0]} entries"
+        )
+
+
+def same_device(first: str, device: torch.device, **others: Tensor | None) -> None:
+    """All tensors must be on ``device``, that of the argument ``first``."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(
+                f"{name} must be on the device of {first} ({device}), got {tensor.device}"
+            )

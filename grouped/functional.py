@@ -1,0 +1,295 @@
+"""Quantize and multiply grouped tensors."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from cute_kernels.capability import require
+from cute_kernels.formats import NVFP4, Format
+from cute_kernels.runtime.backend import active_backend
+from grouped.offsets import Offsets, as_offs
+from grouped.tensor import GroupedTensor, QuantizedCopy, assemble, handler, not_differentiable
+
+__all__ = ["compute_offsets", "grouped_gemm", "quantize"]
+
+_ops = torch.ops.cute_kernels
+
+
+def compute_offsets(
+    splits: Tensor, *, multiplier: int = 1, dtype: torch.dtype = torch.int32
+) -> Tensor:
+    """End offset of each group from its size: the inclusive sum of ``splits`` times ``multiplier``.
+
+    Args:
+        splits: (G,) int32 or int64 sizes, on the device.
+        multiplier: elements counted for each unit of ``splits``.
+        dtype: int32 or int64.
+
+    Returns:
+        (G,) offsets on the device of ``splits``.
+    """
+    out: Tensor = _ops.compute_offsets(splits, multiplier, dtype)
+    return out
+
+
+@overload
+def quantize(
+    x: Tensor,
+    fmt: Format,
+    *,
+    offs: Offsets | None = ...,
+    rowwise: bool = ...,
+    columnwise: bool = ...,
+    dbias: Literal[False] = ...,
+    amax: Tensor | None = ...,
+    out: GroupedTensor | None = ...,
+) -> GroupedTensor: ...
+
+
+@overload
+def quantize(
+    x: Tensor,
+    fmt: Format,
+    *,
+    offs: Offsets | None = ...,
+    rowwise: bool = ...,
+    columnwise: bool = ...,
+    dbias: Literal[True],
+    amax: Tensor | None = ...,
+    out: GroupedTensor | None = ...,
+) -> tuple[GroupedTensor, Tensor]: ...
+
+
+def quantize(
+    x: Tensor,
+    fmt: Format,
+    *,
+    offs: Offsets | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    dbias: bool = False,
+    amax: Tensor | None = None,
+    out: GroupedTensor | None = None,
+) -> GroupedTensor | tuple[GroupedTensor, Tensor]:
+    """Quantize the groups of ``x``.
+
+    Args:
+        x: (T, K) with ``offs``, or uniform (G, N, K) without; bf16, fp16 or fp32; K % 16 == 0.
+        fmt: the format, such as ``grouped.NVFP4(row_scaled=True)``.
+        offs: (G,) end row of each group, non-decreasing: an int32 or int64 tensor on the device of
+            ``x``, never read on the host, or a host list. Rows from the last on are the tail of a
+            capacity buffer: neither read nor written.
+        rowwise: make the copy with blocks along K, which fprop and dgrad read.
+        columnwise: make the copy with blocks along the rows of each group, which wgrad (ragged) and
+            dgrad (weights) read.
+        dbias: also return the column sums of each group, fp32 sums cast to the dtype of ``x``.
+        amax: (G,) fp32 second level of each group, instead of computing it.
+        out: a tensor of the same shape, format, groups and directions to quantize into.
+
+    Returns:
+        A GroupedTensor, not differentiable; with ``dbias`` also the (G, K) sums.
+
+    Raises:
+        TypeError: a dtype that is not taken.
+        ValueError: a shape, a device, offs or a combination of arguments that breaks a rule.
+        cute_kernels.UnsupportedError: a format that the backend does not run.
+    """
+    x = x.detach()
+    require("grouped_quantize", fmt, active_backend(x.device).arch)
+    assert isinstance(fmt, NVFP4)
+    if x.dim() == 2 and offs is None:
+        raise ValueError("offs is missing: x (T, K) is cut into groups by offs; uniform x is 3D")
+    if dbias and offs is None:
+        raise ValueError("dbias needs offs: it sums over the rows of ragged groups")
+    ends = None if offs is None else as_offs(offs, x.shape[0], x.device)
+    arguments = (x, ends, amax, fmt.row_scaled, fmt.is_2d, rowwise, columnwise)
+    if out is None:
+        parts = _ops.grouped_quantize_nvfp4(*arguments)
+        out = assemble(x.shape, x.dtype, fmt, ends, parts, rowwise, columnwise)
+    else:
+        _quantize_into(out, fmt, rowwise, columnwise, arguments)
+    if not dbias:
+        return out
+    return out, _ops.grouped_dbias(x, ends).to(x.dtype)
+
+
+def _quantize_into(
+    out: GroupedTensor,
+    fmt: NVFP4,
+    rowwise: bool,
+    columnwise: bool,
+    arguments: tuple[Tensor | bool | None, ...],
+) -> None:
+    x, ends = arguments[0], arguments[1]
+    assert isinstance(x, Tensor)
+    for name, got, want in (
+        ("format", fmt, out.format),
+        ("shape", x.shape, out.shape),
+        ("rowwise", rowwise, out.rowwise is not None),
+        ("columnwise", columnwise, out.columnwise is not None),
+        ("offs", ends is None, out.offs is None),
+    ):
+        if got != want:
+            raise ValueError(f"out was made with another {name}: {want}, not {got}")
+    if isinstance(ends, Tensor):
+        assert out.offs is not None
+        if ends.shape != out.offs.shape:
+            raise ValueError(f"out has {out.num_groups} groups, offs has {ends.shape[0]} entries")
+        out.offs.copy_(ends)
+    first, second = out.rowwise or (None,) * 3, out.columnwise or (None,) * 3
+    _ops.grouped_quantize_nvfp4_out(
+        *arguments,
+        out_codes=first[0],
+        out_scales=first[1],
+        out_amax=first[2],
+        out_codes_t=second[0],
+        out_scales_t=second[1],
+        out_amax_t=second[2],
+    )
+
+
+def grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    offs: Offsets | None = None,
+    bias: Tensor | None = None,
+    alpha: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    transpose_b: bool = False,
+) -> Tensor:
+    """Multiply the groups of ``a`` by those of ``b``.
+
+    | a | b | result | used for |
+    |---|---|---|---|
+    | ragged (T, K) | uniform (G, N, K) | (T, N) | fprop |
+    | ragged (T, N) | uniform (G, N, K), ``transpose_b=True`` | (T, K) | dgrad |
+    | ragged (T, N) | ragged (T, K) with the same offs | (G, N, K) | wgrad |
+
+    Args:
+        a: a GroupedTensor, or a plain tensor with ``offs``.
+        b: likewise; both quantized or both plain and of one dtype.
+        offs: (G,) end rows, for plain operands.
+        bias: (G, N) for the first two, added in fp32.
+        alpha: (G,) fp32 factors.
+        out_dtype: dtype of a fresh result; bf16 by default.
+        out: where to write; rows of empty groups and of the tail are left alone.
+        accumulate: add to what ``out`` holds, in fp32 before the one cast.
+        transpose_b: contract over the second dimension of ``b``, read from its columnwise copy.
+
+    Returns:
+        The product, accumulated and scaled in fp32 and cast once. In a fresh result the rows of the
+        tail (T, N) and the empty groups (G, N, K) are zeros. Differentiable for plain operands.
+
+    Raises:
+        TypeError: one operand is quantized and the other is not, or a dtype is not taken.
+        ValueError: a shape, a device or a combination of arguments that breaks a rule.
+        RuntimeError: an operand lacks the direction that this product reads.
+    """
+    if accumulate and out is None:
+        raise ValueError("accumulate=True adds to out, which is missing")
+    if out is not None and out_dtype not in (None, out.dtype):
+        raise ValueError(f"out_dtype is {out_dtype}, but out is {out.dtype}")
+    dtype = out.dtype if out is not None else out_dtype or torch.bfloat16
+    if isinstance(a, GroupedTensor) and isinstance(b, GroupedTensor):
+        if offs is not None:
+            raise ValueError("offs is given, but the operands carry their own")
+        if out is None:
+            result: Tensor = torch.ops.grouped.gemm(a, b, bias, alpha, transpose_b, dtype)
+            return result
+        torch.ops.grouped.gemm_out(a, b, bias, alpha, transpose_b, accumulate, out)
+        return out
+    if isinstance(a, GroupedTensor) or isinstance(b, GroupedTensor):
+        raise TypeError(
+            f"a and b must both be quantized or both be plain, got {type(a).__name__} and "
+            f"{type(b).__name__}"
+        )
+    if offs is None:
+        raise ValueError("offs is missing: plain operands are cut into groups by offs")
+    ends = as_offs(offs, a.shape[0], a.device)
+    if b.dim() == 2:
+        _no_ragged_options(bias, transpose_b)
+        return _call("k_grouped_gemm", (a, b, ends, alpha, dtype), out, accumulate)
+    operands = (a, b, ends, bias, alpha, transpose_b, dtype)
+    return _call("m_grouped_gemm", operands, out, accumulate)
+
+
+def _call(name: str, operands: tuple[object, ...], out: Tensor | None, accumulate: bool) -> Tensor:
+    """Call a GEMM op in its functional form, or in its out form if there is an ``out``."""
+    if out is None:
+        result: Tensor = getattr(_ops, name)(*operands)
+        return result
+    getattr(_ops, f"{name}_out")(*operands, out=out, accumulate=accumulate)
+    return out
+
+
+_LIBRARY = torch.library.Library("grouped", "FRAGMENT")
+_OPERANDS = "Tensor a, Tensor b, Tensor? bias, Tensor? alpha, bool transpose_b"
+_LIBRARY.define(f"gemm({_OPERANDS}, ScalarType dtype) -> Tensor")
+torch.library.register_autograd("grouped::gemm", not_differentiable, lib=_LIBRARY)
+_LIBRARY.define(f"gemm_out({_OPERANDS}, bool accumulate, Tensor(o!) out) -> ()")
+
+
+@handler(torch.ops.grouped.gemm.default)
+def _gemm(func: Any, *arguments: Any) -> Tensor:
+    name, operands = _quantized_operands(*arguments)
+    return _call(name, operands, out=None, accumulate=False)
+
+
+@handler(torch.ops.grouped.gemm_out.default)
+def _gemm_out(func: Any, *arguments: Any) -> None:
+    a, b, bias, alpha, transpose_b, accumulate, out = arguments
+    name, operands = _quantized_operands(a, b, bias, alpha, transpose_b, out.dtype)
+    _call(name, operands, out=out, accumulate=accumulate)
+
+
+def _no_ragged_options(bias: Tensor | None, transpose_b: bool) -> None:
+    if bias is not None:
+        raise ValueError("bias has no meaning for a ragged x ragged product")
+    if transpose_b:
+        raise ValueError("transpose_b has no meaning for a ragged x ragged product")
+
+
+def _quantized_operands(
+    a: GroupedTensor,
+    b: GroupedTensor,
+    bias: Tensor | None,
+    alpha: Tensor | None,
+    transpose_b: bool,
+    dtype: torch.dtype,
+) -> tuple[str, tuple[object, ...]]:
+    """The op that multiplies ``a`` by ``b``, and its operands."""
+    if a.offs is None:
+        raise ValueError(f"a must be ragged, got {a!r}")
+    assert isinstance(a.format, NVFP4) and isinstance(b.format, NVFP4)
+    if b.offs is None:
+        held = _operand(b, "b", "columnwise" if transpose_b else "rowwise")
+        if b.format.row_scaled and not transpose_b:
+            raise ValueError("b must have one second-level scale a group, got row_scaled=True")
+        first = _operand(a, "a", "rowwise")
+        options = (bias, alpha, a.format.row_scaled, dtype)
+        return "m_grouped_gemm_nvfp4", (*first, *held, a.offs, *options)
+    _no_ragged_options(bias, transpose_b)
+    if a.num_groups != b.num_groups or a.shape[0] != b.shape[0]:
+        raise ValueError(
+            f"a and b must be cut alike: {a.num_groups} groups of {a.shape[0]} rows and "
+            f"{b.num_groups} groups of {b.shape[0]} rows"
+        )
+    if a.format.hadamard != b.format.hadamard:
+        raise ValueError(
+            "a and b must agree on hadamard: the transform only cancels if both have it"
+        )
+    first, second = _operand(a, "a", "columnwise"), _operand(b, "b", "columnwise")
+    return "k_grouped_gemm_nvfp4", (*first, *second, a.offs, alpha, dtype)
+
+
+def _operand(x: GroupedTensor, name: str, direction: str) -> QuantizedCopy:
+    held = x.rowwise if direction == "rowwise" else x.columnwise
+    if held is None:
+        raise RuntimeError(f"{name} has no {direction} copy, which this product reads: {x!r}")
+    return held

@@ -1,0 +1,6 @@
+"""Modules over grouped tensors: grouped linear layers and mixture-of-experts MLPs."""
+
+from grouped.nn.linear import GroupedLinear
+from grouped.nn.mlp import GroupedMLP
+
+__all__ = ["GroupedLinear", "GroupedMLP"]

@@ -1,0 +1,73 @@
+"""``GroupedMLP``: the feed-forward experts of a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from grouped.nn.linear import GroupedLinear
+
+if TYPE_CHECKING:
+    from grouped.offsets import Offsets
+    from grouped.recipes import Recipe
+
+__all__ = ["GroupedMLP"]
+
+
+class GroupedMLP(nn.Module):
+    """SwiGLU experts: ``y = W2_g (silu(a) * b)`` with ``[a | b] = W1_g x`` for rows of group g.
+
+    Args:
+        num_groups: G, the number of experts.
+        hidden_size: width of input and output; a multiple of 16 for a quantized recipe.
+        intermediate_size: width between the two layers; a multiple of 16 likewise.
+        bias: whether both layers have biases.
+        recipe: formats of both layers; BF16 by default.
+        single_parameter: as in ``GroupedLinear``.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+
+    Shape:
+        As ``GroupedLinear``: input and output (..., hidden_size), ``offs`` (G,) end rows.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        *,
+        recipe: Recipe | None = None,
+        single_parameter: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+
+        def linear(inputs: int, outputs: int) -> GroupedLinear:
+            return GroupedLinear(
+                num_groups,
+                inputs,
+                outputs,
+                bias,
+                recipe=recipe,
+                single_parameter=single_parameter,
+                device=device,
+                dtype=dtype,
+            )
+
+        self.gate_up = linear(hidden_size, 2 * intermediate_size)
+        self.down = linear(intermediate_size, hidden_size)
+
+    def forward(
+        self, x: Tensor, offs: Offsets, *, is_first_microbatch: bool | None = None
+    ) -> Tensor:
+        """Apply the experts; arguments as in ``GroupedLinear.forward``."""
+        gate, up = self.gate_up(x, offs, is_first_microbatch=is_first_microbatch).chunk(2, dim=-1)
+        # In fp32, rounded once, as the fused kernels of other systems do.
+        hidden = (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+        y: Tensor = self.down(hidden, offs, is_first_microbatch=is_first_microbatch)
+        return y

@@ -1,0 +1,55 @@
+"""Accepts group boundaries in every form that users have them, without a synchronization."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Offsets", "as_offs"]
+
+#: End row of each group: an integer tensor, or a host list.
+Offsets: TypeAlias = "Tensor | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]"
+
+
+def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
+    """``offs`` as an int32 tensor on ``device``.
+
+    Host values are checked here; values on a device are never read, and the kernels clamp them.
+
+    Args:
+        offs: (G,) end rows, non-decreasing, at most ``rows``.
+        rows: rows of the tensor that is cut into groups.
+        device: device of that tensor.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: not one-dimensional, empty, on another device, or host values that decrease or
+            leave the tensor.
+    """
+    if isinstance(offs, Tensor):
+        if offs.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"offs must be int32 or int64, got {offs.dtype}")
+        if offs.dim() != 1 or offs.shape[0] < 1:
+            raise ValueError(f"offs must have shape (G,) with G >= 1, got {tuple(offs.shape)}")
+        if offs.device != device:
+            raise ValueError(f"offs must be on the device of x ({device}), got {offs.device}")
+        return offs.to(torch.int32)
+    values = np.asarray(offs)
+    if values.dtype.kind not in "iu" or values.dtype == np.bool_:
+        raise TypeError(f"offs must hold integers, got {values.dtype}")
+    if values.ndim != 1 or len(values) < 1:
+        raise ValueError(f"offs must have shape (G,) with G >= 1, got {values.shape}")
+    steps = np.diff(values, prepend=0)
+    if (steps < 0).any():
+        group = int(np.argmax(steps < 0))
+        raise ValueError(f"offs must not decrease or be negative, got {values[group]} at {group}")
+    if values[-1] > rows:
+        raise ValueError(f"offs must end within the {rows} rows of x, got {values[-1]}")
+    host = torch.tensor(values.astype(np.int32), pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

@@ -1,0 +1,551 @@
+"""``GroupedTensor``: the quantized members of all groups in one tensor that PyTorch can hold.
+
+A wrapper subclass: it has the shape and dtype of what was quantized, and its data are the plain
+tensors of ``cute_kernels``. It can be a parameter, be copied, saved and loaded, updated in place by
+an optimizer, and passed to a compiled function. Products of grouped tensors are not differentiable;
+``dequantize()`` is, and ``grouped.nn`` trains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
+
+import cute_kernels
+from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
+from cute_kernels.reference.groups import untile_scales
+from cute_kernels.shapes import TILE_ROWS, ceil_div, slot_tile, uniform_tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._ops import OpOverload
+
+__all__ = ["GroupedMember", "GroupedTensor", "QuantizedCopy"]
+
+aten = torch.ops.aten
+_COMPONENTS = ("codes", "scales", "amax")
+#: Attributes that hold the plain tensors, in the order of the quantize op's outputs.
+_INNER = ("_codes", "_scales", "_amax", "_codes_t", "_scales_t", "_amax_t", "_offs")
+_FORMATS: dict[str, type[Any]] = {f.name: f for f in (NVFP4, MXFP8, FP8Block, FP8)}
+
+
+class QuantizedCopy(NamedTuple):
+    """One direction of a quantized tensor: codes, block scales in 128x4 tiles, second level."""
+
+    codes: Tensor
+    scales: Tensor
+    amax: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedMember:
+    """One group of m rows, scales linear and without padding; None for an absent direction.
+
+    Attributes:
+        codes: (m, K / 2) uint8, two E2M1 codes a byte, the even column in the low nibble.
+        scales: (m, K / 16) float8_e4m3fn.
+        amax: fp32 scalar, or (m,) when row-scaled.
+        codes_t: (K, ceil(m / 2)) uint8.
+        scales_t: (K, ceil(m / 16)) float8_e4m3fn.
+        amax_t: fp32 scalar.
+    """
+
+    codes: Tensor | None = None
+    scales: Tensor | None = None
+    amax: Tensor | None = None
+    codes_t: Tensor | None = None
+    scales_t: Tensor | None = None
+    amax_t: Tensor | None = None
+
+
+class GroupedTensor(Tensor):
+    """A quantized grouped tensor; make one with ``grouped.quantize``.
+
+    Its shape is (T, K), ragged, when it has ``offs``, and (G, N, K) when it has none. Shape ops and
+    arithmetic that would decode it behind your back raise: call ``dequantize()``. In-place ops
+    decode, compute, quantize into the same storage and return self.
+
+    Attributes:
+        format: the format record; every fact that a reader of the bytes needs.
+        offs: (G,) int32 end rows, or None when uniform.
+        num_groups: G.
+        rowwise: the copy with blocks along K, or None.
+        columnwise: the copy with blocks along the rows of each group, or None.
+        amax: second level of the rowwise copy, or of the columnwise one if that is all there is.
+    """
+
+    format: Format
+    _codes: Tensor | None
+    _scales: Tensor | None
+    _amax: Tensor | None
+    _codes_t: Tensor | None
+    _scales_t: Tensor | None
+    _amax_t: Tensor | None
+    _offs: Tensor | None
+
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        fmt: Format,
+        offs: Tensor | None,
+        rowwise: QuantizedCopy | None,
+        columnwise: QuantizedCopy | None,
+        requires_grad: bool = False,
+    ) -> GroupedTensor:
+        """Wrap the plain tensors of one or both directions."""
+        held = rowwise or columnwise
+        if held is None:
+            raise ValueError("rowwise and columnwise are both None: a GroupedTensor holds data")
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=held.codes.device, requires_grad=requires_grad
+        )
+        self.format = fmt
+        self._codes, self._scales, self._amax = rowwise or (None,) * 3
+        self._codes_t, self._scales_t, self._amax_t = columnwise or (None,) * 3
+        self._offs = offs
+        return self
+
+    # ------------------------------------------------------------------ what it holds
+
+    @property
+    def offs(self) -> Tensor | None:
+        """(G,) int32 end row of each group, on the device; None when uniform."""
+        return self._offs
+
+    @property
+    def num_groups(self) -> int:
+        """G."""
+        return self.shape[0] if self._offs is None else self._offs.shape[0]
+
+    @property
+    def rowwise(self) -> QuantizedCopy | None:
+        """The copy with blocks along K."""
+        return _copy_of(self._codes, self._scales, self._amax)
+
+    @property
+    def columnwise(self) -> QuantizedCopy | None:
+        """The copy with blocks along the rows of each group."""
+        return _copy_of(self._codes_t, self._scales_t, self._amax_t)
+
+    @property
+    def amax(self) -> Tensor:  # type: ignore[override]
+        """Second level of the rowwise copy, or of the columnwise one if that is all there is."""
+        held = self.rowwise or self.columnwise
+        assert held is not None
+        return held.amax
+
+    def dequantize(  # type: ignore[override]
+        self, dtype: torch.dtype | None = None, direction: str | None = None
+    ) -> Tensor:
+        """Decode to a plain tensor of this shape; rows of the tail are zeros.
+
+        Its gradient with respect to a parameter is the identity: that of the decoded values.
+
+        Args:
+            dtype: bf16, fp16 or fp32; this tensor's dtype by default. One rounding.
+            direction: which copy to decode; the rowwise one by default if there is one.
+        """
+        if direction not in (None, "rowwise", "columnwise"):
+            raise ValueError(f"direction must be 'rowwise' or 'columnwise', got {direction!r}")
+        out: Tensor = torch.ops.grouped.dequantize(self, dtype, direction)
+        return out
+
+    def member(self, group: int) -> GroupedMember:
+        """Codes and linear scales of one group, for people and tests.
+
+        Reads ``offs`` on the host, so on a GPU it synchronizes.
+
+        Raises:
+            IndexError: ``group`` is not in [-G, G).
+            RuntimeError: the stream is being captured into a CUDA graph.
+        """
+        return self._members(*self._spans(), group)
+
+    def unbind(self, dim: int = 0) -> tuple[GroupedMember, ...]:  # type: ignore[override]
+        """All members in order; reads ``offs`` on the host once, as ``member`` does."""
+        if dim != 0:
+            raise ValueError(f"dim must be 0, the groups, got {dim}")
+        spans = self._spans()
+        return tuple(self._members(*spans, group) for group in range(self.num_groups))
+
+    def _spans(self) -> tuple[list[int], list[int]]:
+        """First row of each group, and first slot tile."""
+        if self._offs is None:
+            rows, tiles = self.shape[1], uniform_tiles(self.shape[1])
+            groups = range(self.shape[0] + 1)
+            return [g * rows for g in groups], [g * tiles for g in groups[:-1]]
+        if self._offs.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("member() and unbind() read offs on the host: not while capturing")
+        starts = [0, *self._offs.tolist()]
+        return starts, [slot_tile(start, g) for g, start in enumerate(starts[:-1])]
+
+    def _members(self, starts: list[int], tiles: list[int], group: int) -> GroupedMember:
+        if not -self.num_groups <= group < self.num_groups:
+            raise IndexError(f"group must be in [0, {self.num_groups}), got {group}")
+        group %= self.num_groups
+        start, rows = starts[group], starts[group + 1] - starts[group]
+        columns = self.shape[-1]
+        assert isinstance(self.format, NVFP4)
+        fields: dict[str, Tensor] = {}
+        if self.rowwise is not None:
+            codes, scales, amax = self.rowwise
+            used = slice(tiles[group], tiles[group] + ceil_div(rows, TILE_ROWS))
+            linear = untile_scales(
+                scales.flatten(0, -3)[used].unsqueeze(1), ceil_div(columns, self.format.sf_vec_size)
+            )
+            per_row = self.format.row_scaled
+            fields = {
+                "codes": codes.flatten(0, -2)[start : start + rows],
+                "scales": linear.flatten(0, 1)[:rows].view(torch.float8_e4m3fn),
+                "amax": amax.flatten()[start : start + rows] if per_row else amax[group],
+            }
+        if self.columnwise is not None:
+            codes, scales, amax = self.columnwise
+            tile = tiles[group]
+            if self._offs is None:
+                codes, scales, tile = codes[group], scales[group], 0
+            first = tile * TILE_ROWS // 2
+            block_tiles = TILE_ROWS // self.format.sf_vec_size // 4
+            blocks = ceil_div(rows, self.format.sf_vec_size)
+            used = slice(tile * block_tiles, tile * block_tiles + ceil_div(blocks, 4))
+            fields |= {
+                "codes_t": codes[:, first : first + ceil_div(rows, 2)],
+                "scales_t": untile_scales(scales[:, used], blocks)[:columns].view(
+                    torch.float8_e4m3fn
+                ),
+                "amax_t": amax[group],
+            }
+        return GroupedMember(**fields)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        held = [d for d in ("rowwise", "columnwise") if getattr(self, d) is not None]
+        kind = "uniform" if self._offs is None else "ragged"
+        return (
+            f"GroupedTensor({tuple(self.shape)}, {kind}, num_groups={self.num_groups}, "
+            f"format={self.format}, {' + '.join(held)}, dtype={self.dtype}, device={self.device})"
+        )
+
+    # ------------------------------------------------------------------ how PyTorch handles it
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Format, torch.dtype]]:
+        return [n for n in _INNER if getattr(self, n) is not None], (self.format, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        context: tuple[Format, torch.dtype],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> GroupedTensor:
+        fmt, dtype = context
+        parts = [inner.get(name) for name in _INNER]
+        return GroupedTensor(
+            outer_size, dtype, fmt, parts[6], _copy_of(*parts[:3]), _copy_of(*parts[3:6])
+        )
+
+    def _apply_inner(
+        self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+    ) -> GroupedTensor:
+        """The same tensor over ``function`` of the plain tensors."""
+        inner = {
+            name: function(getattr(self, name))
+            for name in _INNER
+            if getattr(self, name) is not None
+        }
+        context = (self.format, dtype or self.dtype)
+        return self.__tensor_unflatten__(inner, context, self.shape, self.stride())
+
+    def _requantize(self, dense: Tensor) -> None:
+        """Quantize ``dense`` into this tensor's storage."""
+        assert isinstance(self.format, NVFP4)
+        names = ("out_codes", "out_scales", "out_amax", "out_codes_t", "out_scales_t", "out_amax_t")
+        outs = {name: getattr(self, inner) for name, inner in zip(names, _INNER[:6], strict=True)}
+        torch.ops.cute_kernels.grouped_quantize_nvfp4_out(
+            dense,
+            self._offs,
+            None,
+            self.format.row_scaled,
+            self.format.is_2d,
+            self._codes is not None,
+            self._codes_t is not None,
+            **outs,
+        )
+
+    def _copy_from(self, source: Tensor) -> None:
+        same_bytes = (
+            isinstance(source, GroupedTensor)
+            and source.format == self.format
+            and source.shape == self.shape
+            and source.num_groups == self.num_groups
+            and all(
+                (getattr(self, name) is None or getattr(source, name) is not None)
+                for name in _INNER
+            )
+            and (self._offs is None) == (source._offs is None)
+        )
+        if same_bytes:
+            for name in _INNER:
+                if getattr(self, name) is not None:
+                    getattr(self, name).copy_(getattr(source, name))
+            return
+        dense = source.dequantize() if isinstance(source, GroupedTensor) else source
+        self._requantize(dense.to(self.device, self.dtype).expand(self.shape))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: OpOverload[Any, Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        known = _HANDLERS.get(func)
+        if known is not None:
+            return known(func, *args, **kwargs)
+        if func in _DECODING or _writes_only_in_place(func):
+            return _decode_compute_encode(func, args, kwargs)
+        raise TypeError(
+            f"{func} does not work on a GroupedTensor; decode it first with .dequantize()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        fields = dataclasses.asdict(self.format)
+        inner = {n: getattr(self, n) for n in _INNER if getattr(self, n) is not None}
+        is_parameter = getattr(self, "_is_param", False)
+        return _rebuild, (
+            tuple(self.shape),
+            self.dtype,
+            self.format.name,
+            fields,
+            inner,
+            self.requires_grad,
+            is_parameter,
+        )
+
+
+def _copy_of(
+    codes: Tensor | None, scales: Tensor | None, amax: Tensor | None
+) -> QuantizedCopy | None:
+    if codes is None or scales is None or amax is None:
+        return None
+    return QuantizedCopy(codes, scales, amax)
+
+
+def _rebuild(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    format_name: str,
+    fields: dict[str, Any],
+    inner: dict[str, Tensor],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> GroupedTensor:
+    """Make a tensor from what ``torch.save`` wrote."""
+    fmt = _FORMATS[format_name](**fields)
+    self = GroupedTensor.__tensor_unflatten__(inner, (fmt, dtype), shape, ())
+    self.requires_grad_(requires_grad)
+    if is_parameter:
+        self._is_param = True  # type: ignore[attr-defined]
+    return self
+
+
+torch.serialization.add_safe_globals([_rebuild])
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def assemble(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    fmt: Format,
+    offs: Tensor | None,
+    parts: Sequence[Tensor],
+    rowwise: bool,
+    columnwise: bool,
+) -> GroupedTensor:
+    """Make a tensor from the outputs of the quantize op; a compiled graph calls it as one node."""
+    first = QuantizedCopy(*parts[:3]) if rowwise else None
+    second = QuantizedCopy(*parts[3:]) if columnwise else None
+    return GroupedTensor(shape, dtype, fmt, offs, first, second)
+
+
+# ------------------------------------------------------------------------ ops on grouped tensors
+
+# A compiled graph holds these ops as they are. Their handlers run when the graph is lowered to
+# plain tensors, so nothing outside a handler needs to look inside a tensor while tracing.
+_LIBRARY = torch.library.Library("grouped", "DEF")
+_LIBRARY.define("dequantize(Tensor x, ScalarType? dtype, str? direction) -> Tensor")
+
+
+def not_differentiable(ctx: Any, *grads: Any) -> Any:
+    """Backward pass of an op that has none."""
+    raise RuntimeError("a product of GroupedTensors has no derivative; train through grouped.nn")
+
+
+def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return grad.to(ctx.dtype), None, None
+
+
+def _save_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.dtype = inputs[0].dtype
+
+
+torch.library.register_autograd(
+    "grouped::dequantize", _straight_through, setup_context=_save_dtype, lib=_LIBRARY
+)
+
+
+def handler(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: what an op does when an argument is a GroupedTensor."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _HANDLERS.update(dict.fromkeys(ops, function))
+        return function
+
+    return register
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {}
+
+
+@handler(torch.ops.grouped.dequantize.default)
+def _dequantize(
+    func: Any, x: GroupedTensor, dtype: torch.dtype | None, direction: str | None
+) -> Tensor:
+    if direction is None:
+        direction = "rowwise" if x.rowwise is not None else "columnwise"
+    held = x.rowwise if direction == "rowwise" else x.columnwise
+    if held is None:
+        raise RuntimeError(f"this GroupedTensor has no {direction} copy: {x!r}")
+    assert isinstance(x.format, NVFP4)
+    out: Tensor = torch.ops.cute_kernels.grouped_dequantize_nvfp4(
+        *held,
+        x.offs,
+        x.shape[-2],
+        dtype or x.dtype,
+        direction == "rowwise" and x.format.row_scaled,
+        direction == "columnwise",
+    )
+    return out
+
+
+# -------------------------------------------------------------------------- handlers of aten ops
+
+
+@handler(aten.detach.default, aten.alias.default)
+def _detach(func: Any, x: GroupedTensor) -> GroupedTensor:
+    return x._apply_inner(lambda t: t)
+
+
+@handler(aten.view.default, aten._unsafe_view.default, aten.expand.default)
+def _same_shape(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) -> GroupedTensor:
+    wanted = list(size)
+    if -1 in wanted and len(wanted) == x.dim():
+        wanted[wanted.index(-1)] = x.shape[wanted.index(-1)]
+    if wanted != list(x.shape):
+        raise TypeError(
+            f"{func} to {tuple(size)} does not work on a GroupedTensor of shape {tuple(x.shape)}; "
+            "decode it first with .dequantize()"
+        )
+    return x._apply_inner(lambda t: t)
+
+
+@handler(aten.clone.default)
+def _clone(func: Any, x: GroupedTensor, **kwargs: Any) -> GroupedTensor:
+    return x._apply_inner(lambda t: t.clone(memory_format=torch.preserve_format))
+
+
+@handler(aten._to_copy.default)
+def _to_copy(func: Any, x: GroupedTensor, **kwargs: Any) -> GroupedTensor:
+    dtype = kwargs.get("dtype") or x.dtype
+    cute_kernels.ops.checks.check_dtype("dtype", dtype, cute_kernels.ops.checks.INPUT_DTYPES)
+    device, non_blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
+    return x._apply_inner(lambda t: t.to(device, non_blocking=non_blocking, copy=True), dtype)
+
+
+@handler(
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+)
+def _like(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Tensor:
+    plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out: Tensor = func(plain, *args, **kwargs)
+    return out
+
+
+@handler(aten.copy_.default)
+def _copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if isinstance(target, GroupedTensor):
+        target._copy_from(source)
+        return target
+    assert isinstance(source, GroupedTensor)
+    return target.copy_(source.dequantize(), non_blocking)
+
+
+#: Functional ops that optimizers, clipping and checks apply to parameters: the result is plain.
+_DECODING = {
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.neg.default,
+    aten.lerp.Scalar,
+    aten.linalg_vector_norm.default,
+    aten._foreach_norm.Scalar,
+    aten.isfinite.default,
+    aten.isnan.default,
+    aten.isinf.default,
+    aten.eq.Tensor,
+    aten.ne.Tensor,
+    aten.ne.Scalar,
+    aten.abs.default,
+}
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _writes_only_in_place(func: Any) -> bool:
+    """Whether ``func`` is an in-place op that keeps shapes, such as ``add_``, not a view op."""
+    name = func._schema.name.split("::")[1]
+    keeps_shape = name not in ("resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_")
+    return keeps_shape and name.endswith("_") and any(map(_writes, func._schema.arguments))
+
+
+def _decode_compute_encode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on decoded operands and quantize what it wrote into the same storage.
+
+    Arguments are matched to the schema by name, and those that ``func`` returns come back as the
+    grouped tensors they were.
+    """
+    schema = func._schema.arguments
+    named = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
+    dense: dict[int, Tensor] = {}
+
+    def decode(x: GroupedTensor) -> Tensor:
+        return dense.setdefault(id(x), x.dequantize())
+
+    decoded = tree_map_only(GroupedTensor, decode, named)
+    positional = [decoded.pop(a.name) for a in schema if not a.kwarg_only and a.name in decoded]
+    result = func(*positional, **decoded)
+    owners: dict[int, GroupedTensor] = {}
+    for argument in schema:
+        value = named.get(argument.name)
+        if not _writes(argument):
+            continue
+        for x in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(x, GroupedTensor):
+                x._requantize(dense[id(x)])
+                owners[id(dense[id(x)])] = x
+    return tree_map(lambda t: owners.get(id(t), t), result)
