@@ -19,7 +19,7 @@ from cute_kernels.device.ptx import f32_as_bits
 from cute_kernels.quantize.config import DTYPE_BYTES, AmaxConfig
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 
-__all__ = ["AmaxReducer"]
+__all__ = ["AmaxKernels", "AmaxReducer"]
 
 _WARP = 32
 _LOAD_BYTES = 32
@@ -28,28 +28,17 @@ _THREADS = 512
 _CTAS_PER_SM = 2
 
 
-class AmaxReducer:
-    """Row and group amax, see the module."""
+class AmaxKernels:
+    """The amax kernels, for the classes that launch them.
 
-    def __init__(self, config: AmaxConfig):
-        self.config = config
-        self.dtype = config.dtype
+    The runtime names kernels after the variant that launches them, so kernels that several entries
+    share are methods that they inherit.
+    """
 
-    @staticmethod
-    def fake_args(config: AmaxConfig) -> tuple[Any, ...]:
-        """Stand-ins for the arguments of ``__call__``."""
-        fake = FakeBuffers(config.dtype, config.grouping == "uniform")
-        return (
-            fake.x(),
-            fake.offs(),
-            fake.amax(per_row=True) if config.per_row else None,
-            fake.amax() if config.per_group else None,
-            Int32(1),
-            env_stream(),
-        )
+    dtype: str
 
     @cute.jit
-    def __call__(
+    def launch_amax(
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
@@ -58,10 +47,11 @@ class AmaxReducer:
         num_sms: Int32,
         stream: Any,
     ) -> None:
+        """Write the amaxes whose buffers are given."""
         grid, block = [num_sms * _CTAS_PER_SM, 1, 1], [_THREADS, 1, 1]
         if cutlass.const_expr(group_amax is not None):
             self.clear(group_amax).launch(grid=[num_sms, 1, 1], block=block, stream=stream)
-        self.kernel(x, offs, row_amax, group_amax).launch(grid=grid, block=block, stream=stream)
+        self.reduce(x, offs, row_amax, group_amax).launch(grid=grid, block=block, stream=stream)
 
     @cute.kernel
     def clear(self, group_amax: cute.Tensor) -> None:
@@ -71,7 +61,7 @@ class AmaxReducer:
             group_amax[g] = Float32(0.0)
 
     @cute.kernel
-    def kernel(
+    def reduce(
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
@@ -90,19 +80,19 @@ class AmaxReducer:
         row_bytes = cols * DTYPE_BYTES[self.dtype]
         group, group_stop, best = Int32(0), Int32(0), Float32(0.0)
         while row < stop:
-            if cutlass.const_expr(self.config.per_group):
+            if cutlass.const_expr(group_amax is not None):
                 if row >= group_stop:
                     self.merge(group_amax, group, best)
                     group, group_stop = groups.holding(row, group)
                     best = Float32(0.0)
             a = self.row_part(x.iterator.toint() + Int64(row) * row_bytes, row_bytes, lane)
             best = fmax(best, a)
-            if cutlass.const_expr(self.config.per_row):
+            if cutlass.const_expr(row_amax is not None):
                 a = warp_max(a)
                 if lane == 0:
                     row_amax[row] = a
             row += 1
-        if cutlass.const_expr(self.config.per_group):
+        if cutlass.const_expr(group_amax is not None):
             self.merge(group_amax, group, best)
 
     @cute.jit
@@ -129,3 +119,35 @@ class AmaxReducer:
             if cute.arch.lane_idx() == 0:
                 bits = cute.recast_ptr(group_amax.iterator + group, dtype=Uint32)
                 cute.arch.atomic_max(bits, f32_as_bits(best), sem="relaxed", scope="gpu")
+
+
+class AmaxReducer(AmaxKernels):
+    """Row and group amax, see the module."""
+
+    def __init__(self, config: AmaxConfig):
+        self.dtype = config.dtype
+
+    @staticmethod
+    def fake_args(config: AmaxConfig) -> tuple[Any, ...]:
+        """Stand-ins for the arguments of ``__call__``."""
+        fake = FakeBuffers(config.dtype, config.grouping == "uniform")
+        return (
+            fake.x(),
+            fake.offs(),
+            fake.amax(per_row=True) if config.per_row else None,
+            fake.amax() if config.per_group else None,
+            Int32(1),
+            env_stream(),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        offs: cute.Tensor | None,
+        row_amax: cute.Tensor | None,
+        group_amax: cute.Tensor | None,
+        num_sms: Int32,
+        stream: Any,
+    ) -> None:
+        self.launch_amax(x, offs, row_amax, group_amax, num_sms, stream)

@@ -151,11 +151,6 @@ class TileConfig:
         return 4 if self.num_stages > 4 else 2
 
     @property
-    def amax(self) -> AmaxConfig:
-        """The kernel that computes the amaxes."""
-        return AmaxConfig(self.dtype, self.grouping, self.row_scaled, self.uses_group_amax)
-
-    @property
     def uses_group_amax(self) -> bool:
         """Whether there are amaxes of groups."""
         return self.columnwise or not self.row_scaled

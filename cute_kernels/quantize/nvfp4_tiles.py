@@ -40,7 +40,7 @@ from cute_kernels.device.nvfp4 import (
 )
 from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits, select
 from cute_kernels.formats import NVFP4
-from cute_kernels.quantize.amax import AmaxReducer
+from cute_kernels.quantize.amax import AmaxKernels
 from cute_kernels.quantize.config import DTYPE_BYTES, TileConfig
 from cute_kernels.quantize.fakes import FakeBuffers, dsl_dtype, env_stream
 from cute_kernels.shapes import SF_TILE_BYTES, TILE_ROWS
@@ -97,7 +97,7 @@ class Descriptor(NamedTuple):
     group: Int32
 
 
-class TileQuantizer:
+class TileQuantizer(AmaxKernels):
     """Persistent tile quantizer, see the module."""
 
     def __init__(self, config: TileConfig):
@@ -143,7 +143,7 @@ class TileQuantizer:
         stream: Any,
     ) -> None:
         if cutlass.const_expr(self.config.compute_amax):
-            AmaxReducer(self.config.amax)(x, offs, row_amax, group_amax, num_sms, stream)
+            self.launch_amax(x, offs, row_amax, group_amax, num_sms, stream)
         rows, cols = Grouping.of(x, offs).num_rows, x.shape[len(x.shape) - 1]
         matrix = cute.make_tensor(
             x.iterator, cute.make_layout((rows, cols), stride=(Int64(cols), 1))
