@@ -65,7 +65,7 @@ def _groups(shape: Sequence[int], offs: Tensor | None, device: torch.device) -> 
 
 def _rows_first(x: Tensor) -> Tensor:
     """(G, N, K) as (G * N, K)."""
-    return x.reshape(-1, x.shape[-1])
+    return x.flatten(0, -2)
 
 
 @register
@@ -406,7 +406,6 @@ class GroupedDequantizeNVFP4(Op):
             codes, scales = codes.flatten(0, 1), scales.flatten(0, 1)
         groups = _groups(self.shape, self.offs, self.device)
         fmt = NVFP4(row_scaled=self.row_scaled)
-        flat = out.view(-1, out.shape[-1])
         reference.dequantize_nvfp4(
-            groups, fmt, codes, scales, self.amax.view(-1), self.columnwise, flat
+            groups, fmt, codes, scales, self.amax.flatten(), self.columnwise, _rows_first(out)
         )

@@ -37,7 +37,7 @@ def encode_e2m1(y: Tensor) -> Tensor:
     """
     boundaries = torch.tensor(_E2M1_BOUNDARIES, dtype=torch.float32, device=y.device)
     y = y.nan_to_num(nan=E2M1.max, posinf=math.inf, neginf=-math.inf)
-    magnitude = torch.bucketize(y.abs(), boundaries, out_int32=True)
+    magnitude = torch.bucketize(y.abs().contiguous(), boundaries, out_int32=True)
     sign = y.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8)
     return magnitude.bitwise_or_(sign).to(torch.uint8)
 
