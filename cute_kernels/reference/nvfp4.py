@@ -142,7 +142,7 @@ def _quantize_rows(x: Tensor, groups: Groups, g: Tensor, codes: Tensor, scales: 
         source = part if contiguous else row[part]
         blocks = x[source].float().unflatten(1, (-1, _BLOCK))
         bytes_, enc = _block_scales(absmax(blocks), g[source, None])
-        # Out of place: of fp32 input ``blocks`` is a view.
+        # Not in place: fp32 rows are still the caller's.
         codes[source] = pack_codes(encode_e2m1(blocks * enc.unsqueeze(-1)).flatten(1))
         linear[slot[part]] = bytes_
     tile, _, _ = groups.used_tiles()
