@@ -105,6 +105,9 @@ def quantize(
     if dbias and offs is None:
         raise ValueError("dbias needs offs: it sums over the rows of ragged groups")
     ends = None if offs is None else as_offs(offs, x.shape[0], x.device)
+    if ends is offs and ends is not None and out is None:
+        # The result owns its boundaries: ``out=`` writes them, and the caller may reuse its buffer.
+        ends = ends.clone()
     arguments = (x, ends, amax, fmt.row_scaled, fmt.is_2d, rowwise, columnwise)
     if out is None:
         parts = _ops.grouped_quantize_nvfp4(*arguments)
@@ -125,6 +128,8 @@ def _quantize_into(
 ) -> None:
     x, ends = arguments[0], arguments[1]
     assert isinstance(x, Tensor)
+    if not isinstance(out, GroupedTensor):
+        raise TypeError(f"out must be a GroupedTensor, got {type(out).__name__}")
     for name, got, want in (
         ("format", fmt, out.format),
         ("shape", x.shape, out.shape),
@@ -138,7 +143,6 @@ def _quantize_into(
         assert out.offs is not None
         if ends.shape != out.offs.shape:
             raise ValueError(f"out has {out.num_groups} groups, offs has {ends.shape[0]} entries")
-        out.offs.copy_(ends)
     first, second = out.rowwise or (None,) * 3, out.columnwise or (None,) * 3
     _ops.grouped_quantize_nvfp4_out(
         *arguments,
@@ -149,6 +153,8 @@ def _quantize_into(
         out_scales_t=second[1],
         out_amax_t=second[2],
     )
+    if isinstance(ends, Tensor) and out.offs is not None:
+        out.offs.copy_(ends)
 
 
 def grouped_gemm(
