@@ -278,6 +278,10 @@ def _quantized_operands(
         if b.format.row_scaled and not transpose_b:
             raise ValueError("b must have one second-level scale a group, got row_scaled=True")
         first = _operand(a, "a", "rowwise")
+        depth = b.shape[1 if transpose_b else 2]
+        if a.shape[1] != depth:
+            # The columnwise codes of b are padded to whole tiles, so the op cannot see this.
+            raise ValueError(f"a must have as many columns as b contracts, {depth}, got {a!r}")
         options = (bias, alpha, a.format.row_scaled, dtype)
         return "m_grouped_gemm_nvfp4", (*first, *held, a.offs, *options)
     _no_ragged_options(bias, transpose_b)
