@@ -35,6 +35,7 @@ from cute_kernels.shapes import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
 
 __all__ = [
@@ -104,10 +105,8 @@ class ComputeOffsets(Op):
     def capability(self) -> tuple[str, Format | None]:
         return "compute_offsets", None
 
-    def run_kernels(
-        self, outputs: Sequence[Tensor | None], launch: Launcher, **options: bool
-    ) -> None:
-        quantize_kernels.compute_offsets(self, outputs, launch)
+    def kernels(self, launch: Launcher) -> Runner:
+        return quantize_kernels.compute_offsets(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (offs,) = outputs
@@ -148,10 +147,8 @@ class GroupedAmax(Op):
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_amax", None
 
-    def run_kernels(
-        self, outputs: Sequence[Tensor | None], launch: Launcher, **options: bool
-    ) -> None:
-        quantize_kernels.grouped_amax(self, outputs, launch)
+    def kernels(self, launch: Launcher) -> Runner:
+        return quantize_kernels.grouped_amax(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (amax,) = outputs
@@ -308,10 +305,8 @@ class GroupedQuantizeNVFP4(Op):
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_quantize", self.format
 
-    def run_kernels(
-        self, outputs: Sequence[Tensor | None], launch: Launcher, **options: bool
-    ) -> None:
-        quantize_kernels.quantize_nvfp4(self, outputs, launch)
+    def kernels(self, launch: Launcher) -> Runner:
+        return quantize_kernels.quantize_nvfp4(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         codes, scales, amax, codes_t, scales_t, amax_t = outputs

@@ -1,8 +1,14 @@
-"""The quantization ops on CuTe DSL kernels: buffers to arguments, and the choice of a kernel."""
+"""The quantization ops on CuTe DSL kernels: the choice of kernels, and buffers as their arguments.
+
+Each function takes an op for its metadata alone and returns what runs every call like it.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from cute_kernels.quantize.config import (
     AmaxConfig,
@@ -11,15 +17,13 @@ from cute_kernels.quantize.config import (
     RowScaledConfig,
     TileConfig,
 )
-from cute_kernels.shapes import code_pitch
+from cute_kernels.shapes import PITCH_ALIGNMENT, code_pitch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-    from torch import Tensor
-
     from cute_kernels.ops.quantize import ComputeOffsets, GroupedAmax, GroupedQuantizeNVFP4
+    from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
 
 __all__ = ["compute_offsets", "grouped_amax", "quantize_nvfp4"]
@@ -39,83 +43,112 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _problem(x: Tensor, offs: Tensor | None) -> QuantizeProblem:
-    grouping = "uniform" if offs is None else "ragged"
-    return QuantizeProblem(_dtype_name(x.dtype), x.shape[-1], grouping)  # type: ignore[arg-type]
+    return QuantizeProblem(
+        _dtype_name(x.dtype), x.shape[-1], "uniform" if offs is None else "ragged"
+    )
 
 
-def compute_offsets(op: ComputeOffsets, outputs: Sequence[Tensor | None], launch: Launcher) -> None:
-    """Run ``compute_offsets``."""
-    (offs,) = outputs
-    assert offs is not None
-    if offs.numel():
-        config = OffsetsConfig(_dtype_name(op.splits.dtype), _dtype_name(offs.dtype))
-        launch(config, op.splits.contiguous(), offs, op.multiplier)
+def _zero(op: object, outputs: Sequence[Tensor | None]) -> None:
+    """All groups are empty: their amaxes are 0, and there is nothing else to write."""
+    for out in outputs:
+        if out is not None and out.dtype == torch.float32:
+            out.zero_()
 
 
-def grouped_amax(op: GroupedAmax, outputs: Sequence[Tensor | None], launch: Launcher) -> None:
-    """Run ``grouped_amax``."""
-    (amax,) = outputs
-    assert amax is not None
-    if op.x.numel() == 0:
-        amax.zero_()
-        return
+def compute_offsets(op: ComputeOffsets, launch: Launcher) -> Runner:
+    """How ``compute_offsets`` runs."""
+    if not op.splits.numel():
+        return lambda op, outputs: None
+    out_dtype = op.dtype or torch.int32
+    kernel = launch.kernel(OffsetsConfig(_dtype_name(op.splits.dtype), _dtype_name(out_dtype)))
+
+    def run(op: ComputeOffsets, outputs: Sequence[Tensor | None]) -> None:
+        kernel(op.splits.contiguous(), outputs[0], op.multiplier)
+
+    return run
+
+
+def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
+    """How ``grouped_amax`` runs."""
+    if not op.x.numel():
+        return _zero
     problem = _problem(op.x, op.offs)
-    config = AmaxConfig(problem.dtype, problem.grouping)
-    launch(config, _readable(op.x), op.offs, None, amax, launch.num_sms)
+    kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping))
+
+    def run(op: GroupedAmax, outputs: Sequence[Tensor | None]) -> None:
+        kernel(_readable(op.x), op.offs, None, outputs[0], launch.num_sms)
+
+    return run
 
 
-def quantize_nvfp4(
-    op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None], launch: Launcher
-) -> None:
-    """Run ``grouped_quantize_nvfp4``: one launch, or two where amaxes come first."""
-    codes, scales, amax, codes_t, scales_t, amax_t = outputs
-    if op.x.numel() == 0:
-        for empty in (amax, amax_t):
-            if empty is not None:
-                empty.zero_()
-        return
-    x = _readable(op.x)
-    problem = _problem(x, op.offs)
-    padded = _padded(codes)
-    if op.row_scaled and codes_t is None:
+def quantize_nvfp4(op: GroupedQuantizeNVFP4, launch: Launcher) -> Runner:
+    """How ``grouped_quantize_nvfp4`` runs."""
+    if not op.x.numel():
+        return _zero
+    problem = _problem(op.x, op.offs)
+    if op.row_scaled and op.rowwise and not op.columnwise:
         rows = RowScaledConfig.choose(problem)
         if rows.can_implement(problem):
-            assert amax is not None
-            launch(rows, x, op.offs, amax.view(-1), padded, scales, launch.num_sms)
-            _copy_back(codes, padded)
-            return
+            return _row_scaled(rows, launch)
+    return _tiles(op, problem, launch)
+
+
+def _row_scaled(config: RowScaledConfig, launch: Launcher) -> Runner:
+    """One launch: rows, their amaxes and their codes from one read."""
+    kernel = launch.kernel(config)
+
+    def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
+        codes, scales, amax = outputs[:3]
+        assert codes is not None and amax is not None
+        padded = _padded(codes)
+        kernel(_readable(op.x), op.offs, amax.view(-1), padded, scales, launch.num_sms)
+        if padded is not codes:
+            codes.copy_(padded)
+
+    return run
+
+
+def _tiles(op: GroupedQuantizeNVFP4, problem: QuantizeProblem, launch: Launcher) -> Runner:
+    """Amaxes first where they are not given, then all copies from one read."""
+    row_scaled = op.row_scaled and op.rowwise
     config = TileConfig(
         problem.dtype,
         problem.grouping,
-        rowwise=codes is not None,
-        columnwise=codes_t is not None,
-        row_scaled=op.row_scaled and codes is not None,
+        rowwise=op.rowwise,
+        columnwise=op.columnwise,
+        row_scaled=row_scaled,
         square_blocks=op.block_2d,
         compute_amax=op.amax is None,
     )
-    row_amax = amax.view(-1) if amax is not None and config.row_scaled else None
-    group_amax = amax_t if config.row_scaled or amax is None else amax
-    if op.amax is not None and group_amax is not None:
-        group_amax.copy_(op.amax)
-    if op.amax is not None and row_amax is not None:
+    kernel = launch.kernel(config)
+    row_kernel = None
+    if row_scaled and op.amax is not None:
         rows_only = AmaxConfig(problem.dtype, problem.grouping, per_row=True, per_group=False)
-        launch(rows_only, x, op.offs, row_amax, None, launch.num_sms)
-    launch(
-        config, x, op.offs, row_amax, group_amax, padded, scales, codes_t, scales_t, launch.num_sms
-    )
-    if amax_t is not None and group_amax is not None and amax_t is not group_amax:
-        amax_t.copy_(group_amax)
-    _copy_back(codes, padded)
+        row_kernel = launch.kernel(rows_only)
+
+    def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
+        codes, scales, amax, codes_t, scales_t, amax_t = outputs
+        x = _readable(op.x)
+        row_amax = amax.view(-1) if amax is not None and row_scaled else None
+        group_amax = amax_t if row_scaled or amax is None else amax
+        if op.amax is not None and group_amax is not None:
+            group_amax.copy_(op.amax)
+        if row_kernel is not None:
+            row_kernel(x, op.offs, row_amax, None, launch.num_sms)
+        padded = None if codes is None else _padded(codes)
+        buffers = (padded, scales, codes_t, scales_t)
+        kernel(x, op.offs, row_amax, group_amax, *buffers, launch.num_sms)
+        if amax_t is not None and group_amax is not None and amax_t is not group_amax:
+            amax_t.copy_(group_amax)
+        if codes is not None and padded is not None and padded is not codes:
+            codes.copy_(padded)
+
+    return run
 
 
-def _padded(codes: Tensor | None) -> Tensor | None:
+def _padded(codes: Tensor) -> Tensor:
     """``codes``, or a buffer of the same shape if its pitch is not one that the kernels take."""
-    if codes is None or codes.stride(-2) % code_pitch(1) == 0:
+    if codes.stride(-2) % PITCH_ALIGNMENT == 0:
         return codes
     pitch = code_pitch(codes.shape[-1])
     return codes.new_empty(*codes.shape[:-1], pitch)[..., : codes.shape[-1]]
-
-
-def _copy_back(codes: Tensor | None, written: Tensor | None) -> None:
-    if codes is not None and written is not None and codes is not written:
-        codes.copy_(written)

@@ -13,7 +13,7 @@ import abc
 import dataclasses
 import functools
 import warnings
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from cute_kernels.capability import require, support
 from cute_kernels.runtime.backend import active_backend
 from cute_kernels.runtime.launch import launcher
-from cute_kernels.runtime.plan import PlanCache
+from cute_kernels.runtime.plan import PlanCache, metadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,18 +69,23 @@ class OutputSpec(NamedTuple):
 
     def allocate(self, device: torch.device, zeroed: bool) -> Tensor:
         """A fresh tensor; of zeros if the spec or the argument asks for it."""
-        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        if self.pitch is None:
+            out = torch.empty(self.shape, dtype=self.dtype, device=device)
+        else:
+            out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
         return out.zero_() if zeroed or self.zeroed else out
 
 
-class _Plan(NamedTuple):
-    """What the metadata of a call decides: its outputs, and what computes them.
+#: Computes an op into its outputs: (op, outputs, **options). Holds no tensors.
+Runner: TypeAlias = "Callable[..., None]"
 
-    ``launch`` is None where the reference backend does.
-    """
+
+class _Plan(NamedTuple):
+    """What the metadata of a call decides: its outputs, what computes them, and where."""
 
     outputs: tuple[OutputSpec | None, ...]
-    launch: Launcher | None
+    run: Runner
+    zeroed: bool
 
 
 _plans: PlanCache[_Plan] = PlanCache()
@@ -98,7 +103,8 @@ class Op(abc.ABC):
     #: For differentiable ops: what to save, and the gradients of the inputs.
     setup_context: ClassVar[Callable[..., None] | None] = None
     backward: ClassVar[Callable[..., Any] | None] = None
-    #: The functional op, called without the dispatcher where nothing observes it.
+    #: The functional op, without the dispatcher where nothing observes the call. What was not asked
+    #: for may be None.
     invoke: ClassVar[Callable[..., Any]]
 
     @property
@@ -128,10 +134,8 @@ class Op(abc.ABC):
     def capability(self) -> tuple[str, Format | None]:
         """The op and format under which the capability table lists this call."""
 
-    def run_kernels(
-        self, outputs: Sequence[Tensor | None], launch: Launcher, **options: bool
-    ) -> None:
-        """Compute into ``outputs`` with kernels; for ops that the table lists with some."""
+    def kernels(self, launch: Launcher) -> Runner:
+        """What runs calls with this metadata on kernels; for ops that the table lists with some."""
         raise AssertionError(f"the capability table lists kernels that {self.name} does not have")
 
     def plan(self, backend: Backend) -> _Plan:
@@ -143,25 +147,21 @@ class Op(abc.ABC):
             arch = "reference"
             _warn_no_kernel(name, backend.name)
         require(name, fmt, arch)
-        launch = None if arch == "reference" else launcher(backend, self.device)
-        return _Plan(tuple(self.outputs()), launch)
+        outputs = tuple(self.outputs())
+        if arch == "reference":
+            return _Plan(outputs, type(self).run_reference, True)
+        return _Plan(outputs, self.kernels(launcher(backend, self.device)), False)
 
     def cached_plan(self) -> _Plan:
         """``plan``, from the cache if a call with the same metadata went before."""
         backend = active_backend(self.device)
-        arguments = tuple(vars(self).values())
-        tensors = tuple(v for v in arguments if isinstance(v, Tensor))
-        facts = (type(self), backend, *(None if isinstance(v, Tensor) else v for v in arguments))
-        return _plans.get(tensors, facts, lambda: self.plan(backend))
-
-    def run(
-        self, outputs: Sequence[Tensor | None], launch: Launcher | None, **options: bool
-    ) -> None:
-        """Compute into ``outputs``."""
-        if launch is None:
-            self.run_reference(outputs, **options)
-        else:
-            self.run_kernels(outputs, launch, **options)
+        arguments = vars(self).values()
+        key = (
+            type(self),
+            backend,
+            *(metadata(v) if isinstance(v, Tensor) else v for v in arguments),
+        )
+        return _plans.get(key) or _plans.add(key, self.plan(backend))
 
 
 @functools.cache
@@ -228,12 +228,16 @@ def register(cls: type[Op]) -> type[Op]:
     """Class decorator: register the functional and the ``_out`` form of an op, and their fakes."""
     functional, out = _schema(cls)
 
+    def compute(op: Op) -> list[Tensor | None]:
+        plan = op.cached_plan()
+        device, zeroed = op.device, plan.zeroed
+        outputs = [s and s.allocate(device, zeroed) for s in plan.outputs]
+        plan.run(op, outputs)
+        return outputs
+
     def call(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         op = cls(*args, **kwargs)
-        specs, launch = op.cached_plan()
-        outputs = [s and s.allocate(op.device, launch is None) for s in specs]
-        op.run(outputs, launch)
-        return _unwrap(op.device, outputs)
+        return _unwrap(op.device, compute(op))
 
     def fake(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         op = cls(*args, **kwargs)
@@ -247,9 +251,9 @@ def register(cls: type[Op]) -> type[Op]:
     def call_out(*args: Any, **kwargs: Any) -> None:
         outputs, options = split(kwargs)
         op = cls(*args, **kwargs)
-        specs, launch = op.cached_plan()
-        _check_outputs(op, specs, outputs)
-        op.run(outputs, launch, **options)
+        plan = op.cached_plan()
+        _check_outputs(op, plan.outputs, outputs)
+        plan.run(op, outputs, **options)
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
         outputs, _ = split(kwargs)
@@ -271,22 +275,23 @@ def register(cls: type[Op]) -> type[Op]:
         setup_context=cls.setup_context,
         lib=_LIBRARY,
     )
-    cls.invoke = staticmethod(_invoker(cls.name, call))
+    cls.invoke = staticmethod(_invoker(cls, compute))
     return cls
 
 
-def _invoker(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def _invoker(cls: type[Op], compute: Callable[[Op], list[Tensor | None]]) -> Callable[..., Any]:
     """The op without the dispatcher, whose Python boundary costs more than a launch.
 
     Calls that something else must see go through the dispatcher after all: traced and compiled
     ones, tensor subclasses, dispatch modes, transforms, and operands that require gradients.
     """
-    op = getattr(torch.ops.cute_kernels, name).default
+    dispatched = getattr(torch.ops.cute_kernels, cls.name).default
 
     def invoke(*args: Any) -> Any:
         if torch.compiler.is_compiling() or _is_observed(args):
-            return op(*args)
-        return call(*args)
+            return dispatched(*args)
+        outputs = compute(cls(*args))
+        return outputs[0] if len(outputs) == 1 else outputs
 
     return invoke
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,8 @@ from cute_kernels.runtime.arch import Architecture, architecture, device_archite
 from cute_kernels.runtime.compile import compile_kernel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cute_kernels.runtime.backend import Backend
     from cute_kernels.runtime.spec import KernelSpec
 
@@ -33,18 +34,18 @@ class Launcher:
         self._arch = arch
         self._emulation = emulation
 
-    def __call__(self, spec: KernelSpec, *arguments: Any) -> None:
-        """Run the kernel of ``spec`` on the current stream; compile it if it is new."""
+    def kernel(self, spec: KernelSpec) -> Callable[..., object]:
+        """The kernel of ``spec``, compiled if it is new; it launches on the current stream."""
         kernel = compile_kernel(spec, self._arch)
-        with self._emulated():
-            kernel(*arguments)
-
-    def _emulated(self) -> contextlib.AbstractContextManager[object]:
         if not self._arch.emulated:
-            return contextlib.nullcontext()
+            return kernel
         from cute_kernels import emulator
 
-        return emulator.options(**self._emulation)
+        def run(*arguments: Any) -> object:
+            with emulator.options(**self._emulation):
+                return kernel(*arguments)
+
+        return run
 
 
 @functools.lru_cache(maxsize=256)
