@@ -136,9 +136,9 @@ class RowScaledQuantizer:
 
         warp = cute.arch.make_warp_uniform(tid // _WARP)
         if warp == config.num_compute_warps:
-            lane = tid % _WARP
-            if lane < config.num_teams:
-                self.load(x, offs, lane, shared)
+            team = tid % _WARP
+            if team < config.num_teams:
+                self.load(x, offs, team, shared)
         else:
             self.compute(x, offs, amax, codes, scales, warp, shared)
 
@@ -164,7 +164,7 @@ class RowScaledQuantizer:
             if tile != item // _PACKETS:
                 item = next_item(item, step, tile, Int32(_PACKETS))
             else:
-                for r in cutlass.range(_PACKET_ROWS):
+                for r in cutlass.range(_PACKET_ROWS, unroll=1):
                     row = _packet_row(packet, r)
                     if row < count or r == 0:
                         slot = team * config.num_stages + stage
@@ -225,7 +225,7 @@ class RowScaledQuantizer:
             sectors = scales.iterator.toint() + Int64(tile) * tiles_along_k * SF_TILE_BYTES
             sectors += packet * _SECTOR
             if _packet_row(packet, 0) < count:
-                for r in cutlass.range(_PACKET_ROWS):
+                for r in cutlass.range(_PACKET_ROWS, unroll=1):
                     row = _packet_row(packet, r)
                     scales_at = staged + r * self.scale_pitch
                     if row < count:
@@ -242,10 +242,10 @@ class RowScaledQuantizer:
                         target = _row_address(codes, first + row)
                         self.quantize_row(words, a, g, target, scales_at, lane, num_blocks)
                     else:
-                        for j in cutlass.range(lane, tiles_along_k, self.team_threads):
+                        for j in cutlass.range(lane, tiles_along_k, self.team_threads, unroll=1):
                             store_shared(scales_at + j * SF_TILE_COLS, [Uint32(0)])
                 self.sync_team(team)
-                for j in cutlass.range(lane, tiles_along_k, self.team_threads):
+                for j in cutlass.range(lane, tiles_along_k, self.team_threads, unroll=1):
                     sector = []
                     for r in cutlass.range_constexpr(_PACKET_ROWS):
                         at = staged + (r * self.scale_pitch + j * SF_TILE_COLS)
@@ -257,7 +257,7 @@ class RowScaledQuantizer:
                 self.release(shared.empty + slot)
                 stage, phase = self.next_stage(stage, phase)
                 if count > 0:
-                    for j in cutlass.range(lane, tiles_along_k, self.team_threads):
+                    for j in cutlass.range(lane, tiles_along_k, self.team_threads, unroll=1):
                         store_global(sectors + j * SF_TILE_BYTES, [Uint32(0)] * _PACKET_ROWS)
 
     @cute.jit
@@ -278,7 +278,7 @@ class RowScaledQuantizer:
         """Zero the scales past K of a row's last tile; rows write only the ones before."""
         if lane < _PACKET_ROWS:
             end = (num_blocks + SF_TILE_COLS - 1) // SF_TILE_COLS * SF_TILE_COLS
-            for b in cutlass.range(num_blocks, end):
+            for b in cutlass.range(num_blocks, end, unroll=1):
                 store_shared_byte(staged + lane * self.scale_pitch + b, Uint32(0))
         cute.arch.sync_warp()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from cute_kernels.shapes import (
     scale_tiles,
     uniform_tiles,
 )
+from perf.compiled import compile_for_emulator
 
 if TYPE_CHECKING:
     from cute_kernels.quantize import RowScaledConfig, TileConfig
@@ -35,19 +35,9 @@ if importlib.util.find_spec("cutlass") is None:
 emulator.install(arch=ARCH)
 
 
-@functools.cache
 def compiled(config: Any) -> Any:
-    """The compiled kernel of a configuration, one a process."""
-    from cutlass import cute
-
-    entry, args = config.entry()
-    # Kernels are known by name: give those of each variant one of their own.
-    for cls in type(entry).__mro__:
-        for member in vars(cls).values():
-            if hasattr(member, "set_name_prefix"):
-                member.set_name_prefix(f"test_{abs(hash(config))}")
-    options = cute.GPUArch(ARCH), cute.EnableTVMFFI(True), cute.KeepPTX(True), cute.KeepCUBIN(True)
-    return cute.compile[options](entry, *args)
+    """The compiled kernel of a configuration."""
+    return compile_for_emulator(config, ARCH).run
 
 
 @dataclasses.dataclass
