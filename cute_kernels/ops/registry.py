@@ -131,6 +131,16 @@ def _check_outputs(op: Op, given: Sequence[Tensor | None]) -> None:
             raise ValueError(f"{op.name}_out: {name} must be on {op.device}, got {tensor.device}")
 
 
+def _refuse_gradients(op: Op) -> None:
+    """Raise where the ``_out`` form of a differentiable op would lose a gradient."""
+    for name, tensor in op.tensors().items():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{op.name}_out has no derivative, but {name} requires a gradient: detach it, or "
+                f"call {op.name}"
+            )
+
+
 def _allocate(op: Op) -> tuple[Tensor, ...]:
     empty = OutputSpec((0,), torch.uint8)
     return tuple((spec or empty).allocate(op.device) for spec in op.outputs())
@@ -185,7 +195,10 @@ def register(cls: type[Op]) -> type[Op]:
         op = cls(*args, **kwargs)
         op.check()
         _check_outputs(op, outputs)
-        op.run(outputs, **options)
+        if cls.backward is not None:
+            _refuse_gradients(op)
+        with torch.no_grad():
+            op.run(outputs, **options)
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
         outputs, _ = split(kwargs)
