@@ -197,6 +197,16 @@ def _check_outputs(
             raise ValueError(f"{op.name}_out: {name} must be on {op.device}, got {tensor.device}")
 
 
+def _refuse_gradients(op: Op) -> None:
+    """Raise where the ``_out`` form of a differentiable op would lose a gradient."""
+    for name, tensor in op.tensors().items():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{op.name}_out has no derivative, but {name} requires a gradient: detach it, or "
+                f"call {op.name}"
+            )
+
+
 def _unwrap(device: torch.device, outputs: Sequence[Tensor | None]) -> Tensor | tuple[Tensor, ...]:
     """What a functional op returns: an empty tensor for each output that was not asked for."""
     given = tuple(
@@ -253,7 +263,10 @@ def register(cls: type[Op]) -> type[Op]:
         op = cls(*args, **kwargs)
         plan = op.cached_plan()
         _check_outputs(op, plan.outputs, outputs)
-        plan.run(op, outputs, **options)
+        if cls.backward is not None:
+            _refuse_gradients(op)
+        with torch.no_grad():
+            plan.run(op, outputs, **options)
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
         outputs, _ = split(kwargs)

@@ -133,17 +133,15 @@ def quantize_nvfp4(
 
 def _quantize_rows(x: Tensor, groups: Groups, g: Tensor, codes: Tensor, scales: Tensor) -> None:
     """The rowwise copy with 1x16 blocks; ``g`` is the second level of each row."""
-    row, slot = groups.slot_of_row()
+    _, slot = groups.slot_of_row()
     linear = torch.zeros(
         groups.num_tiles * TILE_ROWS, x.shape[1] // _BLOCK, dtype=torch.uint8, device=x.device
     )
-    contiguous = len(row) == 0 or int(row[-1]) == len(row) - 1
-    for part in _chunks(len(row), x.shape[1]):
-        source = part if contiguous else row[part]
-        blocks = x[source].float().unflatten(1, (-1, _BLOCK))
-        bytes_, enc = _block_scales(absmax(blocks), g[source, None])
-        # Not in place: fp32 rows are still the caller's.
-        codes[source] = pack_codes(encode_e2m1(blocks * enc.unsqueeze(-1)).flatten(1))
+    for part in _chunks(len(slot), x.shape[1]):  # the live rows are the first ones
+        blocks = x[part].float().unflatten(1, (-1, _BLOCK))
+        bytes_, enc = _block_scales(absmax(blocks), g[part, None])
+        # Out of place: of fp32 input ``blocks`` is a view.
+        codes[part] = pack_codes(encode_e2m1(blocks * enc.unsqueeze(-1)).flatten(1))
         linear[slot[part]] = bytes_
     tile, _, _ = groups.used_tiles()
     by_tile = linear.view(groups.num_tiles, TILE_ROWS, linear.shape[1])
