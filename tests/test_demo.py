@@ -53,7 +53,7 @@ def run_demo(out: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
     out = tmp_path_factory.mktemp("demo") / "new" / "folder"
     # Another order than the one that they run in.
-    status, printed, results = run_demo(out, "--plot", "--recipe", *reversed(RECIPES))
+    status, printed, results = run_demo(out, "--plot", "always", "--recipe", *reversed(RECIPES))
     assert status == 0
     return out, printed, results
 
@@ -110,7 +110,7 @@ def test_a_seed_fixes_the_losses(
     everything: tuple[Path, str, dict[str, Any]], tmp_path: Path
 ) -> None:
     _, _, results = everything
-    arguments = ("--no-plot", "--recipe", "NVFP4RowScaled")
+    arguments = ("--plot", "never", "--recipe", "NVFP4RowScaled")
     _, printed, again = run_demo(tmp_path, *arguments)
     (run,) = again["runs"]
     for key in ("losses", "start_loss", "end_loss", "snr_db", "load"):
@@ -145,6 +145,7 @@ def test_learns() -> None:
         (("--seed", "-1"), "seed must be in [0, 2**63), got -1"),
         (("--threads", "0"), "threads must be positive, got 0"),
         (("--device", "abacus"), "device 'abacus' cannot be used"),
+        (("--device", "meta"), "device must be cpu or cuda, got meta"),
         (("--recipe", "FP3"), "invalid choice: 'FP3'"),
     ],
 )
@@ -175,7 +176,7 @@ def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return rate(config, step)
 
     monkeypatch.setattr(TrainConfig, "learning_rate_at", interrupt)
-    status, printed, results = run_demo(tmp_path, "--recipe", *RECIPES, "--plot")
+    status, printed, results = run_demo(tmp_path, "--recipe", *RECIPES, "--plot", "always")
     assert status == 130
     (run,) = results["runs"]
     assert run["recipe"] == "BF16" and run["interrupted"] and len(run["losses"]) == 2
@@ -202,7 +203,7 @@ def test_unsupported_recipe(
 
     monkeypatch.setattr("grouped.nn.linear.quantize_weight", refuse)
     monkeypatch.setattr("grouped.autograd.quantize_weight", refuse)
-    status, printed, results = run_demo(tmp_path, "--recipe", "BF16", "NVFP4", "--no-plot")
+    status, printed, results = run_demo(tmp_path, "--recipe", "BF16", "NVFP4", "--plot", "never")
     assert status == 1
     assert [run["recipe"] for run in results["runs"]] == ["BF16"]
     assert "NVFP4" in (message := capsys.readouterr().err) and "no kernel of it" in message
@@ -217,7 +218,7 @@ def test_without_matplotlib(
     assert status == 0 and "max/mean" in printed and "loss.png" not in printed
     assert "pip install 'grouped-kernels[demo]'" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
-        command.main([*TINY, "--out", str(tmp_path), "--plot"])
+        command.main([*TINY, "--out", str(tmp_path), "--plot", "always"])
     assert stop.value.code == 2
     assert "pip install 'grouped-kernels[demo]'" in capsys.readouterr().err
 
@@ -226,7 +227,7 @@ def test_without_tqdm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    _, _, results = run_demo(tmp_path, "--recipe", "BF16", "--no-plot")
+    _, _, results = run_demo(tmp_path, "--recipe", "BF16", "--plot", "never")
     expected = f"BF16 3/3 loss {results['runs'][0]['losses'][-1]:.3f}\n"
     assert capsys.readouterr().err.endswith(expected)
 
@@ -251,7 +252,7 @@ def test_unigram_entropy() -> None:
 
 def test_batches() -> None:
     corpus = load_corpus()
-    assert len(corpus.held_out) == pytest.approx(len(corpus.train) / 9, rel=1e-3)
+    assert len(corpus.held_out) == pytest.approx(len(corpus.train) / 9, rel=0.1)
     inputs, targets = sample_batch(corpus.train, 5, 7, torch.Generator().manual_seed(0))
     assert inputs.shape == targets.shape == (5, 7)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])

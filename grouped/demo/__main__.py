@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _RECIPES = tuple(name for name in recipes.__all__ if name != "Recipe")
-_DEFAULT_RECIPES = ("BF16", "NVFP4", "NVFP4RowScaled")
 _INTERRUPTED = 130  # as shells report a process that Ctrl-C ended
 
 
@@ -34,13 +33,20 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--recipe", nargs="+", choices=_RECIPES, default=_DEFAULT_RECIPES, help="what to train in")
+    add(
+        "--recipe",
+        nargs="+",
+        choices=_RECIPES,
+        default=("BF16", "NVFP4", "NVFP4RowScaled"),
+        metavar="RECIPE",
+        help=f"what to train in, one or more of {', '.join(_RECIPES)}",
+    )
     add("--out", type=Path, default=Path("demo_out"), help="folder for the results")
     add(
         "--plot",
-        action=argparse.BooleanOptionalAction,
-        help="insist on a plot of the losses, or do without one; by default there is one if "
-        "matplotlib is installed",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="plot the losses: if matplotlib is installed, or insist on it, or not at all",
     )
     train_config, model_config = TrainConfig(), ModelConfig()
     add("--steps", type=int, default=train_config.steps, help="optimizer steps")
@@ -65,16 +71,18 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.threads < 1:
         parser.error(f"threads must be positive, got {args.threads}")
     try:
-        torch.empty(0, device=args.device)
+        kind = torch.empty(0, device=args.device).device.type
     except (RuntimeError, AssertionError) as error:
         parser.error(f"device {args.device!r} cannot be used: {error}")
+    if kind not in ("cpu", "cuda"):
+        parser.error(f"device must be cpu or cuda, got {args.device}")
     if not report.can_plot():
         missing = f"matplotlib is not installed; {report.INSTALL}"
-        if args.plot:
-            parser.error(f"--plot: {missing}")
-        if args.plot is None:
+        if args.plot == "always":
+            parser.error(f"--plot always: {missing}")
+        if args.plot == "auto":
             print(f"There will be no plot: {missing}", file=sys.stderr)
-            args.plot = False
+            args.plot = "never"
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -150,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             break
     if not runs:
         return status
-    if args.plot is not False:
+    if args.plot != "never":
         files.append(report.write_plot(args.out, runs, entropy))
     print(f"\n{report.table(runs)}\n")
     print(

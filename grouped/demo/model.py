@@ -139,7 +139,9 @@ class _Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predicts the next byte; only the experts compute in the recipe's formats, the rest in fp32.
+    """Predicts the next byte; only the experts compute in the recipe's formats.
+
+    The rest is fp32: on a CPU that is twice as fast as bf16 (EPYC with AVX512-BF16, one thread).
 
     Args:
         config: sizes.

@@ -159,18 +159,20 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def _smooth(losses: Sequence[float]) -> list[float]:
+def _smooth(values: Sequence[float]) -> list[float]:
     """Exponential moving average, without a bias toward the first value."""
     smooth, total, weight = [], 0.0, 0.0
-    for loss in losses:
-        total = _SMOOTHING * total + (1 - _SMOOTHING) * loss
+    for value in values:
+        total = _SMOOTHING * total + (1 - _SMOOTHING) * value
         weight = _SMOOTHING * weight + (1 - _SMOOTHING)
         smooth.append(total / weight)
     return smooth
 
 
 def write_plot(out: Path, runs: Sequence[Run], entropy: float) -> Path:
-    """Plot the loss curves to ``loss.png``; needs matplotlib.
+    """Plot the loss curves, and below how far they are from BF16's, to ``loss.png``.
+
+    Needs matplotlib.
 
     Args:
         out: an existing folder.
@@ -182,15 +184,19 @@ def write_plot(out: Path, runs: Sequence[Run], entropy: float) -> Path:
     """
     from matplotlib.figure import Figure  # No pyplot: nothing global, and no display is needed.
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    losses, gaps = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    baseline = next((run.losses for run in runs if run.recipe == _BASELINE), [])
     for run in runs:
-        steps = range(1, len(run.losses) + 1)
-        (line,) = axes.plot(steps, _smooth(run.losses), label=run.recipe)
-        axes.plot(steps, run.losses, color=line.get_color(), alpha=0.2, linewidth=0.8)
-    axes.axhline(entropy, color="gray", linestyle=":", label="unigram entropy")
-    axes.set(xlabel="step", ylabel="training loss, nats a byte", title="Same seed, same batches")
-    axes.legend()
+        (line,) = losses.plot(range(1, len(run.losses) + 1), run.losses, label=run.recipe)
+        # Step by step, as the batches are the same.
+        gap = [100 * (a / b - 1) for a, b in zip(run.losses, baseline, strict=False)]
+        gaps.plot(range(1, len(gap) + 1), _smooth(gap), color=line.get_color())
+        gaps.plot(range(1, len(gap) + 1), gap, color=line.get_color(), alpha=0.2)
+    losses.axhline(entropy, color="gray", linestyle=":", label="unigram entropy")
+    losses.set(ylabel="training loss, nats a byte")
+    losses.legend()
+    gaps.set(xlabel="step", ylabel=f"against {_BASELINE}, %")
     path = out / "loss.png"
     figure.savefig(path, dpi=150)
     return path
