@@ -7,34 +7,16 @@ dictionary look-up, and runs no check and no heuristic again.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Hashable
 
     import torch
 
-__all__ = ["LaunchPlan", "PlanCache", "metadata"]
+__all__ = ["PlanCache", "metadata"]
 
 P = TypeVar("P")
-
-
-@dataclasses.dataclass(frozen=True)
-class LaunchPlan:
-    """A compiled kernel with the scalar arguments that follow its tensors.
-
-    Attributes:
-        kernel: what ``compile_kernel`` returned.
-        scalars: launch parameters that depend on the metadata alone.
-    """
-
-    kernel: Callable[..., object]
-    scalars: tuple[int | float, ...] = ()
-
-    def __call__(self, *tensors: torch.Tensor | None) -> None:
-        """Launch on the current stream."""
-        self.kernel(*tensors, *self.scalars)
 
 
 def metadata(tensor: torch.Tensor | None) -> Hashable:
@@ -56,23 +38,19 @@ class PlanCache(Generic[P]):
         self._plans: dict[Hashable, P] = {}
         self._capacity = capacity
 
-    def get(
-        self, tensors: tuple[torch.Tensor | None, ...], facts: Hashable, build: Callable[[], P]
-    ) -> P:
-        """The plan for these tensors; ``build`` makes it the first time.
+    def get(self, key: Hashable) -> P | None:
+        """The plan for a key, if there is one.
 
-        Args:
-            tensors: every tensor argument of the op, in a fixed order.
-            facts: everything else that the plan depends on: formats, flags, backend.
-            build: checks the arguments and returns the plan; what it raises is not remembered.
+        A key holds ``metadata`` of every tensor argument and everything else that the plan depends
+        on: formats, flags, backend.
         """
-        key = (facts, *map(metadata, tensors))
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = build()
-            while len(self._plans) >= self._capacity:
-                self._plans.pop(next(iter(self._plans)), None)
-            self._plans[key] = plan
+        return self._plans.get(key)
+
+    def add(self, key: Hashable, plan: P) -> P:
+        """Keep a plan, and return it."""
+        while len(self._plans) >= self._capacity:
+            self._plans.pop(next(iter(self._plans)), None)
+        self._plans[key] = plan
         return plan
 
     def clear(self) -> None:
