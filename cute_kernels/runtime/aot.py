@@ -43,8 +43,8 @@ __all__ = [
     "precompile",
 ]
 
-#: Modules that list the kernels of a family, each by ``kernel_specs(arch: str)``: an iterable of the
-#: specs that the ops use on ``"sm_90a"`` or ``"sm_100a"``. Listing needs no CuTe DSL.
+#: Modules that list the kernels of a family, each by ``kernel_specs(arch: str)``: an iterable of
+#: the specs that the ops use on ``"sm_90a"`` or ``"sm_100a"``. Listing needs no CuTe DSL.
 FAMILIES = ("cute_kernels.quantize.variants",)
 
 
