@@ -92,7 +92,9 @@ class RowScaledConfig:
             return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
         supported = _supported_input(problem.dtype, problem.cols)
         if supported and problem.cols > self.max_cols:
-            return Support(False, f"K = {problem.cols} exceeds the {self.max_cols} that a team holds")
+            return Support(
+                False, f"K = {problem.cols} exceeds the {self.max_cols} that a team holds"
+            )
         return supported
 
     def entry(self) -> tuple[Any, tuple[Any, ...]]:

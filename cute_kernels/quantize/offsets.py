@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_compact_tensor
 
-from cute_kernels.quantize.config import OffsetsConfig
 from cute_kernels.quantize.fakes import env_stream
+
+if TYPE_CHECKING:
+    from cute_kernels.quantize.config import OffsetsConfig
 
 __all__ = ["OffsetsKernel"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
-from cute_kernels.quantize import RowScaledConfig, TileConfig
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.shapes import (
@@ -23,6 +22,9 @@ from cute_kernels.shapes import (
     uniform_tiles,
 )
 from perf.compiled import compile_for_emulator
+
+if TYPE_CHECKING:
+    from cute_kernels.quantize import RowScaledConfig, TileConfig
 
 ARCH = "sm_100a"
 NUM_SMS = 3
@@ -131,9 +133,7 @@ def run_tiles(
 def run_rows(config: RowScaledConfig, problem: Problem) -> dict[str, Tensor | None]:
     """Outputs of the row-scaled quantizer."""
     out = problem.buffers(NVFP4(row_scaled=True), True, False)
-    compiled(config)(
-        problem.x, problem.offs, out["amax"], out["codes"], out["scales"], NUM_SMS
-    )
+    compiled(config)(problem.x, problem.offs, out["amax"], out["codes"], out["scales"], NUM_SMS)
     return out
 
 
@@ -167,7 +167,7 @@ def special_input(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     for i, value in enumerate(
         (0.0, -0.0, info.max, -info.max, info.tiny, -info.tiny, smallest, -smallest)
     ):
-        x[i % rows :: 9, i :: 11] = value
+        x[i % rows :: 9, i::11] = value
     x = x.to(dtype)
     x[1::7, ::5] = float("nan")
     x[2::7, 1::13] = float("inf")

@@ -49,7 +49,9 @@ def test_one_of_the_two(per_row: bool) -> None:
 
 
 def test_uniform_groups() -> None:
-    check(AmaxConfig("bfloat16", "uniform"), Problem(random_input((5, 7, 48), torch.bfloat16), None))
+    check(
+        AmaxConfig("bfloat16", "uniform"), Problem(random_input((5, 7, 48), torch.bfloat16), None)
+    )
 
 
 def test_many_groups_in_chaos_and_races() -> None:

@@ -242,5 +242,3 @@ def test_results_do_not_depend_on_the_grid() -> None:
         compiled(config)(problem.x, problem.offs, None, *(out[n] for n in names), num_sms)
         out["amax"] = out["amax_t"]
         assert_same(out, want)
-
-
