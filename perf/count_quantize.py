@@ -50,7 +50,7 @@ def buffers(rows: int, cols: int, groups: int) -> dict[str, torch.Tensor]:
 
 def arguments(config: Any, x: torch.Tensor, offs: torch.Tensor) -> tuple[Any, ...]:
     """What the compiled function of ``config`` takes."""
-    out = buffers(*x.shape, len(offs))
+    out = buffers(x.shape[0], x.shape[1], len(offs))
     row_amax, group_amax = x.float().abs().amax(1), torch.full((len(offs),), float(x.abs().max()))
     if isinstance(config, RowScaledConfig):
         return x, offs, row_amax, out["codes"], out["scales"], NUM_SMS
