@@ -102,7 +102,9 @@ class Op(abc.ABC):
     def run(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         """Compute into ``outputs`` with the active backend."""
         require(*self.capability(), active_backend(self.device).arch)
-        self.run_reference(outputs, **options)
+        # Autocast would run the fp32 products inside in bf16.
+        with torch.autocast(self.device.type, enabled=False):
+            self.run_reference(outputs, **options)
 
 
 def _check_outputs(op: Op, given: Sequence[Tensor | None]) -> None:
