@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from cute_kernels import ops
 from cute_kernels.capability import require
 from cute_kernels.formats import NVFP4, Format
 from cute_kernels.runtime.backend import active_backend
@@ -31,7 +32,7 @@ def compute_offsets(
     Returns:
         (G,) offsets on the device of ``splits``.
     """
-    out: Tensor = _ops.compute_offsets(splits, multiplier, dtype)
+    out: Tensor = ops.compute_offsets(splits, multiplier, dtype)
     return out
 
 
@@ -110,13 +111,14 @@ def quantize(
         ends = ends.clone()
     arguments = (x, ends, amax, fmt.row_scaled, fmt.is_2d, rowwise, columnwise)
     if out is None:
-        parts = _ops.grouped_quantize_nvfp4(*arguments)
+        parts = ops.grouped_quantize_nvfp4(*arguments)
         out = assemble(x.shape, x.dtype, fmt, ends, parts, rowwise, columnwise)
     else:
         _quantize_into(out, fmt, rowwise, columnwise, arguments)
     if not dbias:
         return out
-    return out, _ops.grouped_dbias(x, ends).to(x.dtype)
+    sums: Tensor = ops.grouped_dbias(x, ends)
+    return out, sums.to(x.dtype)
 
 
 def _quantize_into(
@@ -228,7 +230,7 @@ def grouped_gemm(
 def _call(name: str, operands: tuple[object, ...], out: Tensor | None, accumulate: bool) -> Tensor:
     """Call a GEMM op in its functional form, or in its out form if there is an ``out``."""
     if out is None:
-        result: Tensor = getattr(_ops, name)(*operands)
+        result: Tensor = getattr(ops, name)(*operands)
         return result
     getattr(_ops, f"{name}_out")(*operands, out=out, accumulate=accumulate)
     return out

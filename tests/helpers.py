@@ -87,6 +87,8 @@ def assert_same_bytes(got: Tensor, want: Tensor, what: str = "output") -> None:
     """Bitwise equality; the message gives the first difference."""
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, not {want.dtype}"
+    if got.numel() == 0:
+        return
     a = got.contiguous().flatten().view(torch.uint8).view(-1, got.element_size())
     b = want.contiguous().flatten().view(torch.uint8).view(-1, got.element_size())
     wrong = (a != b).any(1).nonzero()

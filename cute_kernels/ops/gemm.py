@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
+from cute_kernels.capability import UnsupportedError
 from cute_kernels.formats import NVFP4, Format
 from cute_kernels.ops.checks import (
     INPUT_DTYPES,
@@ -24,6 +25,7 @@ from cute_kernels.ops.checks import (
 )
 from cute_kernels.ops.registry import Op, OutputSpec, register
 from cute_kernels.reference.groups import Groups
+from cute_kernels.runtime.backend import active_backend
 from cute_kernels.shapes import (
     SF_TILE_BYTES,
     SF_TILE_ROWS,
@@ -48,6 +50,17 @@ def _check_vectors(num_groups: int, cols: int, bias: Tensor | None, alpha: Tenso
         check_tensor("bias", bias, dtypes=INPUT_DTYPES, shape=(num_groups, cols))
     if alpha is not None:
         check_tensor("alpha", alpha, dtypes=_FP32, shape=(num_groups,))
+
+
+def _tensor_core(operand: Tensor) -> str | None:
+    """The tensor core whose sums the active backend gives; None for the reference's own order."""
+    backend = active_backend(operand.device)
+    if backend.tensor_core is not None and operand.dtype == torch.float32:
+        raise UnsupportedError(
+            f"grouped_gemm with fp32 operands on {backend.name}: a tensor core cuts fp32 to tf32 "
+            "before it multiplies; use bf16 or fp16 operands, or the backend reference"
+        )
+    return backend.tensor_core
 
 
 class _GroupedGemm(Op):
@@ -110,7 +123,9 @@ class MGroupedGemm(_GroupedGemm):
         same_device("a", self.device, **self.tensors())
 
     def outputs(self) -> list[OutputSpec | None]:
-        return [OutputSpec((self.a.shape[0], self.cols), self.out_dtype or self.a.dtype)]
+        return [
+            OutputSpec((self.a.shape[0], self.cols), self.out_dtype or self.a.dtype, zeroed=True)
+        ]
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
@@ -124,6 +139,7 @@ class MGroupedGemm(_GroupedGemm):
             alpha=self.alpha,
             bias=self.bias,
             accumulate=options.get("accumulate", False),
+            tensor_core=_tensor_core(self.a),
         )
 
     @staticmethod
@@ -189,7 +205,7 @@ class KGroupedGemm(_GroupedGemm):
 
     def outputs(self) -> list[OutputSpec | None]:
         shape = (self.offs.shape[0], self.a.shape[1], self.b.shape[1])
-        return [OutputSpec(shape, self.out_dtype or self.a.dtype)]
+        return [OutputSpec(shape, self.out_dtype or self.a.dtype, zeroed=True)]
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
@@ -201,6 +217,7 @@ class KGroupedGemm(_GroupedGemm):
             out,
             alpha=self.alpha,
             accumulate=options.get("accumulate", False),
+            tensor_core=_tensor_core(self.a),
         )
 
     @staticmethod
@@ -290,7 +307,7 @@ class MGroupedGemmNVFP4(_GroupedGemm):
 
     def outputs(self) -> list[OutputSpec | None]:
         shape = (self.a_codes.shape[0], self.b_codes.shape[1])
-        return [OutputSpec(shape, self.out_dtype or torch.bfloat16)]
+        return [OutputSpec(shape, self.out_dtype or torch.bfloat16, zeroed=True)]
 
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_gemm", NVFP4(row_scaled=self.row_scaled)
@@ -311,6 +328,7 @@ class MGroupedGemmNVFP4(_GroupedGemm):
             alpha=self.alpha,
             bias=self.bias,
             accumulate=options.get("accumulate", False),
+            tensor_core=_tensor_core(self.a_codes),
         )
 
 
@@ -378,7 +396,7 @@ class KGroupedGemmNVFP4(_GroupedGemm):
 
     def outputs(self) -> list[OutputSpec | None]:
         shape = (self.offs.shape[0], self.a_codes_t.shape[0], self.b_codes_t.shape[0])
-        return [OutputSpec(shape, self.out_dtype or torch.bfloat16)]
+        return [OutputSpec(shape, self.out_dtype or torch.bfloat16, zeroed=True)]
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
@@ -397,4 +415,5 @@ class KGroupedGemmNVFP4(_GroupedGemm):
             out,
             alpha=self.alpha,
             accumulate=options.get("accumulate", False),
+            tensor_core=_tensor_core(self.a_codes_t),
         )
