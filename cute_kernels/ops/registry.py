@@ -149,7 +149,7 @@ class Op(abc.ABC):
         require(name, fmt, arch)
         outputs = tuple(self.outputs())
         if arch == "reference":
-            return _Plan(outputs, type(self).run_reference, True)
+            return _Plan(outputs, _run_reference, True)
         return _Plan(outputs, self.kernels(launcher(backend, self.device)), False)
 
     def cached_plan(self) -> _Plan:
@@ -162,6 +162,12 @@ class Op(abc.ABC):
             *(metadata(v) if isinstance(v, Tensor) else v for v in arguments),
         )
         return _plans.get(key) or _plans.add(key, self.plan(backend))
+
+
+def _run_reference(op: Op, outputs: Sequence[Tensor | None], **options: bool) -> None:
+    # Autocast would run the fp32 products inside in bf16.
+    with torch.autocast(op.device.type, enabled=False):
+        op.run_reference(outputs, **options)
 
 
 @functools.cache
