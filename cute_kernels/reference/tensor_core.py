@@ -33,7 +33,8 @@ multiple of the instruction's is filled up with zeros, which change nothing.
 
 Zeros: on sm_90a a zero product or accumulator has no exponent, E is no less than -133, and a sum of
 zero is +0. On sm_100a the exponent of a zero factor or accumulator is -126, and a negative sum that
-is cut to zero is -0. This differs only where all products lie below about 2^-100.
+is cut to zero is -0. That matters only near the bottom of the range of fp32 or fp16, or where a
+zero meets a factor more than 2^100 times the other products.
 
 Infinities follow IEEE. Every NaN comes out as 0x7fffffff (0x7fff in fp16).
 
