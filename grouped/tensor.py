@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-import cute_kernels
+from cute_kernels import ops
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from cute_kernels.reference.groups import untile_scales
 from cute_kernels.shapes import TILE_ROWS, ceil_div, slot_tile, uniform_tiles
@@ -424,7 +424,7 @@ def _dequantize(
     if held is None:
         raise RuntimeError(f"this GroupedTensor has no {direction} copy: {x!r}")
     assert isinstance(x.format, NVFP4)
-    out: Tensor = torch.ops.cute_kernels.grouped_dequantize_nvfp4(
+    out: Tensor = ops.grouped_dequantize_nvfp4(
         *held,
         x.offs,
         x.shape[-2],
@@ -464,7 +464,7 @@ def _clone(func: Any, x: GroupedTensor, **kwargs: Any) -> GroupedTensor:
 @handler(aten._to_copy.default)
 def _to_copy(func: Any, x: GroupedTensor, **kwargs: Any) -> GroupedTensor:
     dtype = kwargs.get("dtype") or x.dtype
-    cute_kernels.ops.checks.check_dtype("dtype", dtype, cute_kernels.ops.checks.INPUT_DTYPES)
+    ops.checks.check_dtype("dtype", dtype, ops.checks.INPUT_DTYPES)
     device, non_blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
     return x._apply_inner(lambda t: t.to(device, non_blocking=non_blocking, copy=True), dtype)
 
