@@ -41,7 +41,7 @@ bits, and the shape of the tile does not.
   ``fence.proxy.async`` between, by the writer or the issuer;
 - tensor memory that is not freed, a CTA that exits under a pending bulk store, a cluster that
   exits before its loads, copies, MMAs or commits have completed;
-- in chaos mode, by wrong results: missing waits. Copies, MMAs and tensor-memory loads and stores
+- in chaos mode, by wrong results: missing waits. Copies, MMAs and tensor-memory stores
   take effect late and out of order. Run several seeds;
 - with ``races=True``: data races on shared and tensor memory, by happens-before (vector clocks
   over warps, TMA loads, bulk stores, wgmmas and the tensor core). Order comes from barriers,

@@ -54,6 +54,6 @@ Status execute_wgmma(Warp& w, const Instruction& in, u32 mask);  // wgmma.cpp
 Status tmem_allocate(Warp& w, const Instruction& in, u32 mask);  // tmem.cpp
 Status tmem_deallocate(Warp& w, const Instruction& in, u32 mask);
 Status tmem_load_store(Warp& w, const Instruction& in, u32 mask);
-Status tmem_wait(Warp& w, const Instruction& in);
+void tmem_wait_stores(Warp& w);
 void tmem_copy(Warp& w, const Instruction& in, u32 mask);
 void tensor_mma(Warp& w, const Instruction& in, u32 mask);  // tcgen05_mma.cpp
