@@ -12,11 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from cute_kernels.reference import tensor_core
-from cute_kernels.reference.tensor_core import instruction_k, tensor_core_gemm, tensor_core_mma
+from cute_kernels.reference.tensor_core import tensor_core_gemm
 from tests.helpers import assert_same_bytes
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -90,7 +87,9 @@ def random_bits(dtype, rows, cols, sort):
 def from_bits(bits, dtype):
     if dtype == E2M1:
         return (bits[:, ::2] | bits[:, 1::2] << 4).to(torch.uint8)
-    return bits.view(torch.uint8).unflatten(1, (-1, 8))[..., : dtype.itemsize].flatten(1).view(dtype)
+    return (
+        bits.view(torch.uint8).unflatten(1, (-1, 8))[..., : dtype.itemsize].flatten(1).view(dtype)
+    )
 
 
 def random_scales(dtype, rows, blocks, sort):
@@ -250,7 +249,9 @@ class Oracle:
 def test_equals_rational_arithmetic(kind, sort):
     # Two instructions and a tail.
     a, b, options = arguments(kind, 5, 4, 2 * kind.k + 16, sort)
-    assert_same_bytes(tensor_core_gemm(kind.arch, a, b, **options), Oracle(kind).gemm(a, b, **options))
+    assert_same_bytes(
+        tensor_core_gemm(kind.arch, a, b, **options), Oracle(kind).gemm(a, b, **options)
+    )
 
 
 # --------------------------------------------------------------------------- silicon, emulator
