@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cute_kernels import ops
 from cute_kernels.formats import NVFP4, Format
@@ -56,6 +57,10 @@ def grouped_linear(
     Returns:
         (T, N) of the dtype of ``x``; rows of the tail are zeros.
     """
+    if not torch.is_grad_enabled():
+        # A Function is told which inputs require gradients, not that none are wanted.
+        x, weight = x.detach(), weight.detach()
+        bias = None if bias is None else bias.detach()
     if not recipe.is_quantized:
         return _PlainLinear.apply(x, weight, bias, offs)  # type: ignore[no-any-return,no-untyped-call]
     assert recipe.weight is not None
@@ -126,6 +131,7 @@ class _QuantizedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         offs, *kept = ctx.saved_tensors
         x_parts, weight_parts = kept[:3], kept[3:]

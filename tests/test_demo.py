@@ -23,7 +23,7 @@ import grouped
 from grouped.demo import __main__ as command
 from grouped.demo import report
 from grouped.demo import train as training
-from grouped.demo.data import Corpus, load_corpus, sample_batch, unigram_entropy
+from grouped.demo.data import Batch, Corpus, load_corpus, sample_batch, unigram_entropy
 from grouped.demo.model import LanguageModel, MixtureOfExperts, ModelConfig
 from grouped.demo.snr import NoiseProbe, snr_db
 from grouped.demo.train import ExpertLoad, Run, TrainConfig
@@ -121,6 +121,28 @@ def test_a_seed_fixes_the_losses(
     _, _, other = run_demo(tmp_path, *arguments, "--seed", "1")
     assert other["runs"][0]["losses"] != run["losses"]
     assert other["runs"][0]["start_loss"] != run["start_loss"]
+
+
+def test_batches_come_from_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    corpus = load_corpus()
+
+    def record(*arguments: Any) -> Batch:
+        inputs, targets = sample_batch(*arguments)
+        seen.append(inputs)
+        return inputs, targets
+
+    monkeypatch.setattr(training, "sample_batch", record)
+
+    def batches(recipe: str, seed: int) -> torch.Tensor:
+        seen.clear()
+        training.train(recipe, corpus, SMALL, TrainConfig(steps=2, batch=1, seed=seed))
+        return torch.stack(seen)
+
+    first, same, other = batches("BF16", 0), batches("NVFP4", 0), batches("BF16", 1)
+    assert torch.equal(first, same)
+    # The held-out batch comes first and is the same for all seeds.
+    assert (first == other).all(-1).flatten().tolist() == [True, False, False]
 
 
 def test_learns() -> None:
@@ -362,6 +384,6 @@ def test_noise_probe_sees_each_layer_once() -> None:
     # Neither later passes nor later changes of the weights count.
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.zero_()
+            parameter.mul_(torch.rand_like(parameter))
     model(inputs).logits.sum().backward()
     assert probe.mean_db() == before

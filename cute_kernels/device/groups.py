@@ -172,7 +172,7 @@ def _seek_ragged(
 
 @cute.jit
 def next_item(item: Int32, step: Int32, tile: Int32, per_tile: Int32) -> Int32:
-    """The first of ``item``, ``item + step``, ... that belongs to slot tile ``tile`` or a later one.
+    """The first of ``item``, ``item + step``, ... in slot tile ``tile`` or a later one.
 
     Items are numbered tile by tile, ``per_tile`` each.
     """

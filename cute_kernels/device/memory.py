@@ -1,4 +1,4 @@
-"""Vector loads and stores at plain addresses, bulk copies, and rings of stages in shared memory.
+"""Vector loads and stores at plain addresses, and bulk copies.
 
 Addresses are integers: 32-bit byte offsets into shared memory, 64-bit global addresses. Vectors are
 lists of 32-bit words.
@@ -20,9 +20,9 @@ __all__ = [
     "load_global",
     "load_shared",
     "store_global",
-    "store_global_byte",
     "store_shared",
     "store_shared_byte",
+    "wait_each",
 ]
 
 
@@ -64,18 +64,26 @@ def store_global(address: Int64, values: Sequence[Uint32]) -> None:
     _store(address, values, cute.AddressSpace.gmem)
 
 
-def _byte_at(address: Int32 | Int64, space: cute.AddressSpace) -> cute.Tensor:
-    return cute.make_tensor(cute.make_ptr(Uint8, address, space), cute.make_layout(1))
-
-
 def store_shared_byte(address: Int32, value: Uint32) -> None:
     """Store the low byte of ``value``."""
-    _byte_at(address, cute.AddressSpace.smem)[0] = value.to(Uint8)
+    pointer = cute.make_ptr(Uint8, address, cute.AddressSpace.smem)
+    cute.make_tensor(pointer, cute.make_layout(1))[0] = value.to(Uint8)
 
 
-def store_global_byte(address: Int64, value: Uint32) -> None:
-    """Store the low byte of ``value``."""
-    _byte_at(address, cute.AddressSpace.gmem)[0] = value.to(Uint8)
+def wait_each(mbar: cute.Pointer, parity: Int32) -> None:
+    """Wait for a barrier of each lane's own.
+
+    ``cute.arch.mbarrier_wait`` sleeps until one barrier completes, or 10 ms. When lanes wait for
+    different barriers that can be the wrong one, so here the sleep is short.
+    """
+    asm_volatile(
+        """{
+        .reg .pred done;
+        WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1, 200;
+        @!done bra WAIT;
+        }""",
+        [Int32(mbar.toint()), parity],
+    )
 
 
 def bulk_load(shared: Int32, source: Int64, num_bytes: Int32, mbar: cute.Pointer) -> None:

@@ -41,7 +41,7 @@ bits, and the shape of the tile does not.
   ``fence.proxy.async`` between, by the writer or the issuer;
 - tensor memory that is not freed, a CTA that exits under a pending bulk store, a cluster that
   exits before its loads, copies, MMAs or commits have completed;
-- in chaos mode, by wrong results: missing waits. Copies, MMAs and tensor-memory loads and stores
+- in chaos mode, by wrong results: missing waits. Copies, MMAs and tensor-memory stores
   take effect late and out of order. Run several seeds;
 - with ``races=True``: data races on shared and tensor memory, by happens-before (vector clocks
   over warps, TMA loads, bulk stores, wgmmas and the tensor core). Order comes from barriers,
@@ -67,8 +67,9 @@ packed-half and warp-exchange instructions with the answers of an H200 (random b
 values, ties, denormals): 220 agree bit for bit, 8 approximate ones within 2e-5. Every instruction
 class is tested against NumPy, and every checker by a kernel with its fault and a corrected twin.
 The rule by which Hopper adds gave an H200's fp32 results of whole GEMMs bit for bit (bf16, fp16,
-e4m3; K 512 to 4096). The rule for ``tcgen05`` is the one that arXiv 2511.10909 found on a B200; no
-B200 was at hand.
+e4m3; K 512 to 4096), and those of single tiles of every kind with subnormals, zeros, Inf and NaN
+(``tests/reference/h200_wgmma.npz``). The rule for ``tcgen05`` is the one that arXiv 2511.10909
+found on a B200; no B200 was at hand.
 
 **Limits of ``install``.** A function that is compiled while the emulator is installed stays on it,
 others stay on the real device, so one process may use both, and several emulated architectures.

@@ -153,14 +153,8 @@ ALU: dict[str, Lowering] = {
     "shf": lambda op, a: op.emit("SHF", _values(op, a), flags=op.flags | op.flag("l", Flag.LEFT)),
     "testp": lambda op, a: op.emit("TESTP", _values(op, a), sub=op.choose(TEST_PROPERTIES)),
 }
-ALU |= dict.fromkeys(
-    _ARITHMETIC,
-    _arithmetic,
-)
-ALU |= dict.fromkeys(
-    _PLAIN,
-    _plain,
-)
+ALU |= dict.fromkeys(_ARITHMETIC, _arithmetic)
+ALU |= dict.fromkeys(_PLAIN, _plain)
 ALU |= {
     name: lambda op, a: op.emit(op.name.upper(), _values(op, a), sub=int(op.has("wrap")))
     for name in ("bmsk", "szext")

@@ -376,6 +376,12 @@ class GroupedDequantizeNVFP4(Op):
             check_offs(self.offs)
         check_dtype("dtype", self.dtype, INPUT_DTYPES)
         check_tensor("codes", self.codes, dtypes=byte, ndim=(3,) if self.offs is None else (2,))
+        if self.offs is None and self.codes.shape[0] < 1:
+            raise ValueError(
+                f"codes must have at least one group, got shape {tuple(self.codes.shape)}"
+            )
+        layout = "(..., K, slots / 2)" if self.columnwise else "(..., K / 2)"
+        check_multiple("K", self.shape[-1], _BLOCK, f"blocks of {_BLOCK}, codes are {layout}")
         if self.rows < 0:
             raise ValueError(f"rows must be >= 0, got {self.rows}")
         if self.row_scaled and self.columnwise:

@@ -149,7 +149,7 @@ class Op(abc.ABC):
         require(name, fmt, arch)
         outputs = tuple(self.outputs())
         if arch == "reference":
-            return _Plan(outputs, type(self).run_reference, True)
+            return _Plan(outputs, _run_reference, True)
         return _Plan(outputs, self.kernels(launcher(backend, self.device)), False)
 
     def cached_plan(self) -> _Plan:
@@ -162,6 +162,12 @@ class Op(abc.ABC):
             *(metadata(v) if isinstance(v, Tensor) else v for v in arguments),
         )
         return _plans.get(key) or _plans.add(key, self.plan(backend))
+
+
+def _run_reference(op: Op, outputs: Sequence[Tensor | None], **options: bool) -> None:
+    # Autocast would run the fp32 products inside in bf16.
+    with torch.autocast(op.device.type, enabled=False):
+        op.run_reference(outputs, **options)
 
 
 @functools.cache
@@ -187,7 +193,7 @@ def _check_outputs(
                 f"got {tuple(tensor.shape)}"
             )
         # Functionalization may hand over a dense copy of a padded output: any pitch will do.
-        pitch = spec.pitch and tensor.stride(-2)
+        pitch = spec.pitch and max(tensor.stride(-2), spec.shape[-1])
         if tensor.numel() and tensor.stride() != spec._replace(pitch=pitch).strides:
             raise ValueError(
                 f"{op.name}_out: {name} must be row-major with strides {spec.strides}, "

@@ -24,6 +24,7 @@ from cute_kernels.device.memory import (
     store_global,
     store_shared,
     store_shared_byte,
+    wait_each,
 )
 from cute_kernels.device.nvfp4 import (
     absmax_words,
@@ -168,7 +169,7 @@ class RowScaledQuantizer:
                     row = _packet_row(packet, r)
                     if row < count or r == 0:
                         slot = team * config.num_stages + stage
-                        cute.arch.mbarrier_wait(shared.empty + slot, phase)
+                        wait_each(shared.empty + slot, phase)
                         if r == 0:
                             place = shared.packets.toint() + slot * 16
                             store_shared(place, [Uint32(v) for v in (item, first, count, 0)])
@@ -182,7 +183,7 @@ class RowScaledQuantizer:
                         stage, phase = self.next_stage(stage, phase)
                 item += step
         slot = team * config.num_stages + stage
-        cute.arch.mbarrier_wait(shared.empty + slot, phase)
+        wait_each(shared.empty + slot, phase)
         store_shared(shared.packets.toint() + slot * 16, [Uint32(0)] * 4)
         cute.arch.mbarrier_arrive(shared.full + slot)
 
@@ -286,7 +287,7 @@ class RowScaledQuantizer:
     def load_row(
         self, source: Int32, lane: Int32, num_blocks: Int32
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """A lane's blocks of the staged row, and their amaxes; past K only the amaxes are set, to 0.
+        """A lane's blocks of the staged row and their amaxes; past K only the amaxes are set, to 0.
 
         The 16-byte chunks of a block are read in an order that depends on the lane, so that eight
         lanes touch all banks. ``quantize_row`` puts the codes back in order.
@@ -308,7 +309,7 @@ class RowScaledQuantizer:
         return words, a
 
     def twist(self, lane: Int32) -> Int32:
-        """Which chunk of its blocks a lane reads first: lanes 128 bytes apart take different ones."""
+        """The chunk of its blocks that a lane reads first; lanes 128 bytes apart differ."""
         lanes_per_line = 128 // self.block_bytes
         return (lane // lanes_per_line) % (self.block_bytes // 16)
 
@@ -379,7 +380,7 @@ class RowScaledQuantizer:
 
 
 def _packet_row(packet: Int32, r: Int32) -> Int32:
-    """Row of the slot tile that is row ``r`` of a packet; four rows share 16 bytes of a scale tile."""
+    """The slot tile's row that is row ``r`` of a packet: four share 16 bytes of a scale tile."""
     return 2 * packet + r // 4 + 32 * (r % 4)
 
 

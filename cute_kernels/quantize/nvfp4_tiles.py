@@ -1,4 +1,4 @@
-"""NVFP4 tile by tile: rowwise, columnwise or both from one read, with the amaxes of rows and groups known.
+"""NVFP4 tile by tile: rowwise, columnwise or both from one read, once the amaxes are known.
 
 A tile is 128 slot rows by 128 columns. It lies in shared memory as boxes 128 bytes wide, in TMA's
 128-byte swizzle: the 16-byte chunk c of row r is at chunk c ^ (r % 8). Both directions read that
@@ -43,7 +43,7 @@ from cute_kernels.formats import NVFP4
 from cute_kernels.quantize.amax import AmaxKernels
 from cute_kernels.quantize.config import DTYPE_BYTES, TileConfig
 from cute_kernels.quantize.fakes import FakeBuffers, dsl_dtype, env_stream
-from cute_kernels.shapes import SF_TILE_BYTES, TILE_ROWS
+from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_COLS, TILE_ROWS
 
 __all__ = ["TileQuantizer"]
 
@@ -335,18 +335,21 @@ class TileQuantizer(AmaxKernels):
                 buffer = team * 2 + copy
                 scales_at = shared.scales_t.toint() + buffer * _SCALES_T_BYTES
                 squares_at = shared.squares.toint() + buffer * _SQUARES_BYTES
+                if cutlass.const_expr(config.uses_group_amax):
+                    level = second_level(group_amax[what.group])
                 if cutlass.const_expr(config.columnwise or config.square_blocks):
                     if count < TILE_ROWS:
                         self.clear_rows(tile_at, count, team)
-                    g = group_amax[what.group]
                     self.convert_columns(
-                        groups, cols, g, codes_t, what, part, tile_at, scales_at, squares_at
+                        groups, cols, level, codes_t, what, part, tile_at, scales_at, squares_at
                     )
                     self.sync_team(team)
                 if cutlass.const_expr(config.rowwise):
-                    self.convert_rows(
-                        cols, row_amax, group_amax, codes, scales, what, part, tile_at, squares_at
-                    )
+                    lane = cute.arch.lane_idx()
+                    row = part * 8 + lane % 8 + lane // 8 * 32
+                    if cutlass.const_expr(config.row_scaled):
+                        level = self.row_level(row_amax, what, row)
+                    self.convert_rows(cols, level, codes, scales, what, row, tile_at, squares_at)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(shared.empty + stage)
@@ -384,7 +387,7 @@ class TileQuantizer(AmaxKernels):
         self,
         groups: Grouping,
         cols: Int32,
-        g: Float32,
+        level: tuple[Float32, Float32],
         codes_t: cute.Tensor | None,
         what: Descriptor,
         part: Int32,
@@ -394,7 +397,7 @@ class TileQuantizer(AmaxKernels):
     ) -> None:
         """A warp's 64 rows of half the tile's columns; a lane takes one word of every row."""
         config = self.config
-        s_dec, mult = second_level(g)
+        s_dec, mult = level
         lane = cute.arch.lane_idx()
         half = part // 2
         # Rows r and r + 8 have the same swizzle.
@@ -485,35 +488,36 @@ class TileQuantizer(AmaxKernels):
         store_global(target, words)
 
     @cute.jit
+    def row_level(
+        self, row_amax: cute.Tensor, what: Descriptor, row: Int32
+    ) -> tuple[Float32, Float32]:
+        """The second level of a row; of a row that does not exist, that of a zero row."""
+        g = Float32(0.0)
+        if row < what.count:
+            g = row_amax[what.first + row]
+        return second_level(g)
+
+    @cute.jit
     def convert_rows(
         self,
         cols: Int32,
-        row_amax: cute.Tensor | None,
-        group_amax: cute.Tensor | None,
+        level: tuple[Float32, Float32],
         codes: cute.Tensor,
         scales: cute.Tensor,
         what: Descriptor,
-        part: Int32,
+        row: Int32,
         tile_at: Int32,
         squares_at: Int32,
     ) -> None:
-        """A warp's 32 rows, eight in each quarter of the tile; a lane takes 64 columns at a time."""
-        lane = cute.arch.lane_idx()
-        row = part * 8 + lane % 8 + lane // 8 * 32
+        """A lane's row, 64 columns at a time; a warp has eight rows of each quarter of the tile."""
         live = row < what.count
-        g = Float32(0.0)
-        if cutlass.const_expr(self.config.row_scaled):
-            if live:
-                g = row_amax[what.first + row]
-        else:
-            g = group_amax[what.group]
-        s_dec, mult = second_level(g)
+        s_dec, mult = level
         pitch = codes.stride[len(codes.stride) - 2]
         tiles_along_k = (cols + (4 * _BLOCK - 1)) // (4 * _BLOCK)
-        row_at = tile_at + row * _BOX_BYTES + (lane % 8) * 16
+        row_at = tile_at + row * _BOX_BYTES + row % 8 * 16
         codes_at = codes.iterator.toint() + Int64(what.first + row) * pitch
         scales_at = scales.iterator.toint() + Int64(what.tile) * tiles_along_k * SF_TILE_BYTES
-        scales_at += part * 128 + (lane % 8) * 16 + lane // 8 * 4
+        scales_at += row % 32 * 16 + row // 32 * SF_TILE_COLS
         boxes = 64 // self.box_cols
         for u in cutlass.range_constexpr(_TILE_COLS // 64):
             col = what.col_tile * _TILE_COLS + u * 64
@@ -534,7 +538,7 @@ class TileQuantizer(AmaxKernels):
                 scale_word = select(live, _pack_halves(low, high), Uint32(0))
                 store_global(scales_at + (col // 64) * SF_TILE_BYTES, [scale_word])
                 out = []
-                for block, enc in zip(blocks, (enc0, enc1, enc2, enc3), strict=False):
+                for block, enc in zip(blocks, (enc0, enc1, enc2, enc3), strict=True):
                     split = per_block // 2
                     out.append(encode_row(block[:split], enc, self.dtype))
                     out.append(encode_row(block[split:], enc, self.dtype))

@@ -151,17 +151,21 @@ class LanguageModel(nn.Module):
     def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
         super().__init__()
         self.byte = nn.Embedding(_NUM_BYTES, config.hidden)
+        # Attention learns to look one byte back, but not in the few steps of a demo.
+        self.previous_byte = nn.Embedding(_NUM_BYTES, config.hidden)
         self.position = nn.Embedding(config.context, config.hidden)
         self.blocks = nn.ModuleList(_Block(config, recipe) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden)
         self.head = nn.Linear(config.hidden, _NUM_BYTES, bias=False)
-        for embedding in (self.byte, self.position):
+        for embedding in (self.byte, self.previous_byte, self.position):
             nn.init.normal_(embedding.weight, std=0.5)
         nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, inputs: Tensor) -> ModelOutput:
         """Compute the logits of the byte after each of ``inputs`` (batch, <= context) int64."""
-        x = self.byte(inputs) + self.position.weight[: inputs.shape[1]]
+        previous = F.pad(inputs, (1, 0))[:, :-1]
+        x = self.byte(inputs) + self.previous_byte(previous)
+        x = x + self.position.weight[: inputs.shape[1]]
         balances, counts = [], []
         for block in self.blocks:
             x, balance, count = block(x)

@@ -45,7 +45,7 @@ class TrainConfig:
         ValueError: a number that breaks a rule.
     """
 
-    steps: int = 300
+    steps: int = 240
     batch: int = 16
     learning_rate: float = 6e-3
     seed: int = 0

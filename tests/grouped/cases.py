@@ -76,7 +76,9 @@ class OpCounter(TorchDispatchMode):
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls.append((func._schema.name.split("::")[1], args))
+        # Trailing arguments that have their default values are left out of args.
+        rest = tuple(a.default_value for a in func._schema.arguments[len(args) :])
+        self.calls.append((func._schema.name.split("::")[1], args + rest))
         return func(*args, **(kwargs or {}))
 
     @property

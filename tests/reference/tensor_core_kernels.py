@@ -21,7 +21,8 @@ _HEAD = """
 .version 8.8
 .target {arch}
 .address_size 64
-.visible .entry {name}(.param .u64 p_tiles, .param .u64 p_acc, .param .u64 p_scales, .param .u64 p_out)
+.visible .entry {name}(
+.param .u64 p_tiles, .param .u64 p_acc, .param .u64 p_scales, .param .u64 p_out)
 {{
 .reg .b32 %r<16>; .reg .b64 %rd<8>; .reg .pred %p<4>; .reg .b32 %f<16>; .reg .b32 %s<16>;
 .reg .b64 %da; .reg .b64 %db; .reg .b64 %base;

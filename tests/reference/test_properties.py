@@ -199,4 +199,5 @@ def test_peak_memory_of_quantizing_4096_x_4096():
     )
     peaks = [float(peak) for peak in done.stdout.split()]
     assert len(peaks) == 4
-    assert all(0.2 < peak <= 10 for peak in peaks), peaks
+    # 10 times the input is allowed. Working in chunks takes 1.3 times, the whole at once 8.6.
+    assert all(0.2 < peak <= 4 for peak in peaks), peaks

@@ -7,6 +7,10 @@ import torch
 
 import cute_kernels
 from cute_kernels import UnsupportedError, active_backend, backend
+from cute_kernels.ops import registry
+from cute_kernels.ops.quantize import GroupedDbias
+from cute_kernels.runtime import architecture
+from cute_kernels.runtime import backend as backend_module
 from cute_kernels.runtime.backend import BACKENDS, Backend
 
 CPU, CUDA, META = (torch.device(name) for name in ("cpu", "cuda", "meta"))
@@ -16,6 +20,10 @@ VARIABLE = "CUTE_KERNELS_BACKEND"
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
+    backend_module._resolve.cache_clear()
+    registry._warn_no_kernel.cache_clear()
+    yield
+    backend_module._resolve.cache_clear()
 
 
 def offsets():
@@ -23,29 +31,39 @@ def offsets():
 
 
 def test_names():
-    assert BACKENDS == ("reference", "cuda", "emulated:sm_90a", "emulated:sm_100a")
+    assert BACKENDS == (
+        "reference",
+        "reference:sm_90a",
+        "reference:sm_100a",
+        "cuda",
+        "emulated:sm_90a",
+        "emulated:sm_100a",
+    )
     assert cute_kernels.backend is backend
 
 
 def test_default_follows_the_device(monkeypatch):
     assert active_backend(CPU) == Backend("reference", "reference")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert active_backend(CUDA) == Backend("cuda", "sm_90a")
+    monkeypatch.setattr(
+        backend_module, "device_architecture", lambda device: architecture("sm_103a")
+    )
+    assert active_backend(CUDA) == Backend("cuda", "sm_100a")
 
 
-@pytest.mark.parametrize(
-    ("compute", "arch"), [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((10, 3), "sm_100a")]
-)
-def test_cuda_architecture_comes_from_the_gpu(monkeypatch, compute, arch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: compute)
-    assert active_backend(CUDA).arch == arch
+def test_reference_backends_name_a_tensor_core():
+    with backend("reference:sm_90a"):
+        assert active_backend(CPU) == Backend("reference:sm_90a", "reference", "sm_90a")
 
 
-@pytest.mark.parametrize("compute", [(8, 0), (8, 9), (11, 0), (12, 0)])
-def test_other_gpus_are_refused_by_number(monkeypatch, compute):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: compute)
-    with pytest.raises(UnsupportedError, match=f"{compute[0]}.{compute[1]}"):
-        active_backend(CUDA)
+def test_emulator_options():
+    with backend("emulated:sm_100a", seed=3, mode="chaos"):
+        assert active_backend(CPU).emulation == (("mode", "chaos"), ("seed", 3))
+        with backend("emulated:sm_100a"):
+            assert active_backend(CPU).emulation == ()
+    for name, option in (("reference", "seed"), ("cuda", "mode"), ("emulated:sm_90a", "speed")):
+        with pytest.raises(TypeError, match=rf"{name}.*{option}"), backend(name, **{option: 1}):
+            pytest.fail("entered the block")
+    assert active_backend(CPU).name == "reference"
 
 
 def test_environment_chooses(monkeypatch):
@@ -103,22 +121,30 @@ def test_all_threads_see_the_choice():
 
 
 def test_backend_and_device_must_fit():
-    with backend("cuda"), pytest.raises(UnsupportedError, match=r"cuda.*cpu"):
+    with backend("cuda"), pytest.raises(UnsupportedError, match=r"CUDA tensors.*cpu"):
         offsets()
     with backend("emulated:sm_90a"), pytest.raises(UnsupportedError, match=r"emulated.*cuda"):
         active_backend(CUDA)
 
 
-def test_there_is_no_fallback_to_the_reference():
+def test_a_gpu_without_a_kernel_is_an_error(monkeypatch):
+    monkeypatch.setattr(
+        backend_module, "device_architecture", lambda device: architecture("sm_100a")
+    )
+    op = GroupedDbias(torch.ones(4, 32), torch.tensor([4], dtype=torch.int32))
+    with pytest.raises(UnsupportedError, match="no sm_100a kernel of grouped_dbias"):
+        op.plan(active_backend(CUDA))
+
+
+def test_an_emulated_backend_without_a_kernel_says_that_it_uses_the_reference():
     x, offs = torch.ones(4, 32), torch.tensor([4], dtype=torch.int32)
-    for arch in ("sm_90a", "sm_100a"):
-        status = cute_kernels.support("compute_offsets", None, arch)
-        if not status:
-            with backend(f"emulated:{arch}"), pytest.raises(UnsupportedError) as caught:
-                offsets()
-            assert status.reason in str(caught.value) and arch in str(caught.value)
-    with backend("reference"):
-        torch.ops.cute_kernels.grouped_quantize_nvfp4(x, offs)
+    assert not cute_kernels.support("grouped_dbias", None, "sm_100a")
+    with (
+        backend("emulated:sm_100a"),
+        pytest.warns(UserWarning, match="grouped_dbias has no kernel yet"),
+    ):
+        dbias = cute_kernels.ops.grouped_dbias(x, offs)
+    assert (dbias == 4).all()
 
 
 def test_reference_serves_any_device():

@@ -151,11 +151,14 @@ static Status wait(Warp& w, const Instruction& in, u32 mask) {
   }
   FOR_LANES (lane, mask) {
     auto& groups = w.bulk_groups[lane];
+    const size_t waited = groups.size() > keep ? groups.size() - keep : 0;
     if (races_on) {
       u32& known = w.clock[agent_of(w, STORE_AGENT)];
-      for (size_t i = 0; i + keep < groups.size(); i++) known = std::max(known, groups[i]->clock);
+      for (size_t i = 0; i < waited; i++) known = std::max(known, groups[i]->clock);
     }
-    while (!groups.empty() && !groups.front()->reads && !groups.front()->writes) groups.pop_front();
+    // Groups that nobody has waited for stay, even if they happen to be complete.
+    for (size_t i = 0; i < waited && !groups.front()->reads && !groups.front()->writes; i++)
+      groups.pop_front();
   }
   return OK;
 }

@@ -71,8 +71,8 @@ struct Warp {
   std::vector<u64> copy_time;  // when the last cp.async of a lane lands
   std::vector<Deferred> open_wgmmas;
   std::deque<std::vector<Deferred>> wgmma_groups;
-  std::vector<Deferred> tmem_loads, tmem_stores;  // chaos: tcgen05.ld and .st not yet waited for
-  std::vector<u64> fenced;                        // by lane: time of its last fence.proxy.async
+  std::vector<Deferred> tmem_stores;  // chaos: tcgen05.st not yet waited for
+  std::vector<u64> fenced;            // by lane: time of its last fence.proxy.async
   int waiting_on_barrier = -1;
   u64 barrier_generation = 0, cluster_generation = 0;
   bool cluster_arrived = false;
@@ -130,11 +130,12 @@ struct Cluster {
 };
 
 // The names of the fields are read by stats(): keep X in the order of the struct.
-#define STATISTICS(X)                                                            \
-  X(ld_global_bytes)                                                             \
-  X(st_global_bytes)                                                             \
-  X(ld_global_sectors) X(st_global_sectors) X(tma_load_bytes) X(tma_store_bytes) \
-      X(smem_wavefronts) X(smem_accesses) X(mma_flops) X(mma_insns) X(ctas) X(atomics)
+#define STATISTICS(X)                                                                           \
+  X(ld_global_bytes)                                                                            \
+  X(st_global_bytes)                                                                            \
+  X(ld_global_sectors)                                                                          \
+  X(st_global_sectors) X(tma_load_bytes) X(tma_store_bytes) X(smem_wavefronts) X(smem_accesses) \
+      X(mma_flops) X(mma_insns) X(ctas) X(atomics)
 struct Stats {
   u64 warp_insns = 0, thread_insns = 0;
   u64 op[NUM_OPCODES] = {};

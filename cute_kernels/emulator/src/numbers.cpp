@@ -83,17 +83,16 @@ MiniFormat mini_format(u8 type) {
   }
   fail("type %d is not a narrow float", type);
 }
+// The exponent of |x|.  The sign is ignored, and what overflows is NaN without .satfinite.
 u32 encode_ue8m0(double x, u8 rounding, bool satfinite) {
   if (rounding != RZ && rounding != RP) fail("ue8m0 is rounded by .rz or .rp");
-  if (x != x) return 255;
-  if (x < 0) fail("conversion of a negative number to ue8m0 is not modelled");
-  if (x > std::ldexp(1.0, 127) && !satfinite)
-    fail("overflow to ue8m0 without .satfinite is not modelled");
-  if (std::isinf(x)) return 254;
-  if (x <= std::ldexp(1.0, -127)) return 0;
-  int exponent = std::ilogb(x);
-  if (rounding == RP && std::ldexp(1.0, exponent) != x) exponent += 1;
-  return (u32)std::min(254, std::max(0, exponent + 127));
+  constexpr u32 NOT_A_NUMBER = 255, LARGEST = 254;
+  if (x != x) return NOT_A_NUMBER;
+  const u32 magnitude = float_bits((float)std::fabs(x)), mantissa = magnitude & 0x7fffff;
+  const u32 two_to_minus_127 = 0x400000;  // a subnormal float, and the smallest ue8m0
+  u32 exponent = magnitude >> 23;
+  if (rounding == RP && mantissa && magnitude > two_to_minus_127) exponent += 1;
+  return satfinite ? std::min(exponent, LARGEST) : exponent;
 }
 }  // namespace
 

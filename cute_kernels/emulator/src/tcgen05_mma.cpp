@@ -115,7 +115,8 @@ void multiply_scaled(CTA* c, const MmaArguments& m, const Operands& ops, double*
   if (m.kind >= MXF4)
     multiply_add_fp4(ops, scale_a.data(), scale_b.data(), m.scale_block, acc);
   else
-    multiply_add(ops, acc, WIDE, scale_exponents(scale_a).data(), scale_exponents(scale_b).data());
+    multiply_add(ops, acc, BLACKWELL, scale_exponents(scale_a).data(),
+                 scale_exponents(scale_b).data());
 }
 
 // The part of one CTA: its rows of A and D, all of B.
@@ -143,7 +144,7 @@ void run_in(CTA* c, const MmaArguments& m, u32 half_of_pair, const std::vector<f
   if (m.scaled)
     multiply_scaled(c, m, ops, acc.data());
   else
-    multiply_add(ops, acc.data(), fp16 ? WIDE_FP16 : WIDE);
+    multiply_add(ops, acc.data(), fp16 ? with_fp16(BLACKWELL) : BLACKWELL);
   each_output([&](double& sum, u32& d) {
     if (fp16)
       d = (d & 0xffff0000) | float_to_half((float)sum);

@@ -38,7 +38,9 @@ Status execute_tensor(Warp& w, const Instruction& in, u32 mask) {
     case TC_RELINQUISH: w.cta->tmem_permit_given_up = true; return OK;
     case TC_LD:
     case TC_ST: return tmem_load_store(w, in, mask);
-    case TC_WAIT: return tmem_wait(w, in);
+    case TC_WAIT:
+      if (!(in.flags & F_LOAD)) tmem_wait_stores(w);
+      return OK;
     case TC_FENCE: return OK;
     case TC_CP: tmem_copy(w, in, mask); return OK;
     case TC_MMA: tensor_mma(w, in, mask); return OK;

@@ -21,13 +21,15 @@ void load_tile(CTA* c, u64 descriptor, bool mn_major, u8 type, u32 rows, u32 dep
 // largest exponent (a product's is the sum of its operands', unnormalised), truncates each below
 // `fraction` fractional bits, adds exactly, and truncates the sum to `keep` mantissa bits, or
 // rounds it to nearest for FP16 accumulators.  The Hopper rules are what an H200 answers; the
-// Blackwell rules are those published for a B200 (arXiv 2511.10909).
+// Blackwell rules are those published for a B200 (arXiv 2511.10909).  On Hopper a zero has no
+// exponent, the largest exponent is at least -133, and a zero sum is +0.
 struct Adder {
   int fraction, keep;
-  bool fp16;
+  bool fp16, hopper;
 };
-constexpr Adder HOPPER_FP8 = {13, 13, false}, WIDE = {25, 23, false}, WIDE_FP16 = {25, 0, true},
-                BLACKWELL_FP4 = {35, 23, false};
+constexpr Adder HOPPER = {25, 23, false, true}, HOPPER_FP8 = {13, 13, false, true},
+                BLACKWELL = {25, 23, false, false}, BLACKWELL_FP4 = {35, 23, false, false};
+constexpr Adder with_fp16(Adder r) { return {r.fraction, 0, true, r.hopper}; }
 struct Operands {  // of D[m][n] += sum_k A[m][k] * B[n][k]
   const float *a, *b;
   u8 type_a, type_b;
@@ -52,6 +54,6 @@ Status execute_wgmma(Warp& w, const Instruction& in, u32 mask);  // wgmma.cpp
 Status tmem_allocate(Warp& w, const Instruction& in, u32 mask);  // tmem.cpp
 Status tmem_deallocate(Warp& w, const Instruction& in, u32 mask);
 Status tmem_load_store(Warp& w, const Instruction& in, u32 mask);
-Status tmem_wait(Warp& w, const Instruction& in);
+void tmem_wait_stores(Warp& w);
 void tmem_copy(Warp& w, const Instruction& in, u32 mask);
 void tensor_mma(Warp& w, const Instruction& in, u32 mask);  // tcgen05_mma.cpp

@@ -6,7 +6,7 @@
 #include "memory.h"
 
 namespace {
-constexpr u32 MAP_BYTES = 128, MAP_KIND = 2;
+constexpr u32 MAP_BYTES = 128, MAP_ALIGNMENT = 64, MAP_KIND = 2;
 constexpr u32 TYPE_SHIFT = 7, SWIZZLE_SHIFT = 13, KNOWN_FLAGS = 0x67ff;
 constexpr u8 FIRST_UNPACKED_TYPE = 13;
 constexpr u32 MAX_BOX = 256;
@@ -168,7 +168,7 @@ void tensor_map_replace(Warp& w, const Instruction& in, u32 mask) {
 Status tensor_map_copy(Warp& w, const Instruction& in, u32 mask) {
   if (Status s = need_full_warp(w, mask, "tensormap.cp_fenceproxy")) return s;
   const u64 to = address_of(w, operand(in, 0), 0), from = address_of(w, operand(in, 1), 0);
-  if (to % MAP_BYTES)
+  if (to % MAP_ALIGNMENT)
     fail("tensormap.cp_fenceproxy to a misaligned address %#llx", (unsigned long long)to);
   machine.check_range(to, MAP_BYTES, "tensormap.cp_fenceproxy");
   memcpy((void*)to, shared_pointer(w, shared_address(from), MAP_BYTES), MAP_BYTES);
@@ -186,7 +186,7 @@ extern "C" const char* emu_tensor_map_encode(void* out, int type, u32 rank, u64 
   if (swizzle < 0 || swizzle > 3) return "this swizzle mode is not modelled";
   if (fill) return "NaN fill is not modelled";
   if (address % 16) return "the global address must be 16-byte aligned";
-  if ((u64)out % 64) return "the tensor map must be 64-byte aligned";
+  if ((u64)out % MAP_ALIGNMENT) return "the tensor map must be 64-byte aligned";
   TensorMap map;
   map.address = address;
   map.rank = rank;

@@ -7,6 +7,9 @@
 #include "tensor.h"
 
 static constexpr i32 NOT_FINITE = 4096;  // an exponent above all others
+static constexpr i32 NONE = -1000;       // an exponent below all others, whatever is added to it
+static constexpr i32 LOWEST_TOP = -133;
+static i32 zero_exponent(Adder r) { return r.hopper ? NONE : -126; }
 
 static int min_exponent(u8 type) {
   switch (type) {
@@ -16,12 +19,12 @@ static int min_exponent(u8 type) {
     default: return -126;
   }
 }
-static i32 exponent_of(double v, int lowest) {
+static i32 exponent_of(double v, int lowest, i32 zero) {
   const i32 biased = (i32)(double_bits(v) >> 52 & 0x7ff);
-  return biased == 0 ? -126 : biased == 0x7ff ? NOT_FINITE : std::max(biased - 1023, lowest);
+  return biased == 0 ? zero : biased == 0x7ff ? NOT_FINITE : std::max(biased - 1023, lowest);
 }
 
-static double finish(double sum, Adder r) {
+static double round_sum(double sum, Adder r) {
   if (sum == 0) return 0;
   if (!r.fp16) {
     if (std::fabs(sum) < pow2(-126)) {
@@ -36,11 +39,15 @@ static double finish(double sum, Adder r) {
   if ((double)t != sum) t = bits_float(float_bits(t) | 1);
   return half_to_float(float_to_half(t));
 }
+static double finish(double sum, Adder r) {
+  const double rounded = round_sum(sum, r);
+  return r.hopper && rounded == 0 ? 0 : rounded;  // never -0
+}
 
-static std::vector<i32> exponents(const float* v, size_t count, u8 type) {
+static std::vector<i32> exponents(const float* v, size_t count, u8 type, Adder r) {
   std::vector<i32> e(count);
   const int lowest = min_exponent(type);
-  for (size_t i = 0; i < count; i++) e[i] = exponent_of(v[i], lowest);
+  for (size_t i = 0; i < count; i++) e[i] = exponent_of(v[i], lowest, zero_exponent(r));
   return e;
 }
 
@@ -54,10 +61,10 @@ static double add_products(double c, const float* a, const float* b, const i32* 
                            u32 k, i32 scale, Adder adder) {
   i32 top = -8192;
   for (u32 i = 0; i < k; i++) top = std::max(top, ea[i] + eb[i]);
-  const i32 ec = exponent_of(c, adder.fp16 ? -14 : -126);
+  const i32 ec = exponent_of(c, adder.fp16 ? -14 : -126, zero_exponent(adder));
   if (top >= NOT_FINITE / 2 || ec == NOT_FINITE || scale >= NOT_FINITE / 2)
     return add_not_finite(c, a, b, k, scale);
-  top = std::max(top + scale, ec);
+  top = std::max({top + scale, ec, LOWEST_TOP});
   const double up = pow2(adder.fraction - top + scale);
   i64 sum = (i64)(c * pow2(adder.fraction - top));
   // Eight terms fit 32 bits: each is below 2^(fraction + 2).
@@ -71,8 +78,8 @@ static double add_products(double c, const float* a, const float* b, const i32* 
 
 void multiply_add(const Operands& ops, double* acc, Adder adder, const i32* scale_a,
                   const i32* scale_b) {
-  const std::vector<i32> ea = exponents(ops.a, (size_t)ops.m * ops.k, ops.type_a);
-  const std::vector<i32> eb = exponents(ops.b, (size_t)ops.n * ops.k, ops.type_b);
+  const std::vector<i32> ea = exponents(ops.a, (size_t)ops.m * ops.k, ops.type_a, adder);
+  const std::vector<i32> eb = exponents(ops.b, (size_t)ops.n * ops.k, ops.type_b, adder);
   for (u32 i = 0; i < ops.m; i++)
     for (u32 j = 0; j < ops.n; j++) {
       const size_t row = (size_t)i * ops.k, column = (size_t)j * ops.k;
@@ -86,7 +93,7 @@ Scale decode_scale(u8 type, u8 code) {
   const float v = std::fabs(decode_mini(type, code));
   if (std::isnan(v)) return {NAN, 0};
   if (type == T_UE8M0) return {1, (i32)code - 127};
-  const i32 e = exponent_of(v, -6);
+  const i32 e = exponent_of(v, -6, -126);
   return {(float)(v * pow2(-e)), e};
 }
 
@@ -95,7 +102,7 @@ static double add_fp4(double c, const float* a, const float* b, const Scale* sa,
   constexpr u32 EXACT = 16;  // products that are added before the scales apply
   const Adder r = BLACKWELL_FP4;
   double terms[8];
-  i32 term_exponents[8], top = exponent_of(c, -126);
+  i32 term_exponents[8], top = exponent_of(c, -126, zero_exponent(r));
   bool finite = std::isfinite(c);
   const u32 count = k / EXACT;
   for (u32 g = 0; g < count; g++) {

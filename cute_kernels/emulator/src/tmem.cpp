@@ -115,25 +115,14 @@ struct Access {
   }
 };
 
-// In chaos the values arrive in their registers at tcgen05.wait::ld, which a kernel may have
-// forgotten; until then the registers hold what no kernel expects.
 void load(Warp& w, const Access& a, const Operand& to) {
   CTA* c = w.cta;
-  for (u32 i = 0; i < a.registers; i++) {
-    u64* d = target(w, element(to, i));
-    if (!d) continue;
-    std::vector<u32> values(32);
-    for (int t = 0; t < 32; t++) values[t] = read_cell(c, a.cell(i, t), a.packed, i);
-    if (!machine.chaos()) {
-      for (int t = 0; t < 32; t++) d[t] = values[t];
-      continue;
-    }
-    for (int t = 0; t < 32; t++) d[t] = UNWRITTEN;
-    w.tmem_loads.push_back([=] {
-      for (int t = 0; t < 32; t++) d[t] = values[t];
-    });
-  }
+  for (u32 i = 0; i < a.registers; i++)
+    if (u64* d = target(w, element(to, i)))
+      for (int t = 0; t < 32; t++) d[t] = read_cell(c, a.cell(i, t), a.packed, i);
 }
+// In chaos the values reach tensor memory at tcgen05.wait::st, which a kernel may have forgotten.
+// Loads have no such delay: kernels may use a register without tcgen05.wait::ld, as NVIDIA's do.
 void store(Warp& w, const Access& a, const Operand& from) {
   CTA* c = w.cta;
   for (u32 i = 0; i < a.registers; i++) {
@@ -186,11 +175,9 @@ Status tmem_load_store(Warp& w, const Instruction& in, u32 mask) {
   return OK;
 }
 
-Status tmem_wait(Warp& w, const Instruction& in) {
-  auto& pending = (in.flags & F_LOAD) ? w.tmem_loads : w.tmem_stores;
-  for (auto& op : pending) op();
-  pending.clear();
-  return OK;
+void tmem_wait_stores(Warp& w) {
+  for (auto& write : w.tmem_stores) write();
+  w.tmem_stores.clear();
 }
 
 namespace {

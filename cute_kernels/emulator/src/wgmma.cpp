@@ -1,4 +1,5 @@
 // Hopper's wgmma: each of the four warps of a group computes its own 16 rows of D.
+#include <cmath>
 #include <vector>
 
 #include "memory.h"
@@ -67,13 +68,12 @@ void run(Warp& w, const Instruction& in, const WgmmaArguments& args) {
     each_output(w, d, n, fp16, acc, [&](double& sum, u64* cell, int half) {
       sum = fp16 ? half_to_float((u16)(*cell >> (16 * half))) : bits_float((u32)*cell);
     });
+  const Adder adder = fp8 ? HOPPER_FP8 : HOPPER;
   multiply_add({a.data(), b.data(), type_a, type_b, WARP_ROWS, n, depth}, acc.data(),
-               fp8    ? HOPPER_FP8
-               : fp16 ? WIDE_FP16
-                      : WIDE);
+               fp16 ? with_fp16(adder) : adder);
   each_output(w, d, n, fp16, acc, [&](double& sum, u64* cell, int half) {
     if (!fp16) {
-      *cell = float_bits((float)sum);
+      *cell = std::isnan(sum) ? 0x7fffffff : float_bits((float)sum);
       return;
     }
     const u32 v = float_to_half((float)sum);
