@@ -68,8 +68,8 @@ values, ties, denormals): 220 agree bit for bit, 8 approximate ones within 2e-5.
 class is tested against NumPy, and every checker by a kernel with its fault and a corrected twin.
 The rule by which Hopper adds gave an H200's fp32 results of whole GEMMs bit for bit (bf16, fp16,
 e4m3; K 512 to 4096), and those of single tiles of every kind with subnormals, zeros, Inf and NaN
-(``tests/reference/h200_wgmma.npz``). The rule for ``tcgen05`` is the one that arXiv 2511.10909 found on a B200; no
-B200 was at hand.
+(``tests/reference/h200_wgmma.npz``). The rule for ``tcgen05`` is the one that arXiv 2511.10909
+found on a B200; no B200 was at hand.
 
 **Limits of ``install``.** A function that is compiled while the emulator is installed stays on it,
 others stay on the real device, so one process may use both, and several emulated architectures.
