@@ -6,6 +6,7 @@ ragged operands multiplied over their common rows (wgrad). Names follow DeepGEMM
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from cute_kernels import reference
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.formats import NVFP4, Format
+from cute_kernels.ops import gemm_kernels
 from cute_kernels.ops.checks import (
     INPUT_DTYPES,
     check_dtype,
@@ -38,10 +40,14 @@ from cute_kernels.shapes import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cute_kernels.ops.registry import Runner
+    from cute_kernels.runtime.launch import Launcher
+
 __all__ = ["KGroupedGemm", "KGroupedGemmNVFP4", "MGroupedGemm", "MGroupedGemmNVFP4"]
 
 _BLOCK = NVFP4.sf_vec_size
 _BYTE = (torch.uint8,)
+Parts = tuple[Tensor, "Tensor | None", "Tensor | None"]
 _FP32 = (torch.float32,)
 
 
@@ -73,6 +79,10 @@ class _GroupedGemm(Op):
 
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_gemm", self.operand_format
+
+    @abc.abstractmethod
+    def operands(self) -> tuple[Parts, Parts]:
+        """Codes, scales and amax of A and of B; plain operands have only the first."""
 
 
 @register
@@ -126,6 +136,12 @@ class MGroupedGemm(_GroupedGemm):
         return [
             OutputSpec((self.a.shape[0], self.cols), self.out_dtype or self.a.dtype, zeroed=True)
         ]
+
+    def operands(self) -> tuple[Parts, Parts]:
+        return (self.a, None, None), (self.b, None, None)
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return gemm_kernels.m_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
@@ -206,6 +222,12 @@ class KGroupedGemm(_GroupedGemm):
     def outputs(self) -> list[OutputSpec | None]:
         shape = (self.offs.shape[0], self.a.shape[1], self.b.shape[1])
         return [OutputSpec(shape, self.out_dtype or self.a.dtype, zeroed=True)]
+
+    def operands(self) -> tuple[Parts, Parts]:
+        return (self.a, None, None), (self.b, None, None)
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return gemm_kernels.k_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
@@ -312,6 +334,16 @@ class MGroupedGemmNVFP4(_GroupedGemm):
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_gemm", NVFP4(row_scaled=self.row_scaled)
 
+    def operands(self) -> tuple[Parts, Parts]:
+        return (self.a_codes, self.a_scales, self.a_amax), (
+            self.b_codes,
+            self.b_scales,
+            self.b_amax,
+        )
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return gemm_kernels.m_grouped(self, launch)
+
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
         assert out is not None
@@ -397,6 +429,16 @@ class KGroupedGemmNVFP4(_GroupedGemm):
     def outputs(self) -> list[OutputSpec | None]:
         shape = (self.offs.shape[0], self.a_codes_t.shape[0], self.b_codes_t.shape[0])
         return [OutputSpec(shape, self.out_dtype or torch.bfloat16, zeroed=True)]
+
+    def operands(self) -> tuple[Parts, Parts]:
+        return (self.a_codes_t, self.a_scales_t, self.a_amax_t), (
+            self.b_codes_t,
+            self.b_scales_t,
+            self.b_amax_t,
+        )
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return gemm_kernels.k_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
