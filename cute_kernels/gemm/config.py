@@ -1,0 +1,209 @@
+"""What a grouped GEMM kernel is compiled for, and which problems it takes.
+
+A configuration holds facts of code generation only, so it can be hashed, pickled and used as a
+cache key; shapes, group boundaries and the number of SMs stay dynamic. ``entry()`` gives what
+``cute.compile`` needs and is the only part that imports the CuTe DSL.
+
+Sizes are named by the product that a tile of the output is made of, ``D[M, N] = sum over K``:
+
+=========== ============================ ============================ =========================
+grouping    M                            N                            K
+=========== ============================ ============================ =========================
+m_grouped   rows of the ragged tensor    columns of the output        contracted, uniform
+k_grouped   columns of A                 columns of B                 rows of a group, ragged
+=========== ============================ ============================ =========================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from cute_kernels.capability import Support
+from cute_kernels.formats import NVFP4
+from cute_kernels.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_ROWS, ceil_div
+
+__all__ = ["OPERANDS", "GemmConfig", "GemmProblem", "OperandKind"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandKind:
+    """What the tensor core needs to know of an operand format.
+
+    Attributes:
+        name: how configurations name it.
+        bits: of one element.
+        instruction_k: elements of K that one MMA instruction contracts.
+        sf_vec_size: elements that share a block scale; 0 without block scales.
+    """
+
+    name: str
+    bits: int
+    instruction_k: int
+    sf_vec_size: int = 0
+
+    @property
+    def is_block_scaled(self) -> bool:
+        """Whether block scales are read beside the elements."""
+        return self.sf_vec_size > 0
+
+    @property
+    def k_align(self) -> int:
+        """K must be a multiple of this in an m_grouped product: rows TMA can address."""
+        return self.sf_vec_size or PITCH_ALIGNMENT * 8 // self.bits
+
+
+#: Operand kinds by name; both operands are of the same kind.
+OPERANDS = {
+    kind.name: kind
+    for kind in (OperandKind(NVFP4.name, NVFP4.element.bits, 64, NVFP4.sf_vec_size),)
+}
+#: Bytes of one element, by the dtype names that configurations use.
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+#: N of every output must be a multiple of this: 16 bytes of the narrowest output type.
+N_ALIGN = 8
+#: (M, N) of the MMA tile by the number of CTAs that work on it.
+TILES = {1: ((128, 128), (128, 64)), 2: ()}
+#: MMA instructions along K for one stage of shared memory: 128 bytes a row.
+K_BLOCKS = 4
+_SMEM_CAPACITY = 232448
+#: Barriers, tile records and alignment.
+_SMEM_RESERVED = 2048
+_MAX_INT32 = 2**31 - 1
+
+Grouping = Literal["m_grouped", "k_grouped"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmProblem:
+    """The facts of a call that decide which kernels can run it; all known on the host.
+
+    Attributes:
+        operand: name of the operand kind.
+        grouping: ``"m_grouped"`` for (T, K) x (G, N, K), ``"k_grouped"`` for two ragged operands.
+        out_dtype: name of the output's dtype.
+        groups: G.
+        rows: T, the rows of the buffer; in a k_grouped product of slots, the most they hold.
+        m: columns of A in a k_grouped product; otherwise unused.
+        n: columns of the output.
+        k: K of an m_grouped product; otherwise unused.
+    """
+
+    operand: str
+    grouping: Grouping
+    out_dtype: str
+    groups: int
+    rows: int
+    n: int
+    m: int = 0
+    k: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmConfig:
+    """One variant of the grouped GEMM for sm_100a.
+
+    Attributes:
+        operand: name of the operand kind, see ``OPERANDS``.
+        grouping: see the module.
+        out_dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        row_scaled: the second level of A is one amax per row instead of one per group.
+        bias_dtype: dtype of a (G, N) bias, None without one.
+        has_alpha: one fp32 factor a group.
+        accumulate: add to what the output holds.
+        mma_tiler_mn: M and N of a tile.
+        num_ctas: CTAs that share a tile's MMA.
+    """
+
+    operand: str
+    grouping: Grouping = "m_grouped"
+    out_dtype: str = "bfloat16"
+    row_scaled: bool = False
+    bias_dtype: str | None = None
+    has_alpha: bool = False
+    accumulate: bool = False
+    mma_tiler_mn: tuple[int, int] = (128, 128)
+    num_ctas: int = 1
+
+    #: Accumulators in tensor memory: the MMA of one tile overlaps the epilogue of the last.
+    num_acc_stage = 2
+    #: Tiles that the scheduler is ahead.
+    num_sched_stage = 4
+
+    def __post_init__(self) -> None:
+        if self.operand not in OPERANDS:
+            raise ValueError(f"operand must be one of {', '.join(OPERANDS)}, got {self.operand!r}")
+        if self.grouping not in ("m_grouped", "k_grouped"):
+            raise ValueError(f"grouping must be m_grouped or k_grouped, got {self.grouping!r}")
+        for name in ("out_dtype", "bias_dtype"):
+            dtype = getattr(self, name)
+            if dtype not in DTYPE_BYTES and (name == "out_dtype" or dtype is not None):
+                raise ValueError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+        if self.mma_tiler_mn not in TILES.get(self.num_ctas, ()):
+            listed = ", ".join(f"{m}x{n} of {c} CTAs" for c in TILES for m, n in TILES[c])
+            raise ValueError(
+                f"mma_tiler_mn must be one of {listed}, got {self.mma_tiler_mn} of {self.num_ctas}"
+            )
+        if self.row_scaled and not (self.kind.is_block_scaled and self.grouping == "m_grouped"):
+            raise ValueError("row_scaled needs block-scaled operands of an m_grouped product")
+        if self.bias_dtype is not None and self.grouping == "k_grouped":
+            raise ValueError("a k_grouped product takes no bias")
+
+    @property
+    def kind(self) -> OperandKind:
+        """What the operands are made of."""
+        return OPERANDS[self.operand]
+
+    @property
+    def mma_tiler_mnk(self) -> tuple[int, int, int]:
+        """M, N and K of one pipeline stage's tile."""
+        return (*self.mma_tiler_mn, K_BLOCKS * self.kind.instruction_k)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage of both operands in one CTA."""
+        m, n, k = self.mma_tiler_mnk
+        m_cta = m // self.num_ctas
+        total = (m_cta + n // self.num_ctas) * k * self.kind.bits // 8
+        if self.kind.is_block_scaled:
+            tiles = ceil_div(m_cta, SF_TILE_ROWS) + ceil_div(n, SF_TILE_ROWS)
+            total += tiles * K_BLOCKS * SF_TILE_BYTES
+        return total
+
+    @property
+    def num_ab_stage(self) -> int:
+        """Stages of both operands that fit in shared memory."""
+        return (_SMEM_CAPACITY - _SMEM_RESERVED) // self.stage_bytes
+
+    def can_implement(self, problem: GemmProblem) -> Support:
+        """Whether the kernel takes ``problem``: the one statement of its constraints."""
+        mine = (self.operand, self.grouping, self.out_dtype)
+        asked = (problem.operand, problem.grouping, problem.out_dtype)
+        if asked != mine:
+            return Support(False, f"compiled for {' '.join(mine)}, not {' '.join(asked)}")
+        if problem.groups < 1 or problem.rows < 1:
+            return Support(False, "needs at least one group and one row")
+        if problem.n < 1 or problem.n % N_ALIGN:
+            return Support(False, f"N must be a positive multiple of {N_ALIGN}, got {problem.n}")
+        if self.grouping == "m_grouped":
+            align = self.kind.k_align
+            if problem.k < 1 or problem.k % align:
+                return Support(False, f"K must be a positive multiple of {align}, got {problem.k}")
+        elif problem.m < 1:
+            return Support(False, f"A needs at least one column, got {problem.m}")
+        if self._num_tiles(problem) > _MAX_INT32:
+            return Support(False, "more than 2^31 - 1 tiles")
+        return Support(True)
+
+    def _num_tiles(self, problem: GemmProblem) -> int:
+        """At most this many tiles, whatever the groups."""
+        m, n = self.mma_tiler_mn
+        if self.grouping == "m_grouped":
+            return (problem.rows // m + problem.groups) * ceil_div(problem.n, n)
+        return problem.groups * ceil_div(problem.m, m) * ceil_div(problem.n, n)
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments, see ``GroupedGemmKernel.__call__``."""
+        from cute_kernels.gemm.kernel import GroupedGemmKernel
+
+        return GroupedGemmKernel(self), GroupedGemmKernel.fake_args(self)
