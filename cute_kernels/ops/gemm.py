@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
+from cute_kernels.capability import UnsupportedError
 from cute_kernels.formats import NVFP4, Format
 from cute_kernels.ops.checks import (
     INPUT_DTYPES,
@@ -24,6 +25,7 @@ from cute_kernels.ops.checks import (
 )
 from cute_kernels.ops.registry import Op, OutputSpec, register
 from cute_kernels.reference.groups import Groups
+from cute_kernels.runtime.backend import active_backend
 from cute_kernels.shapes import (
     SF_TILE_BYTES,
     SF_TILE_ROWS,
@@ -48,6 +50,17 @@ def _check_vectors(num_groups: int, cols: int, bias: Tensor | None, alpha: Tenso
         check_tensor("bias", bias, dtypes=INPUT_DTYPES, shape=(num_groups, cols))
     if alpha is not None:
         check_tensor("alpha", alpha, dtypes=_FP32, shape=(num_groups,))
+
+
+def _tensor_core(operand: Tensor) -> str | None:
+    """The tensor core whose sums the active backend gives; None for the reference's own order."""
+    backend = active_backend(operand.device)
+    if backend.tensor_core is not None and operand.dtype == torch.float32:
+        raise UnsupportedError(
+            f"grouped_gemm with fp32 operands on {backend.name}: a tensor core cuts fp32 to tf32 "
+            "before it multiplies; use bf16 or fp16 operands, or the backend reference"
+        )
+    return backend.tensor_core
 
 
 class _GroupedGemm(Op):
@@ -124,6 +137,7 @@ class MGroupedGemm(_GroupedGemm):
             alpha=self.alpha,
             bias=self.bias,
             accumulate=options.get("accumulate", False),
+            tensor_core=_tensor_core(self.a),
         )
 
     @staticmethod
@@ -201,6 +215,7 @@ class KGroupedGemm(_GroupedGemm):
             out,
             alpha=self.alpha,
             accumulate=options.get("accumulate", False),
+            tensor_core=_tensor_core(self.a),
         )
 
     @staticmethod
@@ -311,6 +326,7 @@ class MGroupedGemmNVFP4(_GroupedGemm):
             alpha=self.alpha,
             bias=self.bias,
             accumulate=options.get("accumulate", False),
+            tensor_core=_tensor_core(self.a_codes),
         )
 
 
@@ -397,4 +413,5 @@ class KGroupedGemmNVFP4(_GroupedGemm):
             out,
             alpha=self.alpha,
             accumulate=options.get("accumulate", False),
+            tensor_core=_tensor_core(self.a_codes_t),
         )

@@ -1,7 +1,9 @@
 """Which implementation runs an op: chosen by the tensor's device, or by the user.
 
-Backends are ``reference`` (exact PyTorch, any device), ``cuda`` (CuTe DSL kernels for the tensor's
-GPU) and ``emulated:sm_90a`` / ``emulated:sm_100a`` (the same kernels, interpreted on the CPU).
+Backends are ``reference`` (exact PyTorch, any device), ``reference:sm_90a`` / ``reference:sm_100a``
+(the same, but its GEMMs add as that tensor core does, to the bit), ``cuda`` (CuTe DSL kernels for
+the tensor's GPU) and ``emulated:sm_90a`` / ``emulated:sm_100a`` (those kernels, interpreted on the
+CPU).
 CPU tensors default to ``reference`` and CUDA tensors to ``cuda``. ``CUTE_KERNELS_BACKEND`` or
 ``with backend(...)`` choose another. There is no fallback: what a backend cannot do raises.
 """
@@ -22,17 +24,31 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKENDS", "Backend", "active_backend", "backend"]
 
+_REFERENCE = "reference:"
 _EMULATED = "emulated:"
-BACKENDS = ("reference", "cuda", *(_EMULATED + arch for arch in ARCHITECTURES[1:]))
+BACKENDS = (
+    "reference",
+    *(_REFERENCE + arch for arch in ARCHITECTURES[1:]),
+    "cuda",
+    *(_EMULATED + arch for arch in ARCHITECTURES[1:]),
+)
 _ENVIRONMENT = "CUTE_KERNELS_BACKEND"
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """A choice of implementation: its name and the architecture whose kernels it runs."""
+    """A choice of implementation.
+
+    Attributes:
+        name: one of ``BACKENDS``.
+        arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
+        tensor_core: the architecture whose tensor core the GEMMs of a reference backend add like;
+            None for the order of ``cute_kernels.reference.gemm``.
+    """
 
     name: str
     arch: str
+    tensor_core: str | None = None
 
 
 # Process-wide rather than thread-local: autograd runs the backward pass of GPU ops in its own
@@ -79,7 +95,8 @@ def active_backend(device: torch.device) -> Backend:
         if device.type != "cpu":
             raise UnsupportedError(f"backend {name} runs CPU tensors, got a tensor on {device}")
         return Backend(name, name.removeprefix(_EMULATED))
-    return Backend(name, "reference")
+    core = name.removeprefix(_REFERENCE) if name.startswith(_REFERENCE) else None
+    return Backend(name, "reference", core)
 
 
 def _cuda_arch(device: torch.device) -> str:
