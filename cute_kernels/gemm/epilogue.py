@@ -52,7 +52,9 @@ def _vector(tensor: cute.Tensor, offset: Int64, size: int) -> cute.Tensor:
     width = tensor.element_type.width // 8
     address = tensor.iterator.toint() + offset * width
     space = cute.AddressSpace.gmem
-    pointer = cute.make_ptr(tensor.element_type, address, space, assumed_align=min(16, size * width))
+    pointer = cute.make_ptr(
+        tensor.element_type, address, space, assumed_align=min(16, size * width)
+    )
     return cute.make_tensor(pointer, cute.make_layout(size))
 
 
@@ -136,6 +138,8 @@ class Epilogue:
         )
         for block in cutlass.range(self.config.mma_tiler_mn[1] // _COLUMNS, unroll=1):
             col = tile.n_row + block * _COLUMNS
+            # Rows outside of the group skipped the stores; a load takes the whole warp.
+            cute.arch.sync_warp()
             if tile.k_blocks > 0:
                 cute.copy(load, acc[None, None, None, block], registers)
                 cute.arch.fence_view_async_tmem_load()

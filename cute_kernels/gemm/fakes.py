@@ -46,9 +46,7 @@ def fake_arguments(config: GemmConfig) -> tuple[Any, ...]:
         a = _pitched(cutlass.Uint8, rows, codes_k)
         # A columnwise copy is padded along K, so it may be wider than A.
         b = _pitched(cutlass.Uint8, groups, n, cute.sym_int(divisibility=8))
-        b_scales = _compact(
-            cutlass.Uint8, groups, cute.sym_int(), cute.sym_int(), SF_TILE_BYTES
-        )
+        b_scales = _compact(cutlass.Uint8, groups, cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
         out = _pitched(out_type, rows, n)
         amax_a = _compact(cutlass.Float32, rows if config.row_scaled else groups, align=4)
     else:

@@ -101,7 +101,7 @@ def tile_scales(linear: Tensor) -> Tensor:
     *batch, rows, cols = linear.shape
     padded = torch.nn.functional.pad(linear, (0, round_up(cols, SF_TILE_COLS) - cols))
     # row = 128 r + 32 i + j, column = 4 c + k, byte of the tile = 16 j + 4 i + k
-    tiles = padded.view(*batch, rows // 128, 4, 32, -1, SF_TILE_COLS)
+    tiles = padded.view(*batch, rows // 128, 4, 32, padded.shape[-1] // SF_TILE_COLS, SF_TILE_COLS)
     order = [d - 5 for d in (0, 3, 2, 1, 4)]
     return tiles.permute(*range(len(batch)), *order).flatten(-3)
 
