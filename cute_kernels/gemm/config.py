@@ -56,7 +56,11 @@ class OperandKind:
 #: Operand kinds by name; both operands are of the same kind.
 OPERANDS = {
     kind.name: kind
-    for kind in (OperandKind(NVFP4.name, NVFP4.element.bits, 64, NVFP4.sf_vec_size),)
+    for kind in (
+        OperandKind(NVFP4.name, NVFP4.element.bits, 64, NVFP4.sf_vec_size),
+        OperandKind("bfloat16", 16, 16),
+        OperandKind("float16", 16, 16),
+    )
 }
 #: Bytes of one element, by the dtype names that configurations use.
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -66,6 +70,8 @@ N_ALIGN = 8
 TILES = {1: ((128, 128), (128, 64)), 2: ()}
 #: MMA instructions along K for one stage of shared memory: 128 bytes a row.
 K_BLOCKS = 4
+#: Rows of a buffer whose groups bound K, at most: TMA addresses them in a mode of this extent.
+RAGGED_ROWS = 2**30
 _SMEM_CAPACITY = 232448
 #: Barriers, tile records and alignment.
 _SMEM_RESERVED = 2048
@@ -111,6 +117,7 @@ class GemmConfig:
         bias_dtype: dtype of a (G, N) bias, None without one.
         has_alpha: one fp32 factor a group.
         accumulate: add to what the output holds.
+        transpose_b: plain B of an m_grouped product is (G, K, N) instead of (G, N, K).
         mma_tiler_mn: M and N of a tile.
         num_ctas: CTAs that share a tile's MMA.
     """
@@ -122,6 +129,7 @@ class GemmConfig:
     bias_dtype: str | None = None
     has_alpha: bool = False
     accumulate: bool = False
+    transpose_b: bool = False
     mma_tiler_mn: tuple[int, int] = (128, 128)
     num_ctas: int = 1
 
@@ -149,10 +157,26 @@ class GemmConfig:
         if self.bias_dtype is not None and self.grouping == "k_grouped":
             raise ValueError("a k_grouped product takes no bias")
 
+        if self.transpose_b and (self.kind.is_block_scaled or self.grouping == "k_grouped"):
+            raise ValueError("transpose_b needs plain operands of an m_grouped product")
+
     @property
     def kind(self) -> OperandKind:
         """What the operands are made of."""
         return OPERANDS[self.operand]
+
+    @property
+    def ragged_k(self) -> bool:
+        """Whether K begins and ends at any row; otherwise it starts at a slot or at 0."""
+        return self.grouping == "k_grouped" and not self.kind.is_block_scaled
+
+    @property
+    def mn_major(self) -> tuple[bool, bool]:
+        """Whether operands M and N are contiguous along M and N instead of along K.
+
+        Blocks of a quantized tensor run along K, so its copies always are contiguous there.
+        """
+        return self.ragged_k, self.ragged_k or self.transpose_b
 
     @property
     def mma_tiler_mnk(self) -> tuple[int, int, int]:
@@ -189,8 +213,13 @@ class GemmConfig:
             align = self.kind.k_align
             if problem.k < 1 or problem.k % align:
                 return Support(False, f"K must be a positive multiple of {align}, got {problem.k}")
-        elif problem.m < 1:
-            return Support(False, f"A needs at least one column, got {problem.m}")
+        elif problem.m < 1 or self.ragged_k and problem.m % N_ALIGN:
+            align = N_ALIGN if self.ragged_k else 1
+            return Support(
+                False, f"columns of A must be a positive multiple of {align}, got {problem.m}"
+            )
+        elif self.ragged_k and problem.rows > RAGGED_ROWS:
+            return Support(False, f"at most 2^30 rows, got {problem.rows}")
         if self._num_tiles(problem) > _MAX_INT32:
             return Support(False, "more than 2^31 - 1 tiles")
         return Support(True)

@@ -15,13 +15,14 @@ from cutlass import Boolean, Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
 from cute_kernels.formats import NVFP4
-from cute_kernels.gemm.config import DTYPE_BYTES, N_ALIGN
+from cute_kernels.gemm.config import N_ALIGN
+from cute_kernels.gemm.scheduler import WorkTile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cute_kernels.gemm.config import GemmConfig
-    from cute_kernels.gemm.scheduler import TileReader, WorkTile
+    from cute_kernels.gemm.scheduler import TileReader
 
 __all__ = ["Epilogue", "EpilogueTensors"]
 

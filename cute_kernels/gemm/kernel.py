@@ -13,23 +13,31 @@ acc        MMA -> epilogue          one commit; one an epilogue warp
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
-from cute_kernels.gemm.config import GemmConfig
 from cute_kernels.gemm.epilogue import Epilogue, EpilogueTensors
 from cute_kernels.gemm.fakes import fake_arguments
 from cute_kernels.gemm.loader import LoadWarp, OperandLoad, TmaSource
 from cute_kernels.gemm.mma import MmaWarp, ScaleFactors
-from cute_kernels.gemm.operands import codes_view, plain_view, scale_type, scales_view
+from cute_kernels.gemm.operands import (
+    matrix_view,
+    output_view,
+    ragged_rows_view,
+    scale_type,
+    scales_view,
+)
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
 from cute_kernels.gemm.storage import TMEM_COLUMNS, Barriers, Layouts, make_pipelines
 from cute_kernels.gemm.warp_schedule import NamedBarrierId, WarpSchedule
 from cute_kernels.shapes import TILE_ROWS
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.config import GemmConfig
 
 __all__ = ["GroupedGemmKernel"]
 
@@ -79,7 +87,11 @@ class GroupedGemmKernel:
             stream: where to launch.
         """
         config, layouts = self.config, Layouts(self.config)
-        mA, mB = codes_view(a, config.kind), codes_view(b, config.kind)
+        if cutlass.const_expr(config.ragged_k):
+            mA, mB = ragged_rows_view(a), ragged_rows_view(b)
+        else:
+            mA = matrix_view(a, config.kind, config.mn_major[0])
+            mB = matrix_view(b, config.kind, config.mn_major[1])
         sources = [
             self.source(mA, layouts, layouts.a, is_a=True, is_scale=False),
             self.source(mB, layouts, layouts.b, is_a=False, is_scale=False),
@@ -88,7 +100,7 @@ class GroupedGemmKernel:
             sfa, sfb = scales_view(a_scales, config.kind), scales_view(b_scales, config.kind)
             sources.append(self.source(sfa, layouts, layouts.sfa, is_a=True, is_scale=True))
             sources.append(self.source(sfb, layouts, layouts.sfb, is_a=False, is_scale=True))
-        if cutlass.const_expr(config.grouping == "m_grouped"):
+        if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
             num_rows = a.shape[0]
         else:
             # T itself is not known here; the most rows that the slots hold give the same slots.
@@ -102,7 +114,7 @@ class GroupedGemmKernel:
             layouts.tiled_mma_sf,
             atoms,
             tensors,
-            plain_view(out),
+            output_view(out),
             a_amax,
             b_amax,
             alpha,
@@ -172,10 +184,9 @@ class GroupedGemmKernel:
         if warp == warps.scheduler_warp_id:
             TileScheduler(config, ring, barriers.tiles, offs, extents).run()
         if warp == warps.load_warp_id:
-            sources = [TmaSource(*source) for source in zip(atoms, tensors)]
+            sources = [TmaSource(*source) for source in zip(atoms, tensors, strict=True)]
             loads = self.operand_loads(tiled_mma, tiled_mma_sf, layouts, sources, shared, cta)
-            grouped = (False, config.grouping == "m_grouped")
-            LoadWarp(*loads, grouped, tiles, ab_pipeline).run()
+            LoadWarp(config, *loads, tiles, ab_pipeline).run()
         if warp == warps.mma_warp_id:
             tmem.wait_for_alloc()
             pointer = tmem.retrieve_ptr(Float32)
@@ -280,7 +291,7 @@ class GroupedGemmKernel:
         out = []
         makers = (blockscaled_layout.make_tmem_layout_sfa, blockscaled_layout.make_tmem_layout_sfb)
         for make, staged, stages, column in zip(
-            makers, (layouts.sfa, layouts.sfb), shared[2:], layouts.tmem_columns()
+            makers, (layouts.sfa, layouts.sfb), shared[2:], layouts.tmem_columns()[:2], strict=True
         ):
             stage = cute.slice_(staged, (None, None, None, 0))
             layout = make(tiled_mma, layouts.tiler, kind.sf_vec_size, stage)

@@ -8,10 +8,11 @@ import cutlass
 from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.gemm.config import K_BLOCKS
+from cute_kernels.gemm.config import K_BLOCKS, RAGGED_ROWS
 from cute_kernels.shapes import SF_TILE_COLS, SF_TILE_ROWS
 
 if TYPE_CHECKING:
+    from cute_kernels.gemm.config import GemmConfig
     from cute_kernels.gemm.scheduler import TileReader
 
 __all__ = ["LoadWarp", "OperandLoad", "TmaSource"]
@@ -55,7 +56,7 @@ class OperandLoad(NamedTuple):
 
 @cute.jit
 def _tile_copies(
-    load: OperandLoad, row: Int32, k_start: Int32, group: Int32
+    load: OperandLoad, row: Int32, k_start: Int32, group: Any
 ) -> tuple[cute.Tensor, cute.Tensor]:
     """Source tiles along K, ((atom, rest), K tiles), and stages ((atom, rest), stages)."""
     if cutlass.const_expr(load.is_scale):
@@ -81,24 +82,24 @@ class LoadWarp:
     """The load warp.
 
     Args:
+        config: the kernel's configuration.
         operand_m: copies of operand M: elements, then block scales if it has any.
         operand_n: copies of operand N.
-        grouped: whether operands M and N have a mode of groups.
         tiles: the tile records.
         ab_pipeline: the stages.
     """
 
     def __init__(
         self,
+        config: GemmConfig,
         operand_m: tuple[OperandLoad, ...],
         operand_n: tuple[OperandLoad, ...],
-        grouped: tuple[bool, bool],
         tiles: TileReader,
         ab_pipeline: pipeline.PipelineTmaUmma,
     ):
+        self.config = config
         self.operand_m = operand_m
         self.operand_n = operand_n
-        self.m_grouped, self.n_grouped = grouped
         self.tiles = tiles
         self.ab_pipeline = ab_pipeline
 
@@ -112,15 +113,20 @@ class LoadWarp:
         )
         tile, tile_state = self.tiles.next(tile_state)
         while tile.group >= 0:
-            m_group = tile.group if cutlass.const_expr(self.m_grouped) else Int32(0)
-            n_group = tile.group if cutlass.const_expr(self.n_grouped) else Int32(0)
+            k_start, m_group, n_group = tile.k_start, Int32(0), Int32(0)
+            if cutlass.const_expr(self.config.ragged_k):
+                end = k_start + tile.rows
+                k_start = RAGGED_ROWS - tile.rows
+                m_group = n_group = (end, Int32(RAGGED_ROWS))
+            elif cutlass.const_expr(self.config.grouping == "m_grouped"):
+                n_group = tile.group
             copies = []
             for load in self.operand_m:
                 row = tile.m_sf_row if cutlass.const_expr(load.is_scale) else tile.m_row
-                copies.append((load, *_tile_copies(load, row, tile.k_start, m_group)))
+                copies.append((load, *_tile_copies(load, row, k_start, m_group)))
             for load in self.operand_n:
                 row = tile.n_sf_row if cutlass.const_expr(load.is_scale) else tile.n_row
-                copies.append((load, *_tile_copies(load, row, tile.k_start, n_group)))
+                copies.append((load, *_tile_copies(load, row, k_start, n_group)))
             k_tiles = (tile.k_blocks + (K_BLOCKS - 1)) // K_BLOCKS
             for k_tile in cutlass.range(k_tiles, unroll=1):
                 self.ab_pipeline.producer_acquire(ab_state)

@@ -9,10 +9,11 @@ from cutlass import Boolean, Int32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
 from cute_kernels.gemm.config import K_BLOCKS
+from cute_kernels.gemm.scheduler import WorkTile
 from cute_kernels.shapes import SF_TILE_ROWS
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.scheduler import TileReader, WorkTile
+    from cute_kernels.gemm.scheduler import TileReader
 
 __all__ = ["MmaWarp", "ScaleFactors"]
 

@@ -36,9 +36,9 @@ class WorkTile(NamedTuple):
         m_sf_row: that row in the order of the block scales.
         n_row: first row of operand N.
         n_sf_row: that row in the order of the block scales.
-        k_start: first element of K.
+        k_start: first element of K: a slot's, or a row's if K is ragged.
         k_blocks: MMA instructions along K; 0 for an empty group.
-        rows: rows of the group from ``m_row`` on, in an m_grouped product.
+        rows: rows of the group: in an m_grouped product those from ``m_row`` on.
     """
 
     group: Int32
@@ -134,7 +134,8 @@ class TileScheduler:
         """Hand a record to the other warps at ``state``; the next state."""
         self.ring.producer_acquire(state)
         with cute.arch.elect_one():
-            for half, words in zip(_record(self.buffer, state.index), (tile[:4], tile[4:])):
+            halves = _record(self.buffer, state.index)
+            for half, words in zip(halves, (tile[:4], tile[4:]), strict=True):
                 registers = cute.make_rmem_tensor(4, Int32)
                 for i in cutlass.range_constexpr(4):
                     registers[i] = words[i]
@@ -230,6 +231,9 @@ class TileScheduler:
             local = index - group * tiles
             start, rows = self.group_rows(group)
             row, col = local % tiles_m * self.tile_m, local // tiles_m * self.tile_n
+            k_start = start
+            if cutlass.const_expr(not self.config.ragged_k):
+                k_start = (start // TILE_ROWS + group) * TILE_ROWS
             # An empty group leaves its output alone when accumulating, and zeros it otherwise.
             if rows > 0 or cutlass.const_expr(not self.config.accumulate):
                 state = self.put(
@@ -240,7 +244,7 @@ class TileScheduler:
                         row,
                         col,
                         col,
-                        (start // TILE_ROWS + group) * TILE_ROWS,
+                        k_start,
                         (rows + (instruction_k - 1)) // instruction_k,
                         rows,
                     ),

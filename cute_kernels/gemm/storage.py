@@ -64,7 +64,11 @@ class Layouts:
 
     def _make_mma(self, group: tcgen05.CtaGroup, shape_mn: tuple[int, int]) -> cute.TiledMma:
         kind = self.config.kind
-        major = (OperandMajorMode.K, OperandMajorMode.K)
+        major = [OperandMajorMode.MN if mn else OperandMajorMode.K for mn in self.config.mn_major]
+        if not kind.is_block_scaled:
+            return blackwell_helpers.make_trivial_tiled_mma(
+                self.element, self.element, *major, cutlass.Float32, group, shape_mn
+            )
         return blackwell_helpers.make_blockscaled_trivial_tiled_mma(
             self.element,
             self.element,
@@ -81,7 +85,7 @@ class Layouts:
         return self.tiled_mma.make_fragment_C(cute.append(shape, self.config.num_acc_stage)).layout
 
     def tmem_columns(self) -> tuple[int, int, int]:
-        """First columns of operand M's and operand N's block scales, and the end of what is used."""
+        """First columns of operand M's and operand N's block scales, and the end of both."""
         sfa = self.config.num_acc_stage * self.tiler[1]
         per_tile = _SF_COLUMNS * self.tiler[2] // self.config.kind.instruction_k
         sfb = sfa + self.tiler_sf[0] // SF_TILE_ROWS * per_tile
@@ -91,15 +95,13 @@ class Layouts:
 
     def stage_bytes(self) -> int:
         """Bytes that fill one stage of all CTAs that share a tile."""
+        staged = [(self.a, self.element), (self.b, self.element)]
+        if self.config.kind.is_block_scaled:
+            scales = scale_type(self.config.kind)
+            staged += [(self.sfa, scales), (self.sfb, scales)]
         total = 0
-        for layout, dtype in (
-            (self.a, self.element),
-            (self.b, self.element),
-            (self.sfa, scale_type(self.config.kind)),
-            (self.sfb, scale_type(self.config.kind)),
-        ):
-            if layout is not None:
-                total += cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, None, 0)))
+        for layout, dtype in staged:
+            total += cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, None, 0)))
         assert total == self.config.stage_bytes
         return total * self.config.num_ctas
 

@@ -52,7 +52,7 @@ class WarpSchedule:
 
     @property
     def tile_consumer_arrivals(self) -> int:
-        """Arrivals that free a tile record: one of each epilogue warp, the MMA and the load warp."""
+        """Arrivals that free a tile record: one a warp of epilogue, MMA and load."""
         return len(self.epilogue_warp_ids) + 2
 
     @property

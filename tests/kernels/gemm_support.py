@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from cute_kernels import emulator, reference
 from cute_kernels.formats import NVFP4
-from cute_kernels.gemm.config import GemmConfig
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles, uniform_tiles
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.config import GemmConfig
 
 ARCH = "sm_100a"
 NUM_SMS = 4
@@ -44,12 +46,12 @@ def compiled(config: GemmConfig) -> Any:
 
 
 @dataclasses.dataclass
-class Quantized:
-    """One direction of a quantized tensor."""
+class Operand:
+    """One direction of a quantized tensor, or a plain matrix as codes."""
 
     codes: Tensor
-    scales: Tensor
-    amax: Tensor
+    scales: Tensor | None = None
+    amax: Tensor | None = None
 
 
 def _poison(*shape: int) -> Tensor:
@@ -57,10 +59,10 @@ def _poison(*shape: int) -> Tensor:
 
 
 def quantize(
-    x: Tensor, offs: Tensor | None, fmt: NVFP4 = NVFP4(), columnwise: bool = False
-) -> Quantized:
+    x: Tensor, offs: Tensor | None, *, row_scaled: bool = False, columnwise: bool = False
+) -> Operand:
     """Quantize (T, K) with offs or (G, N, K) by the reference into poisoned buffers."""
-    matrix = x.flatten(0, -2)
+    fmt, matrix = NVFP4(row_scaled=row_scaled), x.flatten(0, -2)
     rows, cols = matrix.shape
     if offs is None:
         groups = Groups.uniform(x.shape[0], x.shape[1], x.device)
@@ -84,7 +86,7 @@ def quantize(
     quantize_nvfp4(matrix, groups, fmt, given_amax=None, **out)
     if not columnwise and not codes.is_contiguous():
         codes.copy_(out["codes"].view(codes.shape))
-    return Quantized(codes, scales, amax)
+    return Operand(codes, scales, amax)
 
 
 def ends(sizes: list[int]) -> Tensor:
@@ -112,8 +114,8 @@ class Product:
     """
 
     config: GemmConfig
-    a: Quantized
-    b: Quantized
+    a: Operand
+    b: Operand
     offs: Tensor
     rows: int
     before: Tensor
@@ -128,32 +130,29 @@ class Product:
 
     def run_into(self, out: Tensor, num_sms: int = NUM_SMS) -> None:
         """Launch on an output of the caller's."""
-        compiled(self.config)(
-            self.a.codes,
-            self.a.scales,
-            self.a.amax,
-            self.b.codes,
-            self.b.scales,
-            self.b.amax,
-            self.offs,
-            self.bias,
-            self.alpha,
-            out,
-            num_sms,
-        )
+        compiled(self.config)(*self.tensors(), self.offs, self.bias, self.alpha, out, num_sms)
 
     def expected(self) -> Tensor:
         """What a tensor core of sm_100a gives, to the bit."""
         out = self.before.clone()
-        operands = [getattr(x, n) for x in (self.a, self.b) for n in ("codes", "scales", "amax")]
-        options = {"alpha": self.alpha, "accumulate": self.config.accumulate, "tensor_core": ARCH}
-        groups = Groups.ragged(self.offs, self.rows)
-        if self.config.grouping == "m_grouped":
-            options |= {"row_scaled": self.config.row_scaled, "bias": self.bias}
-            reference.m_grouped_gemm_nvfp4(*operands, groups, out, **options)
-        else:
-            reference.k_grouped_gemm_nvfp4(*operands, groups, out, **options)
+        config, groups = self.config, Groups.ragged(self.offs, self.rows)
+        options = {"alpha": self.alpha, "accumulate": config.accumulate, "tensor_core": ARCH}
+        quantized = self.a.scales is not None
+        if config.grouping == "m_grouped":
+            options["bias"] = self.bias
+            options |= (
+                {"row_scaled": config.row_scaled}
+                if quantized
+                else {"transpose_b": config.transpose_b}
+            )
+        suffix = "_nvfp4" if quantized else ""
+        run = getattr(reference, f"{config.grouping}_gemm{suffix}")
+        run(*(t for t in self.tensors() if t is not None), groups, out, **options)
         return out
+
+    def tensors(self) -> list[Tensor | None]:
+        """Both operands' tensors."""
+        return [getattr(x, n) for x in (self.a, self.b) for n in ("codes", "scales", "amax")]
 
 
 def m_grouped(
@@ -168,11 +167,14 @@ def m_grouped(
 ) -> Product:
     """Ragged rows, the ``tail`` included, times a matrix a group (fprop; dgrad if columnwise)."""
     offs, rows, groups = ends(sizes), sum(sizes) + tail, len(sizes)
-    a = quantize(randn(rows, k, seed=seed), offs, NVFP4(row_scaled=config.row_scaled))
-    if columnwise_b:
-        b = quantize(randn(groups, k, n, seed=seed + 1), None, columnwise=True)
+    x = randn(rows, k, seed=seed)
+    transposed = columnwise_b or config.transpose_b
+    w = randn(groups, *((k, n) if transposed else (n, k)), seed=seed + 1)
+    if config.kind.is_block_scaled:
+        a = quantize(x, offs, row_scaled=config.row_scaled)
+        b = quantize(w, None, columnwise=columnwise_b)
     else:
-        b = quantize(randn(groups, n, k, seed=seed + 1), None)
+        a, b = _plain(config, x, rows - tail), _plain(config, w)
     return Product(
         config,
         a,
@@ -190,10 +192,21 @@ def k_grouped(
 ) -> Product:
     """Two ragged operands over their rows (wgrad)."""
     offs, rows = ends(sizes), sum(sizes) + tail
-    a = quantize(randn(rows, m, seed=seed), offs, columnwise=True)
-    b = quantize(randn(rows, n, seed=seed + 1), offs, columnwise=True)
+    x, y = randn(rows, m, seed=seed), randn(rows, n, seed=seed + 1)
+    if config.kind.is_block_scaled:
+        a, b = quantize(x, offs, columnwise=True), quantize(y, offs, columnwise=True)
+    else:
+        a, b = _plain(config, x, rows - tail), _plain(config, y, rows - tail)
     before, alpha = _before(config, len(sizes), m, n), _alpha(config, len(sizes), seed)
     return Product(config, a, b, offs, rows, before, alpha=alpha)
+
+
+def _plain(config: GemmConfig, x: Tensor, live: int | None = None) -> Operand:
+    """A plain operand with NaN in its rows from ``live`` on."""
+    x = x.to(DTYPES[config.operand])
+    if live is not None:
+        x[live:] = float("nan")
+    return Operand(x)
 
 
 def _before(config: GemmConfig, *shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The grouped NVFP4 GEMM of sm_100a on the emulator, bit for bit against the tensor-core reference."""
+"""The grouped NVFP4 GEMM of sm_100a, bit for bit against the tensor-core reference."""
 
 from __future__ import annotations
 
