@@ -67,7 +67,12 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: N of every output must be a multiple of this: 16 bytes of the narrowest output type.
 N_ALIGN = 8
 #: (M, N) of the MMA tile by the number of CTAs that work on it.
-TILES = {1: ((128, 128), (128, 64)), 2: ()}
+TILES = {1: ((128, 128), (128, 64)), 2: ((256, 256), (256, 128))}
+#: Columns of tensor memory, and the rows of block scales that share one.
+TMEM_COLUMNS = 512
+TMEM_LANES = 32
+#: Bytes of one row of output that the epilogue handles at a time.
+STORE_BYTES = 128
 #: MMA instructions along K for one stage of shared memory: 128 bytes a row.
 K_BLOCKS = 4
 #: Rows of a buffer whose groups bound K, at most: TMA addresses them in a mode of this extent.
@@ -133,8 +138,8 @@ class GemmConfig:
     mma_tiler_mn: tuple[int, int] = (128, 128)
     num_ctas: int = 1
 
-    #: Accumulators in tensor memory: the MMA of one tile overlaps the epilogue of the last.
-    num_acc_stage = 2
+    #: Blocks of output of one epilogue warp that are staged for TMA.
+    num_store_stage = 2
     #: Tiles that the scheduler is ahead.
     num_sched_stage = 4
 
@@ -197,7 +202,35 @@ class GemmConfig:
     @property
     def num_ab_stage(self) -> int:
         """Stages of both operands that fit in shared memory."""
-        return (_SMEM_CAPACITY - _SMEM_RESERVED) // self.stage_bytes
+        staged = 128 * STORE_BYTES * self.num_store_stage
+        return (_SMEM_CAPACITY - _SMEM_RESERVED - staged) // self.stage_bytes
+
+    @property
+    def store_columns(self) -> int:
+        """Columns of the output that a thread of the epilogue handles at a time."""
+        return STORE_BYTES // DTYPE_BYTES[self.out_dtype]
+
+    @property
+    def sf_columns(self) -> tuple[int, int]:
+        """Columns of tensor memory for the block scales of operands M and N."""
+        if not self.kind.is_block_scaled:
+            return 0, 0
+        m, n = self.mma_tiler_mn
+        each = K_BLOCKS * SF_TILE_ROWS // TMEM_LANES
+        return tuple(each * ceil_div(rows, SF_TILE_ROWS) for rows in (m // self.num_ctas, n))
+
+    @property
+    def acc_overlap(self) -> int:
+        """Columns that the two accumulators in tensor memory have in common.
+
+        There are two, so that the MMA of one tile overlaps the epilogue of the one before.
+        """
+        return max(0, 2 * self.mma_tiler_mn[1] + sum(self.sf_columns) - TMEM_COLUMNS)
+
+    @property
+    def num_acc_stage(self) -> int:
+        """Accumulators that the MMA may fill freely."""
+        return 1 if self.acc_overlap else 2
 
     def can_implement(self, problem: GemmProblem) -> Support:
         """Whether the kernel takes ``problem``: the one statement of its constraints."""

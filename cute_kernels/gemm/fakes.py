@@ -12,18 +12,13 @@ from cutlass import Int32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cute_kernels.gemm.config import N_ALIGN
+from cute_kernels.gemm.operands import DSL_TYPES
 from cute_kernels.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import GemmConfig
 
 __all__ = ["fake_arguments"]
-
-_DSL_TYPES = {
-    "bfloat16": cutlass.BFloat16,
-    "float16": cutlass.Float16,
-    "float32": cutlass.Float32,
-}
 
 
 def _compact(dtype: Any, *shape: Any, align: int = PITCH_ALIGNMENT) -> Any:
@@ -65,7 +60,7 @@ class _FakeArguments:
 
     def matrices(self) -> tuple[Any, Any]:
         """Plain operands."""
-        dtype = _DSL_TYPES[self.config.operand]
+        dtype = DSL_TYPES[self.config.operand]
         if self.is_ragged_k:
             return _pitched(dtype, self.rows, self.m), _pitched(dtype, self.rows, self.n)
         b = (self.k, self.n) if self.config.transpose_b else (self.n, self.k)
@@ -77,7 +72,7 @@ class _FakeArguments:
 
     def out(self) -> Any:
         """The output."""
-        dtype = _DSL_TYPES[self.config.out_dtype]
+        dtype = DSL_TYPES[self.config.out_dtype]
         if self.is_ragged_k:
             return _pitched(dtype, self.groups, self.m, self.n)
         return _pitched(dtype, self.rows, self.n)
@@ -97,7 +92,7 @@ def fake_arguments(config: GemmConfig) -> tuple[Any, ...]:
     else:
         a, b = fake.matrices()
     if config.bias_dtype is not None:
-        bias = _compact(_DSL_TYPES[config.bias_dtype], fake.groups, fake.n)
+        bias = _compact(DSL_TYPES[config.bias_dtype], fake.groups, fake.n)
     offs = _compact(cutlass.Int32, fake.groups, align=4)
     alpha = fake.per_group() if config.has_alpha else None
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)

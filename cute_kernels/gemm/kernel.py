@@ -20,7 +20,8 @@ from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
-from cute_kernels.gemm.epilogue import Epilogue, EpilogueTensors
+from cute_kernels.gemm.config import TMEM_COLUMNS
+from cute_kernels.gemm.epilogue import Epilogue, EpilogueTensors, OutputStore
 from cute_kernels.gemm.fakes import fake_arguments
 from cute_kernels.gemm.loader import LoadWarp, OperandLoad, TmaSource
 from cute_kernels.gemm.mma import MmaWarp, ScaleFactors
@@ -32,8 +33,8 @@ from cute_kernels.gemm.operands import (
     scales_view,
 )
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
-from cute_kernels.gemm.storage import TMEM_COLUMNS, Barriers, Layouts, make_pipelines
-from cute_kernels.gemm.warp_schedule import NamedBarrierId, WarpSchedule
+from cute_kernels.gemm.storage import Barriers, Layouts, make_pipelines
+from cute_kernels.gemm.warp_schedule import WARP_SIZE, NamedBarrierId, WarpSchedule
 from cute_kernels.shapes import TILE_ROWS
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class GroupedGemmKernel:
             # T itself is not known here; the most rows that the slots hold give the same slots.
             num_rows = (mA.shape[1] // TILE_ROWS - offs.shape[0] + 1) * TILE_ROWS - 1
         extents = (Int32(num_rows), Int32(mA.shape[0]), Int32(mB.shape[0]), Int32(mA.shape[1]))
+        sources.append(self.output(out, layouts))
         atoms = tuple(source.atom for source in sources)
         tensors = tuple(source.tensor for source in sources)
         num_clusters = num_sms // config.num_ctas
@@ -152,6 +154,19 @@ class GroupedGemmKernel:
             *make(op, tensor, stage, tiler, mma, cluster.shape, internal_type=internal_type)
         )
 
+    def output(self, out: cute.Tensor, layouts: Layouts) -> TmaSource:
+        """The TMA store of one warp's block of the output, and its coordinates (rows, N, G)."""
+        groups, rows, cols = (view := output_view(out)).shape
+        stride = view.stride
+        tensor = cute.make_tensor(
+            out.iterator, cute.make_layout((rows, cols, groups), stride=(*stride[1:], stride[0]))
+        )
+        block = cute.slice_(layouts.out, (None, None, 0))
+        shape = (WARP_SIZE, self.config.store_columns)
+        return TmaSource(
+            *cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, block, shape)
+        )
+
     @cute.kernel
     def kernel(
         self,
@@ -177,14 +192,17 @@ class GroupedGemmKernel:
         ab_pipeline, acc_pipeline, ring, tmem = make_pipelines(config, warps, layouts, barriers)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(config.num_ctas, 1))
         shared = self.allocate_stages(smem, layouts)
-        acc_layout = layouts.acc_layout()
+        acc_layout, out_type = layouts.acc_layout(), out.element_type
+        staged_out = smem.allocate_tensor(
+            out_type, layouts.out.outer, byte_alignment=1024, swizzle=layouts.out.inner
+        )
         pipeline.pipeline_init_wait(cluster_shape_mn=(config.num_ctas, 1))
 
         tiles = TileReader(ring, barriers.tiles)
         if warp == warps.scheduler_warp_id:
             TileScheduler(config, ring, barriers.tiles, offs, extents).run()
         if warp == warps.load_warp_id:
-            sources = [TmaSource(*source) for source in zip(atoms, tensors, strict=True)]
+            sources = [TmaSource(*source) for source in zip(atoms[:-1], tensors[:-1], strict=True)]
             loads = self.operand_loads(tiled_mma, tiled_mma_sf, layouts, sources, shared, cta)
             LoadWarp(config, *loads, tiles, ab_pipeline).run()
         if warp == warps.mma_warp_id:
@@ -207,6 +225,7 @@ class GroupedGemmKernel:
             Epilogue(
                 config,
                 EpilogueTensors(out, a_amax, b_amax, alpha, bias),
+                OutputStore(atoms[-1], tensors[-1], staged_out),
                 cute.make_tensor(pointer, acc_layout),
                 cta * (config.mma_tiler_mn[0] // config.num_ctas),
                 tiles,
@@ -291,7 +310,7 @@ class GroupedGemmKernel:
         out = []
         makers = (blockscaled_layout.make_tmem_layout_sfa, blockscaled_layout.make_tmem_layout_sfb)
         for make, staged, stages, column in zip(
-            makers, (layouts.sfa, layouts.sfb), shared[2:], layouts.tmem_columns()[:2], strict=True
+            makers, (layouts.sfa, layouts.sfb), shared[2:], layouts.sf_first_columns(), strict=True
         ):
             stage = cute.slice_(staged, (None, None, None, 0))
             layout = make(tiled_mma, layouts.tiler, kind.sf_vec_size, stage)

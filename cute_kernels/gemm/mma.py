@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
-from cute_kernels.gemm.config import K_BLOCKS
+from cute_kernels.gemm.config import K_BLOCKS, TMEM_LANES
 from cute_kernels.gemm.scheduler import WorkTile
 from cute_kernels.shapes import SF_TILE_ROWS
 
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from cute_kernels.gemm.scheduler import TileReader
 
 __all__ = ["MmaWarp", "ScaleFactors"]
-
-#: Rows of a scale tile that share one column of tensor memory.
-_ROWS_PER_COLUMN = 32
 
 
 class ScaleFactors(NamedTuple):
@@ -36,7 +33,7 @@ class ScaleFactors(NamedTuple):
 
     def in_tmem(self, first_row: Int32 | int = 0) -> cute.Tensor:
         """The operand of the MMA, from row ``first_row`` of the first scale tile on."""
-        shift = first_row % SF_TILE_ROWS // _ROWS_PER_COLUMN
+        shift = first_row % SF_TILE_ROWS // TMEM_LANES
         pointer = cute.recast_ptr(
             cute.recast_ptr(self.pointer, dtype=cutlass.Int32) + shift, dtype=self.pointer.dtype
         )
@@ -100,7 +97,11 @@ class MmaWarp:
         while tile.group >= 0:
             if tile.k_blocks > 0 and self.is_leader:
                 self.acc_pipeline.producer_acquire(acc_state)
-                acc = self.acc[None, None, None, acc_state.index]
+                # Overlapping accumulators have one barrier and take turns with its phase.
+                which = acc_state.index
+                if cutlass.const_expr(self.acc_pipeline.num_stages == 1):
+                    which = acc_state.phase ^ 1
+                acc = self.acc[None, None, None, which]
                 k_tiles = (tile.k_blocks + (K_BLOCKS - 1)) // K_BLOCKS
                 for k_tile in cutlass.range(k_tiles, unroll=1):
                     self.ab_pipeline.consumer_wait(ab_state)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cute_kernels.gemm.config import OperandKind
 
 __all__ = [
+    "DSL_TYPES",
     "element_type",
     "matrix_view",
     "output_view",
@@ -26,11 +27,13 @@ __all__ = [
     "scales_view",
 ]
 
-_ELEMENTS = {
-    NVFP4.name: cutlass.Float4E2M1FN,
+#: DSL types by the dtype names that configurations use.
+DSL_TYPES = {
     "bfloat16": cutlass.BFloat16,
     "float16": cutlass.Float16,
+    "float32": cutlass.Float32,
 }
+_ELEMENTS = {NVFP4.name: cutlass.Float4E2M1FN, **DSL_TYPES}
 _SCALES = {NVFP4.name: cutlass.Float8E4M3FN}
 
 

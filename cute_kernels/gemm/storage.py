@@ -7,21 +7,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
-from cute_kernels.gemm.operands import element_type, scale_type
+from cute_kernels.gemm.operands import DSL_TYPES, element_type, scale_type
 from cute_kernels.gemm.scheduler import TILE_WORDS
-from cute_kernels.gemm.warp_schedule import NamedBarrierId, WarpSchedule
+from cute_kernels.gemm.warp_schedule import WARP_SIZE, NamedBarrierId, WarpSchedule
 from cute_kernels.shapes import SF_TILE_ROWS, round_up
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import GemmConfig
 
-__all__ = ["TMEM_COLUMNS", "Barriers", "Layouts", "make_pipelines"]
-
-TMEM_COLUMNS = 512
-#: Columns of tensor memory that the scales of 128 rows take for one MMA instruction.
-_SF_COLUMNS = 4
+__all__ = ["Barriers", "Layouts", "make_pipelines"]
 
 
 class Layouts:
@@ -34,6 +31,7 @@ class Layouts:
         cluster: the CTAs of a cluster, (V, M, N, K).
         cluster_sf: the same for ``tiled_mma_sf``.
         a, b, sfa, sfb: stages in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
+        out: staged blocks of the output, (32, columns, STAGE), those of one epilogue warp together.
     """
 
     def __init__(self, config: GemmConfig):
@@ -56,6 +54,12 @@ class Layouts:
         operand = (self.tiled_mma, self.tiler, self.element, stages)
         self.a = blackwell_helpers.make_smem_layout_a(*operand)
         self.b = blackwell_helpers.make_smem_layout_b(*operand)
+        self.out = blackwell_helpers.make_smem_layout_epi(
+            DSL_TYPES[config.out_dtype],
+            LayoutEnum.ROW_MAJOR,
+            (WARP_SIZE, config.store_columns),
+            config.num_store_stage * len(WarpSchedule.epilogue_warp_ids),
+        )
         self.sfa = self.sfb = None
         if kind.is_block_scaled:
             scales = (self.tiled_mma, self.tiler, kind.sf_vec_size, stages)
@@ -82,16 +86,15 @@ class Layouts:
     def acc_layout(self) -> cute.Layout:
         """Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE)."""
         shape = self.tiled_mma.partition_shape_C(self.tiler[:2])
-        return self.tiled_mma.make_fragment_C(cute.append(shape, self.config.num_acc_stage)).layout
+        layout = self.tiled_mma.make_fragment_C(cute.append(shape, 2)).layout
+        column = layout.stride[0][1]
+        stage_stride = (self.tiler[1] - self.config.acc_overlap) * column
+        return cute.make_layout(layout.shape, stride=(*layout.stride[:3], stage_stride))
 
-    def tmem_columns(self) -> tuple[int, int, int]:
-        """First columns of operand M's and operand N's block scales, and the end of both."""
-        sfa = self.config.num_acc_stage * self.tiler[1]
-        per_tile = _SF_COLUMNS * self.tiler[2] // self.config.kind.instruction_k
-        sfb = sfa + self.tiler_sf[0] // SF_TILE_ROWS * per_tile
-        end = sfb + self.tiler_sf[1] // SF_TILE_ROWS * per_tile
-        assert end <= TMEM_COLUMNS
-        return sfa, sfb, end
+    def sf_first_columns(self) -> tuple[int, int]:
+        """First columns of operand M's and operand N's block scales, behind the accumulators."""
+        sfa = 2 * self.tiler[1] - self.config.acc_overlap
+        return sfa, sfa + self.config.sf_columns[0]
 
     def stage_bytes(self) -> int:
         """Bytes that fill one stage of all CTAs that share a tile."""
