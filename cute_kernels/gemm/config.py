@@ -12,6 +12,9 @@ grouping    M                            N                            K
 m_grouped   rows of the ragged tensor    columns of the output        contracted, uniform
 k_grouped   columns of A                 columns of B                 rows of a group, ragged
 =========== ============================ ============================ =========================
+
+With ``swap_ab`` M and N of an m_grouped product change places: a tile of the tensor core has at
+least 128 rows of M, which few rows a group would leave empty, but may be narrow in N.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from cute_kernels.capability import Support
 from cute_kernels.formats import NVFP4
 from cute_kernels.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_ROWS, ceil_div
 
-__all__ = ["OPERANDS", "GemmConfig", "GemmProblem", "OperandKind"]
+__all__ = ["OPERANDS", "TILE_SHAPES", "GemmConfig", "GemmProblem", "OperandKind", "TileShape"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +69,6 @@ OPERANDS = {
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: N of every output must be a multiple of this: 16 bytes of the narrowest output type.
 N_ALIGN = 8
-#: (M, N) of the MMA tile by the number of CTAs that work on it.
-TILES = {1: ((128, 128), (128, 64)), 2: ((256, 256), (256, 128))}
 #: Columns of tensor memory, and the rows of block scales that share one.
 TMEM_COLUMNS = 512
 TMEM_LANES = 32
@@ -83,6 +84,45 @@ _SMEM_RESERVED = 2048
 _MAX_INT32 = 2**31 - 1
 
 Grouping = Literal["m_grouped", "k_grouped"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TileShape:
+    """What the tensor core works on at a time.
+
+    Attributes:
+        m: rows of operand M.
+        n: rows of operand N.
+        num_ctas: CTAs that share the tile; each holds half of both operands.
+        swap_ab: operand M is B and operand N is A, see the module.
+    """
+
+    m: int
+    n: int
+    num_ctas: int = 1
+    swap_ab: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of the output that a tile of an m_grouped product covers."""
+        return self.n if self.swap_ab else self.m
+
+    @property
+    def cols(self) -> int:
+        """Columns of the output that a tile covers."""
+        return self.m if self.swap_ab else self.n
+
+
+#: The tiles that kernels are built for.
+TILE_SHAPES = (
+    TileShape(256, 256, 2),
+    TileShape(256, 128, 2),
+    TileShape(128, 128),
+    TileShape(128, 64),
+    TileShape(128, 128, swap_ab=True),
+    TileShape(128, 64, swap_ab=True),
+    TileShape(128, 32, swap_ab=True),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +163,7 @@ class GemmConfig:
         has_alpha: one fp32 factor a group.
         accumulate: add to what the output holds.
         transpose_b: plain B of an m_grouped product is (G, K, N) instead of (G, N, K).
-        mma_tiler_mn: M and N of a tile.
-        num_ctas: CTAs that share a tile's MMA.
+        tile: one of ``TILE_SHAPES``.
     """
 
     operand: str
@@ -135,8 +174,7 @@ class GemmConfig:
     has_alpha: bool = False
     accumulate: bool = False
     transpose_b: bool = False
-    mma_tiler_mn: tuple[int, int] = (128, 128)
-    num_ctas: int = 1
+    tile: TileShape = TileShape(128, 128)
 
     #: Blocks of output of one epilogue warp that are staged for TMA.
     num_store_stage = 2
@@ -152,16 +190,15 @@ class GemmConfig:
             dtype = getattr(self, name)
             if dtype not in DTYPE_BYTES and (name == "out_dtype" or dtype is not None):
                 raise ValueError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
-        if self.mma_tiler_mn not in TILES.get(self.num_ctas, ()):
-            listed = ", ".join(f"{m}x{n} of {c} CTAs" for c in TILES for m, n in TILES[c])
-            raise ValueError(
-                f"mma_tiler_mn must be one of {listed}, got {self.mma_tiler_mn} of {self.num_ctas}"
-            )
+        if self.tile not in TILE_SHAPES:
+            raise ValueError(f"tile must be one of TILE_SHAPES, got {self.tile}")
         if self.row_scaled and not (self.kind.is_block_scaled and self.grouping == "m_grouped"):
             raise ValueError("row_scaled needs block-scaled operands of an m_grouped product")
         if self.bias_dtype is not None and self.grouping == "k_grouped":
             raise ValueError("a k_grouped product takes no bias")
 
+        if self.tile.swap_ab and self.grouping == "k_grouped":
+            raise ValueError("swap_ab needs an m_grouped product")
         if self.transpose_b and (self.kind.is_block_scaled or self.grouping == "k_grouped"):
             raise ValueError("transpose_b needs plain operands of an m_grouped product")
 
@@ -181,19 +218,20 @@ class GemmConfig:
 
         Blocks of a quantized tensor run along K, so its copies always are contiguous there.
         """
-        return self.ragged_k, self.ragged_k or self.transpose_b
+        a, b = self.ragged_k, self.ragged_k or self.transpose_b
+        return (b, a) if self.tile.swap_ab else (a, b)
 
     @property
     def mma_tiler_mnk(self) -> tuple[int, int, int]:
         """M, N and K of one pipeline stage's tile."""
-        return (*self.mma_tiler_mn, K_BLOCKS * self.kind.instruction_k)
+        return self.tile.m, self.tile.n, K_BLOCKS * self.kind.instruction_k
 
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage of both operands in one CTA."""
         m, n, k = self.mma_tiler_mnk
-        m_cta = m // self.num_ctas
-        total = (m_cta + n // self.num_ctas) * k * self.kind.bits // 8
+        m_cta = m // self.tile.num_ctas
+        total = (m_cta + n // self.tile.num_ctas) * k * self.kind.bits // 8
         if self.kind.is_block_scaled:
             tiles = ceil_div(m_cta, SF_TILE_ROWS) + ceil_div(n, SF_TILE_ROWS)
             total += tiles * K_BLOCKS * SF_TILE_BYTES
@@ -202,7 +240,7 @@ class GemmConfig:
     @property
     def num_ab_stage(self) -> int:
         """Stages of both operands that fit in shared memory."""
-        staged = 128 * STORE_BYTES * self.num_store_stage
+        staged = 0 if self.tile.swap_ab else 128 * STORE_BYTES * self.num_store_stage
         return (_SMEM_CAPACITY - _SMEM_RESERVED - staged) // self.stage_bytes
 
     @property
@@ -215,9 +253,9 @@ class GemmConfig:
         """Columns of tensor memory for the block scales of operands M and N."""
         if not self.kind.is_block_scaled:
             return 0, 0
-        m, n = self.mma_tiler_mn
         each = K_BLOCKS * SF_TILE_ROWS // TMEM_LANES
-        return tuple(each * ceil_div(rows, SF_TILE_ROWS) for rows in (m // self.num_ctas, n))
+        m_tiles = ceil_div(self.tile.m // self.tile.num_ctas, SF_TILE_ROWS)
+        return each * m_tiles, each * ceil_div(self.tile.n, SF_TILE_ROWS)
 
     @property
     def acc_overlap(self) -> int:
@@ -225,7 +263,7 @@ class GemmConfig:
 
         There are two, so that the MMA of one tile overlaps the epilogue of the one before.
         """
-        return max(0, 2 * self.mma_tiler_mn[1] + sum(self.sf_columns) - TMEM_COLUMNS)
+        return max(0, 2 * self.tile.n + sum(self.sf_columns) - TMEM_COLUMNS)
 
     @property
     def num_acc_stage(self) -> int:
@@ -259,10 +297,10 @@ class GemmConfig:
 
     def _num_tiles(self, problem: GemmProblem) -> int:
         """At most this many tiles, whatever the groups."""
-        m, n = self.mma_tiler_mn
+        cols = ceil_div(problem.n, self.tile.cols)
         if self.grouping == "m_grouped":
-            return (problem.rows // m + problem.groups) * ceil_div(problem.n, n)
-        return problem.groups * ceil_div(problem.m, m) * ceil_div(problem.n, n)
+            return (problem.rows // self.tile.rows + problem.groups) * cols
+        return problem.groups * ceil_div(problem.m, self.tile.m) * cols
 
     def entry(self) -> tuple[Any, tuple[Any, ...]]:
         """The function to compile and its fake arguments, see ``GroupedGemmKernel.__call__``."""

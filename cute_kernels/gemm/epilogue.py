@@ -131,7 +131,7 @@ class AccReader:
     ):
         self.overlap = config.acc_overlap
         self.columns = columns
-        self.num_blocks = config.mma_tiler_mn[1] // columns
+        self.num_blocks = config.tile.n // columns
         shared_blocks = (config.acc_overlap + columns - 1) // columns
         self.release_after = (shared_blocks if self.overlap else self.num_blocks) - 1
         self.acc_pipeline = acc_pipeline

@@ -22,6 +22,7 @@ from cutlass.utils import blackwell_helpers, blockscaled_layout
 
 from cute_kernels.gemm.config import TMEM_COLUMNS
 from cute_kernels.gemm.epilogue import Epilogue, EpilogueTensors, OutputStore
+from cute_kernels.gemm.epilogue_swapped import SwappedEpilogue
 from cute_kernels.gemm.fakes import fake_arguments
 from cute_kernels.gemm.loader import LoadWarp, OperandLoad, TmaSource
 from cute_kernels.gemm.mma import MmaWarp, ScaleFactors
@@ -48,7 +49,7 @@ class GroupedGemmKernel:
 
     def __init__(self, config: GemmConfig):
         self.config = config
-        self.warps = WarpSchedule(config.num_ctas)
+        self.warps = WarpSchedule(config.tile.num_ctas)
 
     @staticmethod
     def fake_args(config: GemmConfig) -> tuple[Any, ...]:
@@ -88,34 +89,46 @@ class GroupedGemmKernel:
             stream: where to launch.
         """
         config, layouts = self.config, Layouts(self.config)
+        operands, scales = [a, b], [a_scales, b_scales]
+        if cutlass.const_expr(config.tile.swap_ab):
+            operands, scales = [b, a], [b_scales, a_scales]
         if cutlass.const_expr(config.ragged_k):
-            mA, mB = ragged_rows_view(a), ragged_rows_view(b)
+            operands = [ragged_rows_view(x) for x in operands]
         else:
-            mA = matrix_view(a, config.kind, config.mn_major[0])
-            mB = matrix_view(b, config.kind, config.mn_major[1])
+            operands = [
+                matrix_view(x, config.kind, mn_major)
+                for x, mn_major in zip(operands, config.mn_major, strict=True)
+            ]
         sources = [
-            self.source(mA, layouts, layouts.a, is_a=True, is_scale=False),
-            self.source(mB, layouts, layouts.b, is_a=False, is_scale=False),
+            self.source(operands[0], layouts, layouts.a, is_a=True, is_scale=False),
+            self.source(operands[1], layouts, layouts.b, is_a=False, is_scale=False),
         ]
         if cutlass.const_expr(config.kind.is_block_scaled):
-            sfa, sfb = scales_view(a_scales, config.kind), scales_view(b_scales, config.kind)
+            sfa, sfb = [scales_view(x, config.kind) for x in scales]
             sources.append(self.source(sfa, layouts, layouts.sfa, is_a=True, is_scale=True))
             sources.append(self.source(sfb, layouts, layouts.sfb, is_a=False, is_scale=True))
         if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
             num_rows = a.shape[0]
         else:
             # T itself is not known here; the most rows that the slots hold give the same slots.
-            num_rows = (mA.shape[1] // TILE_ROWS - offs.shape[0] + 1) * TILE_ROWS - 1
-        extents = (Int32(num_rows), Int32(mA.shape[0]), Int32(mB.shape[0]), Int32(mA.shape[1]))
-        sources.append(self.output(out, layouts))
+            num_rows = (operands[0].shape[1] // TILE_ROWS - offs.shape[0] + 1) * TILE_ROWS - 1
+        # B may be padded along K, A never is.
+        size_k = operands[1 if config.tile.swap_ab else 0].shape[1]
+        extents = tuple(
+            Int32(x) for x in (num_rows, operands[0].shape[0], operands[1].shape[0], size_k)
+        )
+        out_store = (None, None)
+        if cutlass.const_expr(not config.tile.swap_ab):
+            out_store = tuple(self.output(out, layouts))
         atoms = tuple(source.atom for source in sources)
         tensors = tuple(source.tensor for source in sources)
-        num_clusters = num_sms // config.num_ctas
+        num_clusters = num_sms // config.tile.num_ctas
         self.kernel(
             layouts.tiled_mma,
             layouts.tiled_mma_sf,
             atoms,
             tensors,
+            out_store,
             output_view(out),
             a_amax,
             b_amax,
@@ -124,9 +137,9 @@ class GroupedGemmKernel:
             offs,
             extents,
         ).launch(
-            grid=[num_clusters * config.num_ctas, 1, 1],
+            grid=[num_clusters * config.tile.num_ctas, 1, 1],
             block=[self.warps.num_threads, 1, 1],
-            cluster=[config.num_ctas, 1, 1],
+            cluster=[config.tile.num_ctas, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -136,7 +149,7 @@ class GroupedGemmKernel:
     ) -> TmaSource:
         """The TMA copy of one stage of a tensor."""
         config = self.config
-        cluster_mn = (config.num_ctas, 1)
+        cluster_mn = (config.tile.num_ctas, 1)
         mma, tiler, cluster = layouts.tiled_mma, layouts.tiler, layouts.cluster
         if is_a:
             op = blackwell_helpers.cluster_shape_to_tma_atom_A(cluster_mn, mma.thr_id)
@@ -174,6 +187,7 @@ class GroupedGemmKernel:
         tiled_mma_sf: cute.TiledMma,
         atoms: tuple[cute.CopyAtom, ...],
         tensors: tuple[cute.Tensor, ...],
+        out_store: tuple[cute.CopyAtom | None, cute.Tensor | None],
         out: cute.Tensor,
         a_amax: cute.Tensor | None,
         b_amax: cute.Tensor | None,
@@ -190,19 +204,21 @@ class GroupedGemmKernel:
         smem = cutlass.memory.SmemAllocator()
         barriers = Barriers.allocate(config, smem)
         ab_pipeline, acc_pipeline, ring, tmem = make_pipelines(config, warps, layouts, barriers)
-        pipeline.pipeline_init_arrive(cluster_shape_mn=(config.num_ctas, 1))
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
         shared = self.allocate_stages(smem, layouts)
         acc_layout, out_type = layouts.acc_layout(), out.element_type
-        staged_out = smem.allocate_tensor(
-            out_type, layouts.out.outer, byte_alignment=1024, swizzle=layouts.out.inner
-        )
-        pipeline.pipeline_init_wait(cluster_shape_mn=(config.num_ctas, 1))
+        staged_out = None
+        if cutlass.const_expr(not config.tile.swap_ab):
+            staged_out = smem.allocate_tensor(
+                out_type, layouts.out.outer, byte_alignment=1024, swizzle=layouts.out.inner
+            )
+        pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
 
         tiles = TileReader(ring, barriers.tiles)
         if warp == warps.scheduler_warp_id:
             TileScheduler(config, ring, barriers.tiles, offs, extents).run()
         if warp == warps.load_warp_id:
-            sources = [TmaSource(*source) for source in zip(atoms[:-1], tensors[:-1], strict=True)]
+            sources = [TmaSource(*source) for source in zip(atoms, tensors, strict=True)]
             loads = self.operand_loads(tiled_mma, tiled_mma_sf, layouts, sources, shared, cta)
             LoadWarp(config, *loads, tiles, ab_pipeline).run()
         if warp == warps.mma_warp_id:
@@ -222,15 +238,14 @@ class GroupedGemmKernel:
             tmem.allocate(TMEM_COLUMNS)
             tmem.wait_for_alloc()
             pointer = tmem.retrieve_ptr(Float32)
-            Epilogue(
-                config,
-                EpilogueTensors(out, a_amax, b_amax, alpha, bias),
-                OutputStore(atoms[-1], tensors[-1], staged_out),
-                cute.make_tensor(pointer, acc_layout),
-                cta * (config.mma_tiler_mn[0] // config.num_ctas),
-                tiles,
-                acc_pipeline,
-            ).run()
+            epilogue_tensors = EpilogueTensors(out, a_amax, b_amax, alpha, bias)
+            acc = cute.make_tensor(pointer, acc_layout)
+            if cutlass.const_expr(config.tile.swap_ab):
+                SwappedEpilogue(config, epilogue_tensors, acc, tiles, acc_pipeline).run()
+            else:
+                store = OutputStore(*out_store, staged_out)
+                cta_row = cta * (config.tile.m // config.tile.num_ctas)
+                Epilogue(config, epilogue_tensors, store, acc, cta_row, tiles, acc_pipeline).run()
             tmem.relinquish_alloc_permit()
             cute.arch.barrier(
                 barrier_id=int(NamedBarrierId.EPILOGUE),
@@ -276,7 +291,7 @@ class GroupedGemmKernel:
             keep = [0] * 4
             keep[mode] = None
             mask = None
-            if self.config.num_ctas > 1:
+            if self.config.tile.num_ctas > 1:
                 mask = cpasync.create_tma_multicast_mask(cluster, at, mcast_mode=mode)
             return OperandLoad(
                 sources[index],

@@ -119,7 +119,10 @@ class LoadWarp:
                 k_start = RAGGED_ROWS - tile.rows
                 m_group = n_group = (end, Int32(RAGGED_ROWS))
             elif cutlass.const_expr(self.config.grouping == "m_grouped"):
-                n_group = tile.group
+                if cutlass.const_expr(self.config.tile.swap_ab):
+                    m_group = tile.group
+                else:
+                    n_group = tile.group
             copies = []
             for load in self.operand_m:
                 row = tile.m_sf_row if cutlass.const_expr(load.is_scale) else tile.m_row

@@ -38,7 +38,7 @@ class WorkTile(NamedTuple):
         n_sf_row: that row in the order of the block scales.
         k_start: first element of K: a slot's, or a row's if K is ragged.
         k_blocks: MMA instructions along K; 0 for an empty group.
-        rows: rows of the group: in an m_grouped product those from ``m_row`` on.
+        rows: rows of the group: in an m_grouped product those from the tile's first on.
     """
 
     group: Int32
@@ -98,8 +98,8 @@ class TileScheduler:
         ring: the ring of tile records.
         buffer: its (stages * 8,) int32 in shared memory.
         offs: (G,) int32 end rows.
-        extents: rows of the buffer, rows of operands M and N (of one group), and K, each of which
-            the grouping may leave unused.
+        extents: rows of the buffer, rows of operands M and N (of one group), and K; a grouping uses
+            some of them.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class TileScheduler:
         self.buffer = buffer
         self.offs = offs
         self.num_rows, self.size_m, self.size_n, self.size_k = extents
-        self.tile_m, self.tile_n, _ = config.mma_tiler_mnk
+        self.tile = config.tile
 
     @cute.jit
     def run(self) -> None:
@@ -147,7 +147,7 @@ class TileScheduler:
 
     def position(self) -> tuple[Int32, Int32]:
         """The number of this cluster, and how many there are."""
-        num_ctas = self.config.num_ctas
+        num_ctas = self.tile.num_ctas
         return cute.arch.block_idx()[0] // num_ctas, cute.arch.grid_dim()[0] // num_ctas
 
     @cute.jit
@@ -161,7 +161,7 @@ class TileScheduler:
         return start, cutlass.max(end - start, 0)
 
     @cute.jit
-    def window(self, first: Int32, tiles_n: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+    def window(self, first: Int32, col_tiles: Int32) -> tuple[Int32, Int32, Int32, Int32]:
         """This lane's group of the 32 from ``first`` on.
 
         Returns:
@@ -169,7 +169,7 @@ class TileScheduler:
         """
         lane = cute.arch.lane_idx()
         start, rows = self.group_rows(first + lane)
-        tiles = (rows + (self.tile_m - 1)) // self.tile_m * tiles_n
+        tiles = (rows + (self.tile.rows - 1)) // self.tile.rows * col_tiles
         upto = tiles
         for shift in cutlass.range_constexpr(5):
             below = cute.arch.shuffle_sync_up(upto, 1 << shift, mask_and_clamp=0)
@@ -179,11 +179,12 @@ class TileScheduler:
 
     @cute.jit
     def walk_ragged(self, state: Any) -> Any:
-        tiles_n = (self.size_n + (self.tile_n - 1)) // self.tile_n
+        num_cols = self.size_m if cutlass.const_expr(self.tile.swap_ab) else self.size_n
+        col_tiles = (num_cols + (self.tile.cols - 1)) // self.tile.cols
         instruction_k = self.config.kind.instruction_k
         k_blocks = (self.size_k + (instruction_k - 1)) // instruction_k
         first, passed = Int32(0), Int32(0)
-        start, rows, before, upto = self.window(first, tiles_n)
+        start, rows, before, upto = self.window(first, col_tiles)
         in_window = cute.arch.shuffle_sync(upto, WARP_SIZE - 1)
         index, step = self.position()
         while first < self.offs.shape[0]:
@@ -193,36 +194,30 @@ class TileScheduler:
                 group_start = cute.arch.shuffle_sync(start, owner)
                 group_rows = cute.arch.shuffle_sync(rows, owner)
                 local -= cute.arch.shuffle_sync(before, owner)
-                tiles_m = (group_rows + (self.tile_m - 1)) // self.tile_m
-                m_tile, n_tile = local % tiles_m, local // tiles_m
+                row_tiles = (group_rows + (self.tile.rows - 1)) // self.tile.rows
+                row = local % row_tiles * self.tile.rows
+                col = local // row_tiles * self.tile.cols
                 group = first + owner
-                slot = group_start // TILE_ROWS + group
-                row, col = m_tile * self.tile_m, n_tile * self.tile_n
+                sf_row = (group_start // TILE_ROWS + group) * TILE_ROWS + row
+                ragged, uniform = (group_start + row, sf_row), (col, col)
+                if cutlass.const_expr(self.tile.swap_ab):
+                    ragged, uniform = uniform, ragged
                 state = self.put(
                     state,
-                    WorkTile(
-                        group,
-                        group_start + row,
-                        slot * TILE_ROWS + row,
-                        col,
-                        col,
-                        Int32(0),
-                        k_blocks,
-                        group_rows - row,
-                    ),
+                    WorkTile(group, *ragged, *uniform, Int32(0), k_blocks, group_rows - row),
                 )
                 index += step
             else:
                 passed += in_window
                 first += WARP_SIZE
-                start, rows, before, upto = self.window(first, tiles_n)
+                start, rows, before, upto = self.window(first, col_tiles)
                 in_window = cute.arch.shuffle_sync(upto, WARP_SIZE - 1)
         return state
 
     @cute.jit
     def walk_uniform(self, state: Any) -> Any:
-        tiles_m = (self.size_m + (self.tile_m - 1)) // self.tile_m
-        tiles_n = (self.size_n + (self.tile_n - 1)) // self.tile_n
+        tiles_m = (self.size_m + (self.tile.m - 1)) // self.tile.m
+        tiles_n = (self.size_n + (self.tile.n - 1)) // self.tile.n
         tiles = tiles_m * tiles_n
         instruction_k = self.config.kind.instruction_k
         index, step = self.position()
@@ -230,7 +225,7 @@ class TileScheduler:
             group = index // tiles
             local = index - group * tiles
             start, rows = self.group_rows(group)
-            row, col = local % tiles_m * self.tile_m, local // tiles_m * self.tile_n
+            row, col = local % tiles_m * self.tile.m, local // tiles_m * self.tile.n
             k_start = start
             if cutlass.const_expr(not self.config.ragged_k):
                 k_start = (start // TILE_ROWS + group) * TILE_ROWS

@@ -39,15 +39,15 @@ class Layouts:
         kind = config.kind
         self.tiler = config.mma_tiler_mnk
         self.tiler_sf = (
-            self.tiler[0] // config.num_ctas,
+            self.tiler[0] // config.tile.num_ctas,
             round_up(self.tiler[1], SF_TILE_ROWS),
             self.tiler[2],
         )
-        group = tcgen05.CtaGroup.ONE if config.num_ctas == 1 else tcgen05.CtaGroup.TWO
+        group = tcgen05.CtaGroup.ONE if config.tile.num_ctas == 1 else tcgen05.CtaGroup.TWO
         self.element = element_type(kind)
         self.tiled_mma = self._make_mma(group, self.tiler[:2])
         self.tiled_mma_sf = self._make_mma(tcgen05.CtaGroup.ONE, self.tiler_sf[:2])
-        ctas = cute.make_layout((config.num_ctas, 1, 1))
+        ctas = cute.make_layout((config.tile.num_ctas, 1, 1))
         self.cluster = cute.tiled_divide(ctas, (self.tiled_mma.thr_id.shape,))
         self.cluster_sf = cute.tiled_divide(ctas, (self.tiled_mma_sf.thr_id.shape,))
         stages = config.num_ab_stage
@@ -106,7 +106,7 @@ class Layouts:
         for layout, dtype in staged:
             total += cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, None, 0)))
         assert total == self.config.stage_bytes
-        return total * self.config.num_ctas
+        return total * self.config.tile.num_ctas
 
 
 class Barriers(NamedTuple):
@@ -180,7 +180,7 @@ def make_pipelines(
             barrier_id=int(NamedBarrierId.TMEM), num_threads=warps.num_tmem_threads
         ),
         allocator_warp_id=warps.epilogue_warp_ids[0],
-        is_two_cta=config.num_ctas == 2,
+        is_two_cta=config.tile.num_ctas == 2,
         two_cta_tmem_dealloc_mbar_ptr=barriers.tmem_free,
     )
     return ab_pipeline, acc_pipeline, ring, tmem

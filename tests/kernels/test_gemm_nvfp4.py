@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_kernels import emulator
-from cute_kernels.gemm.config import GemmConfig
+from cute_kernels.gemm.config import GemmConfig, TileShape
 from tests.kernels.gemm_support import (
     Product,
     assert_same_bits,
@@ -23,6 +23,21 @@ FPROP_ALL = GemmConfig(
 FPROP_FP32 = GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16")
 WGRAD = GemmConfig("nvfp4", grouping="k_grouped", out_dtype="float32")
 WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True)
+
+#: One product for each of the other tiles, with the options spread over them.
+TILED = {
+    "128x64": dataclasses.replace(FPROP_FP32, tile=TileShape(128, 64)),
+    "256x128": dataclasses.replace(WGRAD_ADD, tile=TileShape(256, 128, 2)),
+    "256x256": dataclasses.replace(FPROP, tile=TileShape(256, 256, 2)),
+    "256x256 fp32": dataclasses.replace(WGRAD, tile=TileShape(256, 256, 2)),
+    "swapped 128x128": dataclasses.replace(
+        FPROP, out_dtype="float16", tile=TileShape(128, 128, swap_ab=True)
+    ),
+    "swapped 128x64": dataclasses.replace(FPROP, tile=TileShape(128, 64, swap_ab=True)),
+    "swapped 128x32": dataclasses.replace(
+        FPROP_ALL, out_dtype="float32", tile=TileShape(128, 32, swap_ab=True)
+    ),
+}
 
 #: (rows of each group, N, K, rows of the tail).
 SHAPES = {
@@ -69,6 +84,24 @@ def test_wgrad(config: GemmConfig, shape: str) -> None:
     assert_same_bits(product.run(), product.expected())
 
 
+def tiled_products(name: str) -> list[tuple[Product, int]]:
+    """Products of a tile, and how many CTAs to run them on: enough tiles to fill rings twice."""
+    config = TILED[name]
+    num_sms = config.tile.num_ctas
+    if config.grouping == "k_grouped":
+        return [(k_grouped(config, [100, 0, 5, 700], 136, 264, tail=1), num_sms)]
+    return [
+        (m_grouped(config, [100, 0, 5, 290], 264, 288, tail=11), num_sms),
+        (m_grouped(config, [1, 32, 33], 72, 48, columnwise_b=True), 2 * num_sms),
+    ]
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_every_tile(name: str) -> None:
+    for product, num_sms in tiled_products(name):
+        assert_same_bits(product.run(num_sms), product.expected())
+
+
 def test_wgrad_of_an_empty_group_is_zero_or_untouched() -> None:
     zeros = k_grouped(WGRAD, [4, 0], 8, 16).run()[1]
     assert torch.equal(zeros, torch.zeros(8, 16)) and not zeros.signbit().any()
@@ -101,6 +134,8 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
         (m_grouped(FPROP, [70, 0, 5], 264, 288, tail=11), 1),
         (m_grouped(FPROP_ALL, [1, 140], 136, 32, tail=1), 2),
         (k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
+        tiled_products("256x256")[0],
+        tiled_products("swapped 128x32")[1],
     ):
         want = product.expected()
         with emulator.options(**mode):
