@@ -1,21 +1,20 @@
-"""The grouped GEMM ops on CuTe DSL kernels: the choice of a kernel, and buffers as its arguments."""
+"""The grouped GEMM ops on CuTe DSL kernels: the choice of a kernel, and its arguments."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from cute_kernels.capability import UnsupportedError
-from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.config import OPERANDS, GemmConfig, GemmProblem
 from cute_kernels.gemm.heuristics import choose_config
-from cute_kernels.shapes import PITCH_ALIGNMENT, TILE_ROWS
+from cute_kernels.shapes import PITCH_ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
 
     from cute_kernels.ops.gemm import (
         KGroupedGemm,
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
 
+    AnyGemm: TypeAlias = MGroupedGemm | MGroupedGemmNVFP4 | KGroupedGemm | KGroupedGemmNVFP4
+
 __all__ = ["k_grouped", "m_grouped"]
 
 
@@ -33,8 +34,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _operand(op: MGroupedGemm | KGroupedGemm) -> str:
-    name = _name(op.a.dtype)
+def _operand(op: AnyGemm) -> str:
+    """Name of the kind of the operands, as GEMM configurations have it."""
+    if op.operand_format is not None:
+        return op.operand_format.name
+    name = _name(op.operands()[0][0].dtype)
     if name not in OPERANDS:
         raise UnsupportedError(
             f"grouped_gemm kernels take bf16 and fp16 operands, got {name}: a tensor core would "
@@ -49,19 +53,17 @@ def m_grouped(op: MGroupedGemm | MGroupedGemmNVFP4, launch: Launcher) -> Runner:
     assert spec is not None
     rows, cols = spec.shape
     if rows == 0 or cols == 0:
-        return lambda op, outputs, accumulate=False: None
-    quantized = hasattr(op, "a_codes")
+        return _nothing
     base = GemmConfig(
-        NVFP4.name if quantized else _operand(op),  # type: ignore[arg-type]
+        _operand(op),
         out_dtype=_name(spec.dtype),
-        row_scaled=quantized and op.row_scaled,  # type: ignore[union-attr]
+        row_scaled=op.row_scaled,
         bias_dtype=None if op.bias is None else _name(op.bias.dtype),
         has_alpha=op.alpha is not None,
-        transpose_b=not quantized and op.transpose_b,  # type: ignore[union-attr]
+        transpose_b=op.transpose_b,
     )
-    depth = op.a_codes.shape[1] * 2 if quantized else op.a.shape[1]  # type: ignore[union-attr]
     problem = GemmProblem(
-        base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=depth
+        base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth
     )
     return _runner(_choose(base, problem, launch), launch)
 
@@ -71,22 +73,17 @@ def k_grouped(op: KGroupedGemm | KGroupedGemmNVFP4, launch: Launcher) -> Runner:
     (spec,) = op.outputs()
     assert spec is not None
     groups, m, n = spec.shape
-    quantized = hasattr(op, "a_codes_t")
-    if quantized:
-        # T itself is not known here; this many rows fit in the slots.
-        rows = op.a_codes_t.shape[1] * 2 // TILE_ROWS * TILE_ROWS
-    else:
-        rows = op.a.shape[0]  # type: ignore[union-attr]
-    if rows == 0 or m == 0 or n == 0:
+    if op.rows == 0 or m == 0 or n == 0:
         return _zero
     base = GemmConfig(
-        NVFP4.name if quantized else _operand(op),  # type: ignore[arg-type]
-        "k_grouped",
-        out_dtype=_name(spec.dtype),
-        has_alpha=op.alpha is not None,
+        _operand(op), "k_grouped", out_dtype=_name(spec.dtype), has_alpha=op.alpha is not None
     )
-    problem = GemmProblem(base.operand, "k_grouped", base.out_dtype, groups, rows, n, m=m)
+    problem = GemmProblem(base.operand, "k_grouped", base.out_dtype, groups, op.rows, n, m=m)
     return _runner(_choose(base, problem, launch), launch)
+
+
+def _nothing(op: object, outputs: Sequence[Tensor | None], accumulate: bool = False) -> None:
+    """There is nothing to write."""
 
 
 def _zero(op: object, outputs: Sequence[Tensor | None], accumulate: bool = False) -> None:
@@ -106,7 +103,7 @@ def _runner(config: GemmConfig, launch: Launcher) -> Runner:
     kernel = launch.kernel(config)
 
     def run(
-        op: MGroupedGemm | MGroupedGemmNVFP4 | KGroupedGemm | KGroupedGemmNVFP4,
+        op: AnyGemm,
         outputs: Sequence[Tensor | None],
         accumulate: bool = False,
     ) -> None:
@@ -114,12 +111,12 @@ def _runner(config: GemmConfig, launch: Launcher) -> Runner:
         if accumulate:
             chosen = launch.kernel(dataclasses.replace(config, accumulate=True))
         left, right = op.operands()
-        bias = getattr(op, "bias", None)
+        bias: Tensor | None = getattr(op, "bias", None)
         chosen(
             *map(_addressable, left),
             *map(_addressable, right),
             op.offs,
-            None if bias is None else _addressable(bias),
+            None if bias is None else bias.contiguous(),
             op.alpha,
             outputs[0],
             launch.num_sms,
