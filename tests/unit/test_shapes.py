@@ -119,7 +119,7 @@ def test_reference_places_groups_by_the_slot_rule(splits, tail):
 def test_any_offsets_stay_inside_the_buffers(offs, rows):
     groups = Groups.ragged(torch.tensor(offs, dtype=torch.int32), rows)
     assert (groups.rows >= 0).all()
-    assert 0 <= int(groups.starts.min()) and int((groups.starts + groups.rows).max()) <= rows
+    assert int(groups.starts.min()) >= 0 and int((groups.starts + groups.rows).max()) <= rows
     tile, _, row = groups.used_tiles()
     assert ((tile >= 0) & (tile < groups.num_tiles)).all()
     assert tile.unique().numel() == tile.numel()
