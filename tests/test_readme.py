@@ -20,7 +20,7 @@ def test_support_table_is_the_capability_table():
 
 
 def test_example_runs():
-    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     names: dict[str, object] = {}
     torch.manual_seed(0)
     exec(example, names)
@@ -32,7 +32,7 @@ def test_example_runs():
 
 
 def test_ci_runs_the_second_command():
-    commands = re.findall(r"```bash\n(.*?)\n```", README, flags=re.S)
+    commands = re.findall(r"```bash\n(.*?)\n```", README, flags=re.DOTALL)
     assert len(commands) == 2
     script = (ROOT / ".ci" / "run").read_text()
     pattern = re.search(r"grep -m1 '(.*?)' README.md", script).group(1)

@@ -6,6 +6,7 @@ ragged operands multiplied over their common rows (wgrad). Names follow DeepGEMM
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
+from cute_kernels.capability import UnsupportedError
 from cute_kernels.formats import NVFP4, Format
+from cute_kernels.ops import gemm_kernels
 from cute_kernels.ops.checks import (
     INPUT_DTYPES,
     check_dtype,
@@ -24,6 +27,7 @@ from cute_kernels.ops.checks import (
 )
 from cute_kernels.ops.registry import Op, OutputSpec, register
 from cute_kernels.reference.groups import Groups
+from cute_kernels.runtime.backend import active_backend
 from cute_kernels.shapes import (
     SF_TILE_BYTES,
     SF_TILE_ROWS,
@@ -36,10 +40,14 @@ from cute_kernels.shapes import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cute_kernels.ops.registry import Runner
+    from cute_kernels.runtime.launch import Launcher
+
 __all__ = ["KGroupedGemm", "KGroupedGemmNVFP4", "MGroupedGemm", "MGroupedGemmNVFP4"]
 
 _BLOCK = NVFP4.sf_vec_size
 _BYTE = (torch.uint8,)
+Parts = tuple[Tensor, "Tensor | None", "Tensor | None"]
 _FP32 = (torch.float32,)
 
 
@@ -48,6 +56,17 @@ def _check_vectors(num_groups: int, cols: int, bias: Tensor | None, alpha: Tenso
         check_tensor("bias", bias, dtypes=INPUT_DTYPES, shape=(num_groups, cols))
     if alpha is not None:
         check_tensor("alpha", alpha, dtypes=_FP32, shape=(num_groups,))
+
+
+def _tensor_core(operand: Tensor) -> str | None:
+    """The tensor core whose sums the active backend gives; None for the reference's own order."""
+    backend = active_backend(operand.device)
+    if backend.tensor_core is not None and operand.dtype == torch.float32:
+        raise UnsupportedError(
+            f"grouped_gemm with fp32 operands on {backend.name}: a tensor core cuts fp32 to tf32 "
+            "before it multiplies; use bf16 or fp16 operands, or the backend reference"
+        )
+    return backend.tensor_core
 
 
 class _GroupedGemm(Op):
@@ -60,6 +79,10 @@ class _GroupedGemm(Op):
 
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_gemm", self.operand_format
+
+    @abc.abstractmethod
+    def operands(self) -> tuple[Parts, Parts]:
+        """Codes, scales and amax of A and of B; plain operands have only the first."""
 
 
 @register
@@ -88,6 +111,7 @@ class MGroupedGemm(_GroupedGemm):
     transpose_b: bool = False
     out_dtype: torch.dtype | None = None
 
+    row_scaled: ClassVar[bool] = False
     name: ClassVar[str] = "m_grouped_gemm"
 
     @property
@@ -110,7 +134,20 @@ class MGroupedGemm(_GroupedGemm):
         same_device("a", self.device, **self.tensors())
 
     def outputs(self) -> list[OutputSpec | None]:
-        return [OutputSpec((self.a.shape[0], self.cols), self.out_dtype or self.a.dtype)]
+        return [
+            OutputSpec((self.a.shape[0], self.cols), self.out_dtype or self.a.dtype, zeroed=True)
+        ]
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.a.shape[1]
+
+    def operands(self) -> tuple[Parts, Parts]:
+        return (self.a, None, None), (self.b, None, None)
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return gemm_kernels.m_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
@@ -124,6 +161,7 @@ class MGroupedGemm(_GroupedGemm):
             alpha=self.alpha,
             bias=self.bias,
             accumulate=options.get("accumulate", False),
+            tensor_core=_tensor_core(self.a),
         )
 
     @staticmethod
@@ -191,6 +229,17 @@ class KGroupedGemm(_GroupedGemm):
         shape = (self.offs.shape[0], self.a.shape[1], self.b.shape[1])
         return [OutputSpec(shape, self.out_dtype or self.a.dtype)]
 
+    @property
+    def rows(self) -> int:
+        """T."""
+        return self.a.shape[0]
+
+    def operands(self) -> tuple[Parts, Parts]:
+        return (self.a, None, None), (self.b, None, None)
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return gemm_kernels.k_grouped(self, launch)
+
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
         assert out is not None
@@ -201,6 +250,7 @@ class KGroupedGemm(_GroupedGemm):
             out,
             alpha=self.alpha,
             accumulate=options.get("accumulate", False),
+            tensor_core=_tensor_core(self.a),
         )
 
     @staticmethod
@@ -258,6 +308,7 @@ class MGroupedGemmNVFP4(_GroupedGemm):
     row_scaled: bool = False
     out_dtype: torch.dtype | None = None
 
+    transpose_b: ClassVar[bool] = False
     name: ClassVar[str] = "m_grouped_gemm_nvfp4"
     operand_format: ClassVar[Format | None] = NVFP4()
 
@@ -290,10 +341,25 @@ class MGroupedGemmNVFP4(_GroupedGemm):
 
     def outputs(self) -> list[OutputSpec | None]:
         shape = (self.a_codes.shape[0], self.b_codes.shape[1])
-        return [OutputSpec(shape, self.out_dtype or torch.bfloat16)]
+        return [OutputSpec(shape, self.out_dtype or torch.bfloat16, zeroed=True)]
 
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_gemm", NVFP4(row_scaled=self.row_scaled)
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.a_codes.shape[1] * 2
+
+    def operands(self) -> tuple[Parts, Parts]:
+        return (self.a_codes, self.a_scales, self.a_amax), (
+            self.b_codes,
+            self.b_scales,
+            self.b_amax,
+        )
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return gemm_kernels.m_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
@@ -311,6 +377,7 @@ class MGroupedGemmNVFP4(_GroupedGemm):
             alpha=self.alpha,
             bias=self.bias,
             accumulate=options.get("accumulate", False),
+            tensor_core=_tensor_core(self.a_codes),
         )
 
 
@@ -380,12 +447,25 @@ class KGroupedGemmNVFP4(_GroupedGemm):
         shape = (self.offs.shape[0], self.a_codes_t.shape[0], self.b_codes_t.shape[0])
         return [OutputSpec(shape, self.out_dtype or torch.bfloat16)]
 
+    @property
+    def rows(self) -> int:
+        """The most rows that the slots hold; T itself is not known here, and has the same slots."""
+        tiles = self.a_codes_t.shape[1] * 2 // TILE_ROWS
+        return (tiles - self.offs.shape[0] + 1) * TILE_ROWS - 1
+
+    def operands(self) -> tuple[Parts, Parts]:
+        return (self.a_codes_t, self.a_scales_t, self.a_amax_t), (
+            self.b_codes_t,
+            self.b_scales_t,
+            self.b_amax_t,
+        )
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return gemm_kernels.k_grouped(self, launch)
+
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
         assert out is not None
-        # T itself is not known here; the most rows that the slots hold give the same slots.
-        groups = self.offs.shape[0]
-        most = (self.a_codes_t.shape[1] * 2 // TILE_ROWS - groups + 1) * TILE_ROWS - 1
         reference.k_grouped_gemm_nvfp4(
             self.a_codes_t,
             self.a_scales_t,
@@ -393,8 +473,9 @@ class KGroupedGemmNVFP4(_GroupedGemm):
             self.b_codes_t,
             self.b_scales_t,
             self.b_amax_t,
-            Groups.ragged(self.offs, most),
+            Groups.ragged(self.offs, self.rows),
             out,
             alpha=self.alpha,
             accumulate=options.get("accumulate", False),
+            tensor_core=_tensor_core(self.a_codes_t),
         )

@@ -36,7 +36,13 @@ from cute_kernels.shapes import SF_TILE_ROWS, TILE_ROWS, ceil_div, round_up, sca
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["columnwise_values", "dequantize_nvfp4", "quantize_nvfp4", "rowwise_values"]
+__all__ = [
+    "block_values",
+    "dequantize_nvfp4",
+    "linear_column_scales",
+    "linear_row_scales",
+    "quantize_nvfp4",
+]
 
 _BLOCK = NVFP4.sf_vec_size
 _FMAX = torch.finfo(torch.float32).max
@@ -127,20 +133,19 @@ def quantize_nvfp4(
 
 def _quantize_rows(x: Tensor, groups: Groups, g: Tensor, codes: Tensor, scales: Tensor) -> None:
     """The rowwise copy with 1x16 blocks; ``g`` is the second level of each row."""
-    row, slot = groups.slot_of_row()
+    _, slot = groups.slot_of_row()
     linear = torch.zeros(
         groups.num_tiles * TILE_ROWS, x.shape[1] // _BLOCK, dtype=torch.uint8, device=x.device
     )
-    contiguous = len(row) == 0 or int(row[-1]) == len(row) - 1
-    for part in _chunks(len(row), x.shape[1]):
-        source = part if contiguous else row[part]
-        blocks = x[source].float().unflatten(1, (-1, _BLOCK))
-        bytes_, enc = _block_scales(absmax(blocks), g[source, None])
-        codes[source] = pack_codes(encode_e2m1(blocks * enc.unsqueeze(-1)).flatten(1))
+    for part in _chunks(len(slot), x.shape[1]):  # the live rows are the first ones
+        blocks = x[part].float().unflatten(1, (-1, _BLOCK))
+        bytes_, enc = _block_scales(absmax(blocks), g[part, None])
+        # Out of place: of fp32 input ``blocks`` is a view.
+        codes[part] = pack_codes(encode_e2m1(blocks * enc.unsqueeze(-1)).flatten(1))
         linear[slot[part]] = bytes_
     tile, _, _ = groups.used_tiles()
-    flat = scales.view(groups.num_tiles, -1, scales.shape[-1])
-    flat[tile] = tile_scales(linear.view(groups.num_tiles, TILE_ROWS, -1)[tile]).squeeze(1)
+    by_tile = linear.view(groups.num_tiles, TILE_ROWS, linear.shape[1])
+    scales[tile] = tile_scales(by_tile[tile]).squeeze(1)
 
 
 def _quantize_tiles(
@@ -177,8 +182,7 @@ def _quantize_tiles(
             codes[row[live]] = pack_codes(encoded[live])
             by_row = bytes_[..., ::_BLOCK].repeat_interleave(_BLOCK, dim=1)  # (t, 128, K / 16)
             by_row = by_row.masked_fill(~live.unsqueeze(-1), 0)
-            flat = scales.view(groups.num_tiles, -1, scales.shape[-1])
-            flat[tile] = tile_scales(by_row).squeeze(1)
+            scales[tile] = tile_scales(by_row).squeeze(1)
 
 
 def _columnwise_tiles(groups: Groups, codes_t: Tensor, scales_t: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,23 +204,6 @@ def _tile_index(groups: Groups, tile: Tensor) -> tuple[Tensor, ...]:
     return (tile // each, tile % each)
 
 
-def rowwise_values(codes: Tensor, scales: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-    """Code times block scale, exact in fp32, of rows ``rows`` held in slot rows ``slots``.
-
-    Args:
-        codes: (T, K / 2) uint8.
-        scales: (tiles, ceil(K / 64), 512) uint8.
-        rows: (R,) int64.
-        slots: (R,) int64.
-
-    Returns:
-        (R, K) fp32.
-    """
-    linear = linear_row_scales(scales, slots, codes.shape[1] * 2)
-    blocks: Tensor = unpack_codes(codes[rows]).unflatten(1, (-1, _BLOCK))
-    return (blocks * decode_e4m3(linear).unsqueeze(-1)).flatten(1)
-
-
 def linear_row_scales(scales: Tensor, slots: Tensor, cols: int) -> Tensor:
     """Scale bytes (R, cols / 16) of the slot rows ``slots``."""
     tile, first = slots // TILE_ROWS, slots % TILE_ROWS
@@ -225,18 +212,24 @@ def linear_row_scales(scales: Tensor, slots: Tensor, cols: int) -> Tensor:
     return linear[where, first]
 
 
-def columnwise_values(codes_t: Tensor, scales_t: Tensor) -> Tensor:
-    """Code times block scale, exact in fp32, of a columnwise copy.
+def linear_column_scales(codes_t: Tensor, scales_t: Tensor) -> Tensor:
+    """Scale bytes (K, 8 t) of a columnwise copy.
 
     Args:
         codes_t: (K, 64 t) uint8, the columns of t slot tiles.
         scales_t: (ceil(K / 128), 2 t, 512) uint8.
-
-    Returns:
-        (K, 128 t) fp32: element [k, r] is column k of slot row r.
     """
-    linear = untile_scales(scales_t, codes_t.shape[1] * 2 // _BLOCK)[: codes_t.shape[0]]
-    blocks: Tensor = unpack_codes(codes_t).unflatten(1, (-1, _BLOCK))
+    return untile_scales(scales_t, codes_t.shape[1] * 2 // _BLOCK)[: codes_t.shape[0]]
+
+
+def block_values(codes: Tensor, linear: Tensor) -> Tensor:
+    """Code times block scale (R, K), exact in fp32.
+
+    Args:
+        codes: (R, K / 2) uint8.
+        linear: (R, K / 16) uint8 scale bytes.
+    """
+    blocks: Tensor = unpack_codes(codes).unflatten(1, (-1, _BLOCK))
     return (blocks * decode_e4m3(linear).unsqueeze(-1)).flatten(1)
 
 

@@ -1,0 +1,1 @@
+"""Grouped GEMM kernels. Only ``config`` can be imported without the CuTe DSL."""

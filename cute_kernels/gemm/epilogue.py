@@ -1,0 +1,334 @@
+"""The epilogue warps: accumulators out of tensor memory, rescaled in fp32, into the output.
+
+The factors are folded first, ``f = fl(fl(amax_a * c) * fl(amax_b * c))`` with ``c = fl(1/2688)``,
+times alpha if there is one; then each element is ``cast(fl(fl(fl(acc * f) + bias) + out))``. Every
+product and sum is rounded by itself: packed instructions cannot be contracted into an FMA.
+
+A thread owns one row of the accumulator and takes 128 bytes of output at a time; a warp owns 32
+rows and needs no other. Rows that all belong to the group leave through shared memory by TMA, which
+clips them to the output; at a group's end each thread stores its own row, if it has one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute, pipeline
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+from cute_kernels.formats import NVFP4
+from cute_kernels.gemm.config import N_ALIGN, GemmConfig
+from cute_kernels.gemm.scheduler import TileReader, WorkTile
+from cute_kernels.gemm.warp_schedule import WARP_SIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["AccReader", "Epilogue", "EpilogueTensors", "OutputStore", "pairwise", "read_vector"]
+
+_VECTOR_BYTES = 16
+_SWIZZLE_ROWS = 8
+
+
+class EpilogueTensors(NamedTuple):
+    """What the epilogue reads and writes in global memory.
+
+    Attributes:
+        out: (T, N) as (1, T, N), or (G, M, N) of a k_grouped product; rows of any pitch.
+        amax_a: (G,) or (T,) fp32, None without a second level.
+        amax_b: (G,) fp32, None without a second level.
+        alpha: (G,) fp32 or None.
+        bias: (G, N) or None.
+    """
+
+    out: cute.Tensor
+    amax_a: cute.Tensor | None
+    amax_b: cute.Tensor | None
+    alpha: cute.Tensor | None
+    bias: cute.Tensor | None
+
+    @cute.jit
+    def factor(self, group: Int32, at: Int32) -> Float32:
+        """The f of the module, with the amax of A at ``at``: its row or its group."""
+        factor = Float32(1.0)
+        if cutlass.const_expr(self.amax_a is not None):
+            rcp_max = Float32(1.0 / NVFP4().tensor_max)
+            factor = (self.amax_a[at] * rcp_max) * (self.amax_b[group] * rcp_max)
+        if cutlass.const_expr(self.alpha is not None):
+            factor = factor * self.alpha[group]
+        return factor
+
+    @property
+    def has_factor(self) -> bool:
+        """Whether there is anything to multiply by."""
+        return self.amax_a is not None or self.alpha is not None
+
+
+class OutputStore(NamedTuple):
+    """TMA stores of 32 rows of 128 bytes.
+
+    Attributes:
+        atom: the copy.
+        tensor: coordinates of (rows, N, G or 1).
+        shared: staged rows, (32, columns, stages), of all warps.
+    """
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+    shared: cute.Tensor
+
+
+def _vector(tensor: cute.Tensor, offset: Int64, size: int) -> cute.Tensor:
+    """``size`` elements of ``tensor`` from element ``offset`` on, aligned to 16 bytes."""
+    width = tensor.element_type.width // 8
+    address = tensor.iterator.toint() + offset * width
+    align = min(_VECTOR_BYTES, size * width)
+    pointer = cute.make_ptr(
+        tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=align
+    )
+    return cute.make_tensor(pointer, cute.make_layout(size))
+
+
+def read_vector(tensor: cute.Tensor, offset: Int64, size: int = N_ALIGN) -> cute.Tensor:
+    """``size`` elements of ``tensor`` from element ``offset`` on as fp32 registers."""
+    narrow = cute.make_rmem_tensor(size, tensor.element_type)
+    cute.autovec_copy(_vector(tensor, offset, size), narrow)
+    wide = cute.make_rmem_tensor(size, Float32)
+    wide.store(narrow.load().to(Float32))
+    return wide
+
+
+def pairwise(
+    operation: Callable[..., tuple[Float32, Float32]], target: cute.Tensor, operand: cute.Tensor
+) -> None:
+    """``target = operation(target, operand)`` for fp32 registers, two a time, each rounded."""
+    for i in range(0, cute.size(target), 2):
+        pair = operation((target[i], target[i + 1]), (operand[i], operand[i + 1]), rnd="rn")
+        target[i], target[i + 1] = pair
+
+
+class AccReader:
+    """Reads a thread's row of the accumulators, a block of columns at a time.
+
+    Two accumulators of 256 columns and the block scales do not fit in tensor memory; they overlap
+    then. The first is read from its last block down and the second from its first block up, so that
+    the MMA warp may have the columns they share after the first few blocks.
+
+    Args:
+        config: the kernel's configuration.
+        acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
+        columns: columns of a block.
+        acc_pipeline: the accumulators.
+    """
+
+    def __init__(
+        self,
+        config: GemmConfig,
+        acc: cute.Tensor,
+        columns: int,
+        acc_pipeline: pipeline.PipelineUmmaAsync,
+    ):
+        self.overlap = config.acc_overlap
+        self.columns = columns
+        self.num_blocks = config.tile.n // columns
+        shared_blocks = (config.acc_overlap + columns - 1) // columns
+        self.release_after = (shared_blocks if self.overlap else self.num_blocks) - 1
+        self.acc_pipeline = acc_pipeline
+        # (rows, columns, blocks, STAGE), then by thread (T2R, T2R_M, T2R_N, blocks, STAGE)
+        blocks = cute.flat_divide(acc[((None, None), 0, 0, None)], (128, columns))
+        blocks = blocks[None, None, 0, None, None]
+        atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(columns)), Float32)
+        self.copy = tcgen05.make_tmem_copy(atom, blocks[None, None, 0, 0])
+        self.blocks = self.copy.get_slice(cute.arch.thread_idx()[0]).partition_S(blocks)
+
+    def new_state(self) -> pipeline.PipelineState:
+        """The first accumulator."""
+        return pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Consumer, self.acc_pipeline.num_stages
+        )
+
+    @cute.jit
+    def block_at(self, step: Int32, state: pipeline.PipelineState) -> Int32:
+        """The block to read in the ``step``-th place."""
+        block = step
+        if cutlass.const_expr(self.overlap > 0):
+            if state.phase == 0:
+                block = self.num_blocks - 1 - step
+        return block
+
+    @cute.jit
+    def read(self, step: Int32, state: pipeline.PipelineState, is_empty: Boolean) -> cute.Tensor:
+        """Columns of the ``step``-th block; zeros if nothing was multiplied.
+
+        Frees the accumulator for the MMA warp as soon as it may be overwritten.
+        """
+        values = cute.make_rmem_tensor(self.columns, Float32)
+        layout = cute.make_layout(((self.columns, 1), 1, 1), stride=((1, 0), 0, 0))
+        registers = cute.make_tensor(values.iterator, layout)
+        stage = state.phase if cutlass.const_expr(self.overlap > 0) else state.index
+        # Lanes may have parted ways over the last block; a load takes the whole warp.
+        cute.arch.sync_warp()
+        if is_empty:
+            values.fill(0.0)
+        else:
+            block = self.block_at(step, state)
+            cute.copy(self.copy, self.blocks[None, None, None, block, stage], registers)
+            cute.arch.fence_view_async_tmem_load()
+            if step == self.release_after:
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    self.acc_pipeline.consumer_release(state)
+        return values
+
+
+class Epilogue:
+    """The four epilogue warps.
+
+    Args:
+        config: the kernel's configuration.
+        tensors: what is read and written in global memory.
+        store: the TMA stores.
+        acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
+        cta_row: first row of a tile that this CTA holds.
+        tiles: the tile records.
+        acc_pipeline: the accumulators.
+    """
+
+    def __init__(
+        self,
+        config: GemmConfig,
+        tensors: EpilogueTensors,
+        store: OutputStore,
+        acc: cute.Tensor,
+        cta_row: Int32,
+        tiles: TileReader,
+        acc_pipeline: pipeline.PipelineUmmaAsync,
+    ):
+        self.config = config
+        self.tensors = tensors
+        self.store = store
+        self.cta_row = cta_row
+        self.tiles = tiles
+        self.columns = config.store_columns
+        self.acc = AccReader(config, acc, self.columns, acc_pipeline)
+        self.lane = cute.arch.lane_idx()
+        self.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        self.store_pipeline = pipeline.PipelineTmaStore.create(
+            num_stages=config.num_store_stage,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, WARP_SIZE),
+        )
+
+    @cute.jit
+    def run(self) -> None:
+        tile_state, acc_state = self.tiles.new_state(), self.acc.new_state()
+        stage = Int32(0)
+        tile, tile_state = self.tiles.next(tile_state)
+        while tile.group >= 0:
+            warp_row = self.cta_row + self.warp * WARP_SIZE
+            row = tile.m_row + warp_row + self.lane
+            in_group, whole = row < self.tensors.out.shape[1], Boolean(True)
+            if cutlass.const_expr(self.config.grouping == "m_grouped"):
+                in_group = warp_row + self.lane < tile.rows
+                whole = warp_row + WARP_SIZE <= tile.rows
+            factor = Float32(1.0)
+            if in_group:
+                at = row if cutlass.const_expr(self.config.row_scaled) else tile.group
+                factor = self.tensors.factor(tile.group, at)
+            if tile.k_blocks > 0:
+                self.acc.acc_pipeline.consumer_wait(acc_state)
+            for step in cutlass.range(self.acc.num_blocks, unroll=1):
+                col = tile.n_row + self.acc.block_at(step, acc_state) * self.columns
+                values = self.acc.read(step, acc_state, tile.k_blocks == 0)
+                if col < self.tensors.out.shape[2]:
+                    rounded = self.finish(values, factor, tile.group, row, in_group, col)
+                    if whole:
+                        self.store_whole(rounded, tile, warp_row, col, stage)
+                        stage = (stage + 1) % self.config.num_store_stage
+                    elif in_group:
+                        self.store_row(rounded, tile.group, row, col)
+            if tile.k_blocks > 0:
+                acc_state.advance()
+            tile, tile_state = self.tiles.next(tile_state)
+        self.store_pipeline.producer_tail()
+
+    def offset(self, group: Int32, row: Int32, col: Int32) -> Int64:
+        """Element offset into the output."""
+        out = self.tensors.out
+        offset = Int64(row) * out.stride[1] + col
+        if self.config.grouping == "k_grouped":
+            offset += Int64(group) * out.stride[0]
+        return offset
+
+    @cute.jit
+    def finish(
+        self,
+        values: cute.Tensor,
+        factor: Float32,
+        group: Int32,
+        row: Int32,
+        in_group: Boolean,
+        col: Int32,
+    ) -> cute.Tensor:
+        """Rescale a row's accumulators from ``col`` on, add to them and cast them."""
+        tensors, cols = self.tensors, self.tensors.out.shape[2]
+        if cutlass.const_expr(tensors.has_factor):
+            factors = cute.make_rmem_tensor(self.columns, Float32)
+            factors.fill(factor)
+            pairwise(cute.arch.mul_packed_f32x2, values, factors)
+        for i in cutlass.range_constexpr(0, self.columns, N_ALIGN):
+            part = cute.make_tensor(values.iterator + i, cute.make_layout(N_ALIGN))
+            if cutlass.const_expr(tensors.bias is not None):
+                if col + i < cols:
+                    at = Int64(group) * tensors.bias.stride[0] + (col + i)
+                    pairwise(cute.arch.add_packed_f32x2, part, read_vector(tensors.bias, at))
+            if cutlass.const_expr(self.config.accumulate):
+                if in_group and col + i < cols:
+                    old = read_vector(tensors.out, self.offset(group, row, col + i))
+                    pairwise(cute.arch.add_packed_f32x2, part, old)
+        rounded = cute.make_rmem_tensor(self.columns, tensors.out.element_type)
+        rounded.store(values.load().to(tensors.out.element_type))
+        return rounded
+
+    @cute.jit
+    def store_row(self, rounded: cute.Tensor, group: Int32, row: Int32, col: Int32) -> None:
+        """Store a thread's own row from ``col`` on, up to the end of the output."""
+        for i in cutlass.range_constexpr(0, self.columns, N_ALIGN):
+            if col + i < self.tensors.out.shape[2]:
+                part = cute.make_tensor(rounded.iterator + i, cute.make_layout(N_ALIGN))
+                target = _vector(self.tensors.out, self.offset(group, row, col + i), N_ALIGN)
+                cute.autovec_copy(part, target)
+
+    @cute.jit
+    def store_whole(
+        self, rounded: cute.Tensor, tile: WorkTile, warp_row: Int32, col: Int32, stage: Int32
+    ) -> None:
+        """Store the rows of a warp by TMA."""
+        self.store_pipeline.producer_acquire()
+        cute.arch.sync_warp()
+        slot = self.warp * self.config.num_store_stage + stage
+        # Lanes write the 16-byte chunks of their rows where the 128-byte swizzle has them; eight
+        # lanes then touch all banks.
+        base = self.store.shared.iterator.toint() + (slot * WARP_SIZE + self.lane) * 128
+        per_chunk = _VECTOR_BYTES * 8 // rounded.element_type.width
+        for chunk in cutlass.range_constexpr(128 // _VECTOR_BYTES):
+            place = base + (chunk ^ (self.lane % _SWIZZLE_ROWS)) * _VECTOR_BYTES
+            space = cute.AddressSpace.smem
+            pointer = cute.make_ptr(rounded.element_type, place, space, assumed_align=_VECTOR_BYTES)
+            vector = cute.make_layout(per_chunk)
+            part = cute.make_tensor(rounded.iterator + chunk * per_chunk, vector)
+            cute.autovec_copy(part, cute.make_tensor(pointer, vector))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        group = tile.group if cutlass.const_expr(self.config.grouping == "k_grouped") else 0
+        origin = cute.domain_offset((tile.m_row + warp_row, col, group), self.store.tensor)
+        target = cute.local_tile(origin, (WARP_SIZE, self.columns), (0, 0, 0))
+        source, target = cpasync.tma_partition(
+            self.store.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(self.store.shared, 0, 2),
+            cute.group_modes(target, 0, 2),
+        )
+        cute.copy(self.store.atom, source[None, slot], target)
+        self.store_pipeline.producer_commit()

@@ -1,0 +1,248 @@
+"""The scheduler warp: which tiles this CTA works on, found on the device.
+
+Tiles are numbered group by group and a cluster takes every ``num_clusters``-th. In an m_grouped
+product the number of tiles of a group depends on its rows; the warp holds a window of 32 groups,
+one a lane, with a running count of tiles, and moves it forward only. The whole walk reads ``offs``
+once, however many tiles there are. In a k_grouped product all groups have the same number of tiles.
+
+Each tile is handed to the other warps as a record of eight words through a ring in shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, cute, pipeline
+
+from cute_kernels.gemm.warp_schedule import WARP_SIZE
+from cute_kernels.shapes import TILE_ROWS
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.config import GemmConfig
+
+__all__ = ["TILE_WORDS", "TileReader", "TileScheduler", "WorkTile"]
+
+#: Words of a tile record.
+TILE_WORDS = 8
+
+
+class WorkTile(NamedTuple):
+    """One tile of the output, or the end of the work.
+
+    Attributes:
+        group: its group, -1 at the end.
+        m_row: first row of operand M.
+        m_sf_row: that row in the order of the block scales.
+        n_row: first row of operand N.
+        n_sf_row: that row in the order of the block scales.
+        k_start: first element of K: a slot's, or a row's if K is ragged.
+        k_blocks: MMA instructions along K; 0 for an empty group.
+        rows: rows of the group: in an m_grouped product those from the tile's first on.
+    """
+
+    group: Int32
+    m_row: Int32
+    m_sf_row: Int32
+    n_row: Int32
+    n_sf_row: Int32
+    k_start: Int32
+    k_blocks: Int32
+    rows: Int32
+
+
+def _record(buffer: cute.Tensor, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+    """Both 16-byte halves of a tile record in shared memory."""
+    halves = []
+    for half in range(2):
+        address = buffer.iterator.toint() + (stage * TILE_WORDS + half * 4) * 4
+        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
+        halves.append(cute.make_tensor(pointer, cute.make_layout(4)))
+    return tuple(halves)
+
+
+class TileReader:
+    """A warp's view of the ring of tile records."""
+
+    def __init__(self, ring: pipeline.PipelineAsync, buffer: cute.Tensor):
+        self.ring = ring
+        self.buffer = buffer
+
+    @cute.jit
+    def next(self, state: Any) -> tuple[WorkTile, Any]:
+        """Take the record at ``state`` and free its place; the record and the next state."""
+        self.ring.consumer_wait(state)
+        words = []
+        for half in _record(self.buffer, state.index):
+            registers = cute.make_rmem_tensor(4, Int32)
+            cute.autovec_copy(half, registers)
+            words += [registers[i] for i in range(4)]
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.ring.consumer_release(state)
+        state.advance()
+        return WorkTile(*(cute.arch.make_warp_uniform(word) for word in words)), state
+
+    def new_state(self) -> Any:
+        """Where a warp starts to read."""
+        return pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Consumer, self.ring.num_stages
+        )
+
+
+class TileScheduler:
+    """The scheduler warp.
+
+    Args:
+        config: the kernel's configuration.
+        ring: the ring of tile records.
+        buffer: its (stages * 8,) int32 in shared memory.
+        offs: (G,) int32 end rows.
+        extents: rows of the buffer, rows of operands M and N (of one group), and K; a grouping uses
+            some of them.
+    """
+
+    def __init__(
+        self,
+        config: GemmConfig,
+        ring: pipeline.PipelineAsync,
+        buffer: cute.Tensor,
+        offs: cute.Tensor,
+        extents: tuple[Int32, Int32, Int32, Int32],
+    ):
+        self.config = config
+        self.ring = ring
+        self.buffer = buffer
+        self.offs = offs
+        self.num_rows, self.size_m, self.size_n, self.size_k = extents
+        self.tile = config.tile
+
+    @cute.jit
+    def run(self) -> None:
+        state = pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Producer, self.ring.num_stages
+        )
+        if cutlass.const_expr(self.config.grouping == "m_grouped"):
+            state = self.walk_ragged(state)
+        else:
+            state = self.walk_uniform(state)
+        state = self.put(state, WorkTile(Int32(-1), *[Int32(0)] * (TILE_WORDS - 1)))
+        self.ring.producer_tail(state)
+
+    @cute.jit
+    def put(self, state: Any, tile: WorkTile) -> Any:
+        """Hand a record to the other warps at ``state``; the next state."""
+        self.ring.producer_acquire(state)
+        with cute.arch.elect_one():
+            halves = _record(self.buffer, state.index)
+            for half, words in zip(halves, (tile[:4], tile[4:]), strict=True):
+                registers = cute.make_rmem_tensor(4, Int32)
+                for i in cutlass.range_constexpr(4):
+                    registers[i] = words[i]
+                cute.autovec_copy(registers, half)
+            self.ring.producer_commit(state)
+        cute.arch.sync_warp()
+        state.advance()
+        return state
+
+    def position(self) -> tuple[Int32, Int32]:
+        """The number of this cluster, and how many there are."""
+        num_ctas = self.tile.num_ctas
+        return cute.arch.block_idx()[0] // num_ctas, cute.arch.grid_dim()[0] // num_ctas
+
+    @cute.jit
+    def group_rows(self, group: Int32) -> tuple[Int32, Int32]:
+        """First row and number of rows of a group, clamped to the buffer; none past the last."""
+        start, end = Int32(0), Int32(0)
+        if group < self.offs.shape[0]:
+            end = cutlass.max(cutlass.min(self.offs[group], self.num_rows), 0)
+            if group > 0:
+                start = cutlass.max(cutlass.min(self.offs[group - 1], self.num_rows), 0)
+        return start, cutlass.max(end - start, 0)
+
+    @cute.jit
+    def window(self, first: Int32, col_tiles: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """This lane's group of the 32 from ``first`` on.
+
+        Returns:
+            Its first row and row count, and the tiles of the window before it and up to its end.
+        """
+        lane = cute.arch.lane_idx()
+        start, rows = self.group_rows(first + lane)
+        tiles = (rows + (self.tile.rows - 1)) // self.tile.rows * col_tiles
+        upto = tiles
+        for shift in cutlass.range_constexpr(5):
+            below = cute.arch.shuffle_sync_up(upto, 1 << shift, mask_and_clamp=0)
+            if lane >= 1 << shift:
+                upto += below
+        return start, rows, upto - tiles, upto
+
+    @cute.jit
+    def walk_ragged(self, state: Any) -> Any:
+        num_cols = self.size_m if cutlass.const_expr(self.tile.swap_ab) else self.size_n
+        col_tiles = (num_cols + (self.tile.cols - 1)) // self.tile.cols
+        instruction_k = self.config.kind.instruction_k
+        k_blocks = (self.size_k + (instruction_k - 1)) // instruction_k
+        first, passed = Int32(0), Int32(0)
+        start, rows, before, upto = self.window(first, col_tiles)
+        in_window = cute.arch.shuffle_sync(upto, WARP_SIZE - 1)
+        index, step = self.position()
+        while first < self.offs.shape[0]:
+            if index < passed + in_window:
+                local = index - passed
+                owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= local))
+                group_start = cute.arch.shuffle_sync(start, owner)
+                group_rows = cute.arch.shuffle_sync(rows, owner)
+                local -= cute.arch.shuffle_sync(before, owner)
+                row_tiles = (group_rows + (self.tile.rows - 1)) // self.tile.rows
+                row = local % row_tiles * self.tile.rows
+                col = local // row_tiles * self.tile.cols
+                group = first + owner
+                sf_row = (group_start // TILE_ROWS + group) * TILE_ROWS + row
+                ragged, uniform = (group_start + row, sf_row), (col, col)
+                if cutlass.const_expr(self.tile.swap_ab):
+                    ragged, uniform = uniform, ragged
+                state = self.put(
+                    state,
+                    WorkTile(group, *ragged, *uniform, Int32(0), k_blocks, group_rows - row),
+                )
+                index += step
+            else:
+                passed += in_window
+                first += WARP_SIZE
+                start, rows, before, upto = self.window(first, col_tiles)
+                in_window = cute.arch.shuffle_sync(upto, WARP_SIZE - 1)
+        return state
+
+    @cute.jit
+    def walk_uniform(self, state: Any) -> Any:
+        tiles_m = (self.size_m + (self.tile.m - 1)) // self.tile.m
+        tiles_n = (self.size_n + (self.tile.n - 1)) // self.tile.n
+        tiles = tiles_m * tiles_n
+        instruction_k = self.config.kind.instruction_k
+        index, step = self.position()
+        while index < self.offs.shape[0] * tiles:
+            group = index // tiles
+            local = index - group * tiles
+            start, rows = self.group_rows(group)
+            row, col = local % tiles_m * self.tile.m, local // tiles_m * self.tile.n
+            k_start = start
+            if cutlass.const_expr(not self.config.ragged_k):
+                k_start = (start // TILE_ROWS + group) * TILE_ROWS
+            # An empty group leaves its output alone when accumulating, and zeros it otherwise.
+            if rows > 0 or cutlass.const_expr(not self.config.accumulate):
+                state = self.put(
+                    state,
+                    WorkTile(
+                        group,
+                        row,
+                        row,
+                        col,
+                        col,
+                        k_start,
+                        (rows + (instruction_k - 1)) // instruction_k,
+                        rows,
+                    ),
+                )
+            index += step
+        return state

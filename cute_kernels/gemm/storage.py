@@ -1,0 +1,186 @@
+"""What a CTA keeps where: layouts of shared and of tensor memory, and the pipelines over them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import blackwell_helpers, blockscaled_layout
+
+from cute_kernels.gemm.operands import DSL_TYPES, element_type, scale_type
+from cute_kernels.gemm.scheduler import TILE_WORDS
+from cute_kernels.gemm.warp_schedule import WARP_SIZE, NamedBarrierId, WarpSchedule
+from cute_kernels.shapes import SF_TILE_ROWS, round_up
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.config import GemmConfig
+
+__all__ = ["Barriers", "Layouts", "make_pipelines"]
+
+
+class Layouts:
+    """Tiled MMAs and layouts of a configuration; made while tracing.
+
+    Attributes:
+        tiled_mma: the MMA.
+        tiled_mma_sf: an MMA of one CTA whose N partition is that of operand N's block scales: they
+            are not split between a pair of CTAs and come in whole tiles of 128 rows.
+        cluster: the CTAs of a cluster, (V, M, N, K).
+        cluster_sf: the same for ``tiled_mma_sf``.
+        a, b, sfa, sfb: stages in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
+        out: staged blocks of the output, (32, columns, STAGE), those of one epilogue warp together.
+    """
+
+    def __init__(self, config: GemmConfig):
+        self.config = config
+        kind = config.kind
+        self.tiler = config.mma_tiler_mnk
+        self.tiler_sf = (
+            self.tiler[0] // config.tile.num_ctas,
+            round_up(self.tiler[1], SF_TILE_ROWS),
+            self.tiler[2],
+        )
+        group = tcgen05.CtaGroup.ONE if config.tile.num_ctas == 1 else tcgen05.CtaGroup.TWO
+        self.element = element_type(kind)
+        self.tiled_mma = self._make_mma(group, self.tiler[:2])
+        self.tiled_mma_sf = self._make_mma(tcgen05.CtaGroup.ONE, self.tiler_sf[:2])
+        ctas = cute.make_layout((config.tile.num_ctas, 1, 1))
+        self.cluster = cute.tiled_divide(ctas, (self.tiled_mma.thr_id.shape,))
+        self.cluster_sf = cute.tiled_divide(ctas, (self.tiled_mma_sf.thr_id.shape,))
+        stages = config.num_ab_stage
+        operand = (self.tiled_mma, self.tiler, self.element, stages)
+        self.a = blackwell_helpers.make_smem_layout_a(*operand)
+        self.b = blackwell_helpers.make_smem_layout_b(*operand)
+        self.out = blackwell_helpers.make_smem_layout_epi(
+            DSL_TYPES[config.out_dtype],
+            LayoutEnum.ROW_MAJOR,
+            (WARP_SIZE, config.store_columns),
+            config.num_store_stage * len(WarpSchedule.epilogue_warp_ids),
+        )
+        self.sfa = self.sfb = None
+        if kind.is_block_scaled:
+            scales = (self.tiled_mma, self.tiler, kind.sf_vec_size, stages)
+            self.sfa = blockscaled_layout.make_smem_layout_sfa(*scales)
+            self.sfb = blockscaled_layout.make_smem_layout_sfb(*scales)
+
+    def _make_mma(self, group: tcgen05.CtaGroup, shape_mn: tuple[int, int]) -> cute.TiledMma:
+        kind = self.config.kind
+        major = [OperandMajorMode.MN if mn else OperandMajorMode.K for mn in self.config.mn_major]
+        if not kind.is_block_scaled:
+            return blackwell_helpers.make_trivial_tiled_mma(
+                self.element, self.element, *major, cutlass.Float32, group, shape_mn
+            )
+        return blackwell_helpers.make_blockscaled_trivial_tiled_mma(
+            self.element,
+            self.element,
+            *major,
+            scale_type(kind),
+            kind.sf_vec_size,
+            group,
+            shape_mn,
+        )
+
+    def acc_layout(self) -> cute.Layout:
+        """Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE)."""
+        shape = self.tiled_mma.partition_shape_C(self.tiler[:2])
+        layout = self.tiled_mma.make_fragment_C(cute.append(shape, 2)).layout
+        column = layout.stride[0][1]
+        stage_stride = (self.tiler[1] - self.config.acc_overlap) * column
+        return cute.make_layout(layout.shape, stride=(*layout.stride[:3], stage_stride))
+
+    def sf_first_columns(self) -> tuple[int, int]:
+        """First columns of operand M's and operand N's block scales, behind the accumulators."""
+        sfa = 2 * self.tiler[1] - self.config.acc_overlap
+        return sfa, sfa + self.config.sf_columns[0]
+
+    def stage_bytes(self) -> int:
+        """Bytes that fill one stage of all CTAs that share a tile."""
+        staged = [(self.a, self.element), (self.b, self.element)]
+        if self.config.kind.is_block_scaled:
+            scales = scale_type(self.config.kind)
+            staged += [(self.sfa, scales), (self.sfb, scales)]
+        total = 0
+        for layout, dtype in staged:
+            total += cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, None, 0)))
+        assert total == self.config.stage_bytes
+        return total * self.config.tile.num_ctas
+
+
+class Barriers(NamedTuple):
+    """Barriers and small exchanges in shared memory.
+
+    Attributes:
+        ab: full and empty barriers of the stages.
+        acc: full and empty barriers of the accumulators.
+        sched: full and empty barriers of the tile records.
+        tmem: where the address of tensor memory is put.
+        tmem_free: barrier of a CTA pair before tensor memory is freed.
+        tiles: the tile records.
+    """
+
+    ab: cute.Pointer
+    acc: cute.Pointer
+    sched: cute.Pointer
+    tmem: cute.Pointer
+    tmem_free: cute.Pointer
+    tiles: cute.Tensor
+
+    @staticmethod
+    def allocate(config: GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
+        """Reserve them."""
+        words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
+        return Barriers(
+            ab=smem.allocate_array(Int64, 2 * config.num_ab_stage, byte_alignment=8),
+            acc=smem.allocate_array(Int64, 2 * config.num_acc_stage, byte_alignment=8),
+            sched=smem.allocate_array(Int64, 2 * config.num_sched_stage, byte_alignment=8),
+            tmem=smem.allocate_array(Int32, 1, byte_alignment=8),
+            tmem_free=smem.allocate_array(Int64, 1, byte_alignment=8),
+            tiles=smem.allocate_tensor(Int32, words, byte_alignment=16),
+        )
+
+
+def make_pipelines(
+    config: GemmConfig, warps: WarpSchedule, layouts: Layouts, barriers: Barriers
+) -> tuple[Any, ...]:
+    """The pipelines of stages, accumulators and tile records, and the tensor memory allocator."""
+
+    def threads(count: int) -> pipeline.CooperativeGroup:
+        return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
+
+    ab_pipeline = pipeline.PipelineTmaUmma.create(
+        barrier_storage=barriers.ab,
+        num_stages=config.num_ab_stage,
+        producer_group=threads(1),
+        consumer_group=threads(1),
+        tx_count=layouts.stage_bytes(),
+        cta_layout_vmnk=layouts.cluster,
+        defer_sync=True,
+    )
+    acc_pipeline = pipeline.PipelineUmmaAsync.create(
+        barrier_storage=barriers.acc,
+        num_stages=config.num_acc_stage,
+        producer_group=threads(1),
+        consumer_group=threads(warps.acc_consumer_arrivals),
+        cta_layout_vmnk=layouts.cluster,
+        defer_sync=True,
+    )
+    ring = pipeline.PipelineAsync.create(
+        barrier_storage=barriers.sched,
+        num_stages=config.num_sched_stage,
+        producer_group=threads(1),
+        consumer_group=threads(warps.tile_consumer_arrivals),
+        defer_sync=True,
+    )
+    tmem = cutlass.memory.TmemAllocator(
+        barriers.tmem,
+        barrier_for_retrieve=pipeline.NamedBarrier(
+            barrier_id=int(NamedBarrierId.TMEM), num_threads=warps.num_tmem_threads
+        ),
+        allocator_warp_id=warps.epilogue_warp_ids[0],
+        is_two_cta=config.tile.num_ctas == 2,
+        two_cta_tmem_dealloc_mbar_ptr=barriers.tmem_free,
+    )
+    return ab_pipeline, acc_pipeline, ring, tmem

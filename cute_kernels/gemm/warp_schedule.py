@@ -1,0 +1,61 @@
+"""Which warp does what, and how often each barrier is arrived at."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+__all__ = ["WARP_SIZE", "NamedBarrierId", "WarpSchedule"]
+
+WARP_SIZE = 32
+
+
+class NamedBarrierId(enum.IntEnum):
+    """Hardware barriers; 0 is the one of ``sync_threads``."""
+
+    TMEM = 1
+    EPILOGUE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class WarpSchedule:
+    """Warp roles of a CTA.
+
+    The epilogue warps come first because a warp reaches only the quarter of tensor memory that its
+    number modulo 4 names.
+
+    Attributes:
+        num_ctas: CTAs that share a tile's MMA.
+    """
+
+    num_ctas: int = 1
+
+    epilogue_warp_ids = (0, 1, 2, 3)
+    mma_warp_id = 4
+    load_warp_id = 5
+    scheduler_warp_id = 6
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a CTA."""
+        return WARP_SIZE * (self.scheduler_warp_id + 1)
+
+    @property
+    def num_epilogue_threads(self) -> int:
+        """Threads of the epilogue: one a row of tensor memory."""
+        return WARP_SIZE * len(self.epilogue_warp_ids)
+
+    @property
+    def num_tmem_threads(self) -> int:
+        """Threads that use tensor memory: the epilogue, which allocates it, and the MMA warp."""
+        return self.num_epilogue_threads + WARP_SIZE
+
+    @property
+    def tile_consumer_arrivals(self) -> int:
+        """Arrivals that free a tile record: one a warp of epilogue, MMA and load."""
+        return len(self.epilogue_warp_ids) + 2
+
+    @property
+    def acc_consumer_arrivals(self) -> int:
+        """Arrivals that free an accumulator: one of each epilogue warp of every CTA."""
+        return len(self.epilogue_warp_ids) * self.num_ctas

@@ -1,0 +1,235 @@
+"""Compiled grouped GEMMs, and problems in the layout contract's buffers with poison around them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels import emulator, reference
+from cute_kernels.formats import NVFP4
+from cute_kernels.reference.groups import Groups
+from cute_kernels.reference.nvfp4 import quantize_nvfp4
+from cute_kernels.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles, uniform_tiles
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.config import GemmConfig
+
+ARCH = "sm_100a"
+NUM_SMS = 4
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+#: NaN as an E4M3 scale; as two codes, finite.
+_POISON = 0xFF
+
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("needs the CuTe DSL", allow_module_level=True)
+# Before the DSL is first imported.
+emulator.install(arch=ARCH, num_sms=NUM_SMS)
+
+
+@functools.cache
+def compiled(config: GemmConfig) -> Any:
+    """The compiled kernel of a configuration, one a process."""
+    from cutlass import cute
+
+    entry, args = config.entry()
+    # Kernels are known by name: give those of each variant one of their own.
+    for member in vars(type(entry)).values():
+        if hasattr(member, "set_name_prefix"):
+            member.set_name_prefix(f"test_{abs(hash(config))}")
+    return cute.compile[cute.GPUArch(ARCH), cute.EnableTVMFFI(True)](entry, *args)
+
+
+@dataclasses.dataclass
+class Operand:
+    """One direction of a quantized tensor, or a plain matrix as codes."""
+
+    codes: Tensor
+    scales: Tensor | None = None
+    amax: Tensor | None = None
+
+
+def _poison(*shape: int) -> Tensor:
+    return torch.full(shape, _POISON, dtype=torch.uint8)
+
+
+def quantize(
+    x: Tensor, offs: Tensor | None, *, row_scaled: bool = False, columnwise: bool = False
+) -> Operand:
+    """Quantize (T, K) with offs or (G, N, K) by the reference into poisoned buffers."""
+    fmt, matrix = NVFP4(row_scaled=row_scaled), x.flatten(0, -2)
+    rows, cols = matrix.shape
+    if offs is None:
+        groups = Groups.uniform(x.shape[0], x.shape[1], x.device)
+        lead, tiles = (x.shape[0],), uniform_tiles(x.shape[1])
+    else:
+        groups = Groups.ragged(offs, rows)
+        lead, tiles = (), num_slot_tiles(rows, len(offs))
+    amax = torch.full((rows if fmt.row_scaled else len(groups),), float("nan"))
+    out: dict[str, Tensor | None] = dict.fromkeys(
+        ("codes", "scales", "amax", "codes_t", "scales_t", "amax_t")
+    )
+    if columnwise:
+        codes = _poison(*lead, cols, 64 * tiles)
+        scales = _poison(*lead, ceil_div(cols, 128), 2 * tiles, 512)
+        out |= {"codes_t": codes, "scales_t": scales, "amax_t": amax}
+    else:
+        codes = _poison(*x.shape[:-1], code_pitch(cols // 2))[..., : cols // 2]
+        scales = _poison(*lead, tiles, scale_tiles(cols, 16), 512)
+        flat = codes.view(rows, -1) if codes.is_contiguous() else codes.reshape(rows, -1)
+        out |= {"codes": flat, "scales": scales.view(-1, *scales.shape[-2:]), "amax": amax}
+    quantize_nvfp4(matrix, groups, fmt, given_amax=None, **out)
+    if not columnwise and not codes.is_contiguous():
+        codes.copy_(out["codes"].view(codes.shape))
+    return Operand(codes, scales, amax)
+
+
+def ends(sizes: list[int]) -> Tensor:
+    return torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    """Values of several magnitudes, so that block scales and row amaxes differ."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(*shape[:-1], 1, generator=generator).exp()
+    return torch.randn(*shape, generator=generator) * rows
+
+
+@dataclasses.dataclass
+class Product:
+    """Operands and options of one grouped product, and what the output held before.
+
+    Attributes:
+        config: the kernel that multiplies it.
+        a, b: the operands.
+        offs: (G,) int32 end rows.
+        rows: T.
+        before: the output's contents before the call.
+        bias, alpha: options of the epilogue.
+    """
+
+    config: GemmConfig
+    a: Operand
+    b: Operand
+    offs: Tensor
+    rows: int
+    before: Tensor
+    bias: Tensor | None = None
+    alpha: Tensor | None = None
+
+    def run(self, num_sms: int = NUM_SMS) -> Tensor:
+        """The kernel's output."""
+        out = self.before.clone()
+        self.run_into(out, num_sms)
+        return out
+
+    def run_into(self, out: Tensor, num_sms: int = NUM_SMS) -> None:
+        """Launch on an output of the caller's."""
+        compiled(self.config)(*self.tensors(), self.offs, self.bias, self.alpha, out, num_sms)
+
+    def expected(self) -> Tensor:
+        """What a tensor core of sm_100a gives, to the bit."""
+        out = self.before.clone()
+        config, groups = self.config, Groups.ragged(self.offs, self.rows)
+        options = {"alpha": self.alpha, "accumulate": config.accumulate, "tensor_core": ARCH}
+        quantized = self.a.scales is not None
+        if config.grouping == "m_grouped":
+            options["bias"] = self.bias
+            options |= (
+                {"row_scaled": config.row_scaled}
+                if quantized
+                else {"transpose_b": config.transpose_b}
+            )
+        suffix = "_nvfp4" if quantized else ""
+        run = getattr(reference, f"{config.grouping}_gemm{suffix}")
+        run(*(t for t in self.tensors() if t is not None), groups, out, **options)
+        return out
+
+    def tensors(self) -> list[Tensor | None]:
+        """Both operands' tensors."""
+        return [getattr(x, n) for x in (self.a, self.b) for n in ("codes", "scales", "amax")]
+
+
+def m_grouped(
+    config: GemmConfig,
+    sizes: list[int],
+    n: int,
+    k: int,
+    *,
+    tail: int = 0,
+    columnwise_b: bool = False,
+    seed: int = 0,
+) -> Product:
+    """Ragged rows, the ``tail`` included, times a matrix a group (fprop; dgrad if columnwise)."""
+    offs, rows, groups = ends(sizes), sum(sizes) + tail, len(sizes)
+    x = randn(rows, k, seed=seed)
+    transposed = columnwise_b or config.transpose_b
+    w = randn(groups, *((k, n) if transposed else (n, k)), seed=seed + 1)
+    if config.kind.is_block_scaled:
+        a = quantize(x, offs, row_scaled=config.row_scaled)
+        b = quantize(w, None, columnwise=columnwise_b)
+    else:
+        a, b = _plain(config, x, rows - tail), _plain(config, w)
+    return Product(
+        config,
+        a,
+        b,
+        offs,
+        rows,
+        _before(config, rows, n),
+        _bias(config, groups, n, seed),
+        _alpha(config, groups, seed),
+    )
+
+
+def k_grouped(
+    config: GemmConfig, sizes: list[int], m: int, n: int, *, tail: int = 0, seed: int = 0
+) -> Product:
+    """Two ragged operands over their rows (wgrad)."""
+    offs, rows = ends(sizes), sum(sizes) + tail
+    x, y = randn(rows, m, seed=seed), randn(rows, n, seed=seed + 1)
+    if config.kind.is_block_scaled:
+        a, b = quantize(x, offs, columnwise=True), quantize(y, offs, columnwise=True)
+    else:
+        a, b = _plain(config, x, rows - tail), _plain(config, y, rows - tail)
+    before, alpha = _before(config, len(sizes), m, n), _alpha(config, len(sizes), seed)
+    return Product(config, a, b, offs, rows, before, alpha=alpha)
+
+
+def _plain(config: GemmConfig, x: Tensor, live: int | None = None) -> Operand:
+    """A plain operand with NaN in its rows from ``live`` on."""
+    x = x.to(DTYPES[config.operand])
+    if live is not None:
+        x[live:] = float("nan")
+    return Operand(x)
+
+
+def _before(config: GemmConfig, *shape: int) -> Tensor:
+    values = randn(*shape, seed=99) if config.accumulate else torch.full(shape, 1234.0)
+    return values.to(DTYPES[config.out_dtype])
+
+
+def _bias(config: GemmConfig, groups: int, n: int, seed: int) -> Tensor | None:
+    if config.bias_dtype is None:
+        return None
+    return randn(groups, n, seed=seed + 2).to(DTYPES[config.bias_dtype])
+
+
+def _alpha(config: GemmConfig, groups: int, seed: int) -> Tensor | None:
+    return randn(groups, 1, seed=seed + 3)[:, 0].contiguous() if config.has_alpha else None
+
+
+def assert_same_bits(got: Tensor, want: Tensor) -> None:
+    """Equal to the bit; says where the first difference is."""
+    width = {2: torch.int16, 4: torch.int32}[got.element_size()]
+    wrong = (got.view(width) != want.view(width)).nonzero()
+    if len(wrong):
+        at = tuple(wrong[0].tolist())
+        raise AssertionError(
+            f"{len(wrong)} of {got.numel()} differ, first at {at}: {got[at]} is not {want[at]}"
+        )

@@ -1,0 +1,128 @@
+"""Configurations, constraints and the choice of a tile; needs no CuTe DSL."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+
+from cute_kernels.gemm.config import (
+    OPERANDS,
+    TILE_SHAPES,
+    TMEM_COLUMNS,
+    GemmConfig,
+    GemmProblem,
+    TileShape,
+)
+from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
+from cute_kernels.gemm.warp_schedule import WarpSchedule
+
+CONFIGS = [
+    GemmConfig(operand, out_dtype=out, tile=tile)
+    for operand in OPERANDS
+    for out in ("bfloat16", "float32")
+    for tile in TILE_SHAPES
+]
+PROBLEM = GemmProblem("nvfp4", "m_grouped", "bfloat16", groups=32, rows=4096, n=4096, k=7168)
+NUM_SMS = 148
+
+
+def test_configurations_are_keys_that_survive_pickling() -> None:
+    copies = {pickle.loads(pickle.dumps(config)) for config in CONFIGS}
+    assert copies == set(CONFIGS) and len(copies) == len(CONFIGS)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_memory_of_every_tile_fits(config: GemmConfig) -> None:
+    staged = 0 if config.tile.swap_ab else 4 * config.num_store_stage * 32 * 128
+    assert config.num_ab_stage >= 3
+    assert config.num_ab_stage * config.stage_bytes + staged <= 227 * 1024 - 2048
+    used = 2 * config.tile.n - config.acc_overlap + sum(config.sf_columns)
+    assert used <= TMEM_COLUMNS
+    # The epilogue gives shared columns back before it has read half of an accumulator.
+    assert config.acc_overlap <= config.tile.n // 2
+
+
+def test_arrivals_count_every_warp_once() -> None:
+    one, two = WarpSchedule(1), WarpSchedule(2)
+    assert (one.num_threads, one.tile_consumer_arrivals) == (224, 6)
+    assert (one.acc_consumer_arrivals, two.acc_consumer_arrivals) == (4, 8)
+    roles = [*one.epilogue_warp_ids, one.mma_warp_id, one.load_warp_id, one.scheduler_warp_id]
+    assert sorted(roles) == list(range(one.num_threads // 32))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"operand": "mxfp8"}, "operand"),
+        ({"out_dtype": "float64"}, "out_dtype"),
+        ({"grouping": "n_grouped"}, "grouping"),
+        ({"tile": TileShape(64, 64)}, "tile"),
+        ({"grouping": "k_grouped", "row_scaled": True}, "row_scaled"),
+        ({"operand": "bfloat16", "row_scaled": True}, "row_scaled"),
+        ({"grouping": "k_grouped", "bias_dtype": "float32"}, "bias"),
+        ({"transpose_b": True}, "transpose_b"),
+        ({"grouping": "k_grouped", "tile": TileShape(128, 32, swap_ab=True)}, "swap_ab"),
+    ],
+)
+def test_meaningless_configurations_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GemmConfig(**{"operand": "nvfp4", **fields})
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"n": 4100}, "N must be"),
+        ({"k": 7176}, "K must be"),
+        ({"k": 0}, "K must be"),
+        ({"rows": 0}, "one row"),
+        ({"groups": 0}, "one group"),
+        ({"out_dtype": "float32"}, "compiled for"),
+        ({"groups": 2**29, "n": 2**16}, "tiles"),
+    ],
+)
+def test_can_implement_says_why_not(fields: dict, reason: str) -> None:
+    config = GemmConfig("nvfp4")
+    assert config.can_implement(PROBLEM)
+    support = config.can_implement(dataclasses.replace(PROBLEM, **fields))
+    assert not support and reason in support.reason
+
+
+def test_can_implement_bounds_ragged_k() -> None:
+    config = GemmConfig("bfloat16", grouping="k_grouped", out_dtype="float32")
+    problem = GemmProblem("bfloat16", "k_grouped", "float32", groups=2, rows=2**30, n=64, m=64)
+    assert config.can_implement(problem)
+    for fields in ({"rows": 2**30 + 1}, {"m": 60}):
+        assert not config.can_implement(dataclasses.replace(problem, **fields))
+
+
+@pytest.mark.parametrize(
+    "rows_each, tile",
+    [
+        (1, TileShape(128, 32, swap_ab=True)),
+        (32, TileShape(128, 32, swap_ab=True)),
+        (64, TileShape(128, 64, swap_ab=True)),
+        (128, TileShape(128, 128)),
+        (4096, TileShape(256, 256, 2)),
+    ],
+)
+def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: TileShape) -> None:
+    problem = dataclasses.replace(PROBLEM, rows=rows_each * PROBLEM.groups)
+    chosen = choose_config(GemmConfig("nvfp4"), problem, NUM_SMS)
+    assert chosen.tile == tile
+    others = (dataclasses.replace(chosen, tile=other) for other in TILE_SHAPES)
+    costs = [estimated_cycles(config, problem, NUM_SMS) for config in others]
+    assert estimated_cycles(chosen, problem, NUM_SMS) == min(costs)
+
+
+def test_a_tile_can_be_forced_and_is_checked() -> None:
+    base = GemmConfig("nvfp4")
+    for tile in TILE_SHAPES:
+        assert choose_config(base, PROBLEM, NUM_SMS, tile).tile == tile
+    with pytest.raises(ValueError, match="K must be"):
+        choose_config(base, dataclasses.replace(PROBLEM, k=8), NUM_SMS)
+    with pytest.raises(ValueError, match="2 CTAs need"):
+        choose_config(base, PROBLEM, 1, TileShape(256, 256, 2))
+    assert choose_config(base, PROBLEM, 1).tile.num_ctas == 1

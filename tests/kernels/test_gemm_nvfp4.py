@@ -1,0 +1,211 @@
+"""The grouped NVFP4 GEMM of sm_100a, bit for bit against the tensor-core reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cute_kernels import emulator
+from cute_kernels.gemm.config import GemmConfig, TileShape
+from tests.kernels.gemm_support import (
+    Product,
+    assert_same_bits,
+    k_grouped,
+    m_grouped,
+)
+
+FPROP = GemmConfig("nvfp4", row_scaled=True)
+FPROP_ALL = GemmConfig(
+    "nvfp4", out_dtype="float16", bias_dtype="float32", has_alpha=True, accumulate=True
+)
+FPROP_FP32 = GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16")
+WGRAD = GemmConfig("nvfp4", grouping="k_grouped", out_dtype="float32")
+WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True)
+
+#: One product for each of the other tiles, with the options spread over them.
+TILED = {
+    "128x64": dataclasses.replace(FPROP_FP32, tile=TileShape(128, 64)),
+    "256x128": dataclasses.replace(WGRAD_ADD, tile=TileShape(256, 128, 2)),
+    "256x256": dataclasses.replace(FPROP, tile=TileShape(256, 256, 2)),
+    "256x256 fp32": dataclasses.replace(WGRAD, tile=TileShape(256, 256, 2)),
+    "swapped 128x128": dataclasses.replace(
+        FPROP, out_dtype="float16", tile=TileShape(128, 128, swap_ab=True)
+    ),
+    "swapped 128x64": dataclasses.replace(FPROP, tile=TileShape(128, 64, swap_ab=True)),
+    "swapped 128x32": dataclasses.replace(
+        FPROP_ALL, out_dtype="float32", tile=TileShape(128, 32, swap_ab=True)
+    ),
+}
+
+#: (rows of each group, N, K, rows of the tail).
+SHAPES = {
+    "one row": ([1], 8, 32, 0),
+    "whole tiles": ([128, 256], 128, 256, 0),
+    "tails": ([100, 0, 128, 5, 200], 136, 320, 11),
+    "empty first and last": ([0, 0, 60, 0], 24, 64, 70),
+    "padded pitch, part of an instruction": ([3, 130], 40, 48, 1),
+    "all empty": ([0, 0], 16, 32, 40),
+    "long K": ([130, 7], 72, 1056, 0),
+}
+#: (rows of each group, columns of A, columns of B, rows of the tail).
+WGRAD_SHAPES = {
+    "one row": ([1], 8, 8, 0),
+    "whole tiles": ([256, 512], 128, 128, 0),
+    "tails": ([100, 0, 128, 5, 200, 300], 136, 200, 11),
+    "all empty": ([0, 0], 8, 16, 3),
+}
+MODES = [{"mode": "chaos", "seed": seed} for seed in range(5)] + [{"races": True}]
+MODE_IDS = [f"chaos {seed}" for seed in range(5)] + ["races"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "config", [FPROP, FPROP_ALL, FPROP_FP32], ids=["row-scaled", "all", "fp32"]
+)
+def test_fprop(config: GemmConfig, shape: str) -> None:
+    sizes, n, k, tail = SHAPES[shape]
+    product = m_grouped(config, sizes, n, k, tail=tail)
+    assert_same_bits(product.run(), product.expected())
+
+
+@pytest.mark.parametrize("k", [32, 144, 320])
+def test_dgrad_reads_a_columnwise_copy(k: int) -> None:
+    product = m_grouped(FPROP, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
+    assert_same_bits(product.run(), product.expected())
+
+
+@pytest.mark.parametrize("shape", WGRAD_SHAPES)
+@pytest.mark.parametrize("config", [WGRAD, WGRAD_ADD], ids=["overwrite", "accumulate"])
+def test_wgrad(config: GemmConfig, shape: str) -> None:
+    sizes, m, n, tail = WGRAD_SHAPES[shape]
+    product = k_grouped(config, sizes, m, n, tail=tail)
+    assert_same_bits(product.run(), product.expected())
+
+
+def tiled_products(name: str) -> list[tuple[Product, int]]:
+    """Products of a tile, and how many CTAs to run them on: enough tiles to fill rings twice."""
+    config = TILED[name]
+    num_sms = config.tile.num_ctas
+    if config.grouping == "k_grouped":
+        return [(k_grouped(config, [100, 0, 5, 700], 136, 264, tail=1), num_sms)]
+    return [
+        (m_grouped(config, [100, 0, 5, 290], 264, 288, tail=11), num_sms),
+        (m_grouped(config, [1, 32, 33], 72, 48, columnwise_b=True), 2 * num_sms),
+    ]
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_every_tile(name: str) -> None:
+    for product, num_sms in tiled_products(name):
+        assert_same_bits(product.run(num_sms), product.expected())
+
+
+def test_wgrad_of_an_empty_group_is_zero_or_untouched() -> None:
+    zeros = k_grouped(WGRAD, [4, 0], 8, 16).run()[1]
+    assert torch.equal(zeros, torch.zeros(8, 16)) and not zeros.signbit().any()
+    product = k_grouped(WGRAD_ADD, [4, 0], 8, 16)
+    product.before[1, 0, 0] = float("nan")
+    assert_same_bits(product.run()[1], product.before[1])
+
+
+def test_more_groups_than_threads_can_count() -> None:
+    sizes = [0] * 1100
+    for group, rows in ((0, 1), (31, 2), (32, 130), (500, 3), (1099, 4)):
+        sizes[group] = rows
+    product = m_grouped(FPROP, sizes, 8, 32)
+    assert_same_bits(product.run(), product.expected())
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 7])
+def test_bits_do_not_depend_on_the_grid(num_sms: int) -> None:
+    for product in (
+        m_grouped(FPROP, [100, 0, 128, 5, 200], 136, 64, tail=11),
+        k_grouped(WGRAD, [100, 0, 128, 5], 136, 136),
+    ):
+        assert_same_bits(product.run(num_sms), product.expected())
+
+
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
+    # One or two CTAs, so that every ring of stages is gone through more than once.
+    for product, num_sms in (
+        (m_grouped(FPROP, [70, 0, 5], 264, 288, tail=11), 1),
+        (m_grouped(FPROP_ALL, [1, 140], 136, 32, tail=1), 2),
+        (k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
+        tiled_products("256x256")[0],
+        tiled_products("swapped 128x32")[1],
+    ):
+        want = product.expected()
+        with emulator.options(**mode):
+            assert_same_bits(product.run(num_sms), want)
+
+
+def test_grouped_equals_each_group_alone() -> None:
+    sizes = [100, 0, 37, 130]
+    product = m_grouped(FPROP_FP32, sizes, 40, 192)
+    got, start = product.run(), 0
+    for group, rows in enumerate(sizes):
+        if rows == 0:
+            continue
+        slot = start // 128 + group
+        part, one = slice(start, start + rows), slice(group, group + 1)
+        a = dataclasses.replace(
+            product.a,
+            codes=product.a.codes[part].clone(),
+            scales=product.a.scales[slot : slot + rows // 128 + 1].clone(),
+            amax=product.a.amax[part].clone(),
+        )
+        b = dataclasses.replace(
+            product.b,
+            codes=product.b.codes[one],
+            scales=product.b.scales[one],
+            amax=product.b.amax[one],
+        )
+        alone = Product(
+            FPROP_FP32,
+            a,
+            b,
+            torch.tensor([rows], dtype=torch.int32),
+            rows,
+            product.before[part],
+            bias=product.bias[one],
+        )
+        assert_same_bits(got[part], alone.run())
+        start += rows
+
+
+@pytest.mark.parametrize("config", [FPROP, FPROP_ALL], ids=["overwrite", "accumulate"])
+def test_only_rows_of_groups_are_touched(config: GemmConfig) -> None:
+    product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
+    want = product.expected()
+    memory = product.before.view(torch.int16).numpy().copy()
+    out = torch.from_numpy(memory).view(product.before.dtype)
+    tensors = [t for x in (product.a, product.b) for t in (x.codes, x.scales, x.amax)]
+    tensors += [t for t in (product.offs, product.bias, product.alpha) if t is not None]
+    try:
+        emulator.watch(*tensors, torch.from_numpy(memory[:105]))
+        product.run_into(out)
+        assert_same_bits(out, want)
+        emulator.unwatch()
+        emulator.watch(*tensors, torch.from_numpy(memory[:104]))
+        with pytest.raises(emulator.EmulatorError):
+            product.run_into(out)
+    finally:
+        emulator.unwatch()
+
+
+def test_end_rows_past_the_buffer_are_clamped() -> None:
+    product = m_grouped(FPROP, [10, 20], 16, 32)
+    product.offs = torch.tensor([10, 2**31 - 1], dtype=torch.int32)
+    assert_same_bits(product.run(), product.expected())
+
+
+def test_infinite_and_nan_factors_stay_in_their_rows() -> None:
+    product = m_grouped(FPROP, [40, 9], 16, 32)
+    product.a.amax[3], product.a.amax[41] = float("inf"), float("nan")
+    got, want = product.run(), product.expected()
+    clean = [row for row in range(49) if row not in (3, 41)]
+    assert_same_bits(got[clean], want[clean])
+    assert got[41].isnan().all() and not got[3].isfinite().any()

@@ -1,0 +1,47 @@
+"""The grouped GEMM of sm_100a with bf16 and fp16 operands: the same kernel, other operand kinds."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_kernels import emulator
+from cute_kernels.gemm.config import GemmConfig
+from tests.kernels.gemm_support import Product, assert_same_bits, k_grouped, m_grouped
+
+FPROP = GemmConfig("bfloat16", bias_dtype="bfloat16")
+DGRAD = GemmConfig("float16", out_dtype="float16", transpose_b=True, has_alpha=True)
+WGRAD = GemmConfig("bfloat16", grouping="k_grouped", out_dtype="float32", accumulate=True)
+
+#: (rows of each group, N, K, rows of the tail).
+SHAPES = {
+    "one row": ([1], 8, 8, 0),
+    "whole tiles": ([128, 256], 128, 128, 0),
+    "tails": ([100, 0, 128, 5, 200], 136, 200, 11),
+}
+MODES = [{"mode": "chaos", "seed": seed} for seed in range(5)] + [{"races": True}]
+MODE_IDS = [f"chaos {seed}" for seed in range(5)] + ["races"]
+
+
+def product_of(config: GemmConfig, shape: str) -> Product:
+    sizes, n, k, tail = SHAPES[shape]
+    if config.grouping == "k_grouped":
+        return k_grouped(config, sizes, k, n, tail=tail)
+    return m_grouped(config, sizes, n, k, tail=tail)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("config", [FPROP, DGRAD, WGRAD], ids=["fprop", "dgrad", "wgrad"])
+def test_plain_operands(config: GemmConfig, shape: str) -> None:
+    product = product_of(config, shape)
+    assert_same_bits(product.run(), product.expected())
+
+
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
+    for product in (
+        m_grouped(FPROP, [70, 0, 5], 136, 456, tail=1),
+        k_grouped(WGRAD, [100, 0, 5, 400], 8, 136, tail=1),
+    ):
+        want = product.expected()
+        with emulator.options(**mode):
+            assert_same_bits(product.run(num_sms=1), want)

@@ -1,0 +1,477 @@
+"""``tensor_core_gemm`` gives the bits of the hardware.
+
+Three oracles: exact rational arithmetic, written from the rules (every kind); an H200's answers
+(sm_90a); the emulator (every kind).
+"""
+
+import dataclasses
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cute_kernels.reference import tensor_core
+from cute_kernels.reference.tensor_core import instruction_k, tensor_core_gemm, tensor_core_mma
+from tests.helpers import assert_same_bytes
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8
+E8M0 = torch.float8_e8m0fnu
+NAN = {F32: 0x7FFFFFFF, F16: 0x7FFF}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    arch: str
+    a: torch.dtype
+    b: torch.dtype
+    acc: torch.dtype
+    k: int
+    fraction_bits: int
+    accumulator_bits: int = 23
+    scale: torch.dtype | None = None
+    block: int = 0
+
+    def __str__(self):
+        names = [str(d).removeprefix("torch.") for d in (self.a, self.b, self.acc, self.scale) if d]
+        return "-".join([self.arch, *names])
+
+
+PLAIN = [(F16, F16, F32), (F16, F16, F16), (BF16, BF16, F32), (F32, F32, F32)]
+FP8 = [(E4M3, E4M3, F32), (E5M2, E4M3, F32), (E5M2, E5M2, F32), (E4M3, E4M3, F16)]
+KINDS = [
+    *(Kind(arch, *t, 32 // t[0].itemsize, 25) for arch in ("sm_90a", "sm_100a") for t in PLAIN),
+    *(Kind("sm_90a", *t, 32, 13, accumulator_bits=13) for t in FP8),
+    *(Kind("sm_100a", *t, 32, 25) for t in FP8),
+    *(Kind("sm_100a", *t, 32, 25, scale=E8M0, block=32) for t in FP8[:3]),
+    Kind("sm_100a", E2M1, E2M1, F32, 64, 35, scale=E8M0, block=32),
+    Kind("sm_100a", E2M1, E2M1, F32, 64, 35, scale=E4M3, block=16),
+]
+SORTS = ("near", "wide", "tiny", "underflow", "cancelling", "zeros", "zero_times_huge", "special")
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
+every_sort = pytest.mark.parametrize("sort", SORTS)
+
+# ------------------------------------------------------------------------------------- inputs
+#: Mantissa bits and exponent bias.
+LAYOUT = {F16: (10, 15), BF16: (7, 127), F32: (23, 127), E4M3: (3, 7), E5M2: (2, 15), E2M1: (1, 1)}
+
+
+def width(dtype):
+    return 4 if dtype == E2M1 else 8 * dtype.itemsize
+
+
+def random_bits(dtype, rows, cols, sort):
+    """Bit patterns of one sort, int64; finite unless "special"."""
+    mantissa_bits, bias = LAYOUT[dtype]
+    sign = 1 << width(dtype) - 1
+    top = (sign >> mantissa_bits) - 1  # the exponent of Inf and NaN
+    shape = (rows, cols)
+    low, high = {
+        "wide": (0, top),
+        "tiny": (0, 3),
+        "underflow": (max(0, bias - 77), max(1, bias - 72)),
+    }.get(sort, (max(0, bias - 3), bias + 3))
+    bits = torch.randint(low, high, shape) << mantissa_bits
+    bits |= torch.randint(0, 1 << mantissa_bits, shape)
+    if sort == "zeros":
+        bits[torch.rand(shape) < 0.7] = 0
+    if sort == "special":
+        chosen = torch.rand(shape) < 0.03
+        bits[chosen] |= top << mantissa_bits
+        bits[chosen & (torch.rand(shape) < 0.6)] &= top << mantissa_bits
+    return bits | torch.randint(0, 2, shape) * sign
+
+
+def from_bits(bits, dtype):
+    if dtype == E2M1:
+        return (bits[:, ::2] | bits[:, 1::2] << 4).to(torch.uint8)
+    return (
+        bits.view(torch.uint8).unflatten(1, (-1, 8))[..., : dtype.itemsize].flatten(1).view(dtype)
+    )
+
+
+def random_scales(dtype, rows, blocks, sort):
+    low, high = {
+        ("wide", E8M0): (0, 255),
+        ("tiny", E8M0): (0, 40),
+        ("special", E8M0): (118, 256),
+        ("wide", E4M3): (0, 127),
+        ("tiny", E4M3): (0, 12),
+        ("special", E4M3): (100, 256),  # the sign bit means nothing
+    }.get((sort, dtype), (120, 135) if dtype == E8M0 else (40, 72))
+    codes = torch.randint(low, high, (rows, blocks), dtype=torch.uint8)
+    if sort == "zeros":
+        codes[torch.rand(codes.shape) < 0.3] = 0
+    return codes.view(dtype)
+
+
+def arguments(kind, m, n, k, sort):
+    """A, B and keyword arguments of ``tensor_core_gemm``."""
+    a, b = random_bits(kind.a, m, k, sort), random_bits(kind.b, n, k, sort)
+    if sort == "cancelling":  # neighbours are opposite, but for the last bit of a few
+        a[:, 1::2] = a[:, : k - 1 : 2] ^ (torch.rand(m, k // 2) < 0.3) ^ 1 << width(kind.a) - 1
+        b[:, 1::2] = b[:, : k - 1 : 2]
+    if sort == "zero_times_huge":
+        a, b = (random_bits(t, rows, k, "underflow") for t, rows in ((kind.a, m), (kind.b, n)))
+        a[:, ::5] &= 1 << width(kind.a) - 1
+        b[:, ::5] = random_bits(kind.b, n, len(range(0, k, 5)), "wide")
+    acc_sort = {"underflow": "tiny", "zero_times_huge": "underflow"}.get(sort, sort)
+    options = {"acc": from_bits(random_bits(kind.acc, m, n, acc_sort), kind.acc)}
+    if kind.scale is not None:
+        blocks = -(-k // kind.block)
+        options["a_scales"] = random_scales(kind.scale, m, blocks, sort)
+        options["b_scales"] = random_scales(kind.scale, n, blocks, sort)
+    return from_bits(a, kind.a), from_bits(b, kind.b), options
+
+
+# ------------------------------------------------------------------------- the rational oracle
+LOWEST = {F16: -14, E5M2: -14, E4M3: -6, E2M1: 0, BF16: -126, F32: -126}
+
+
+def floor_log2(v):
+    v = abs(v)
+    e = v.numerator.bit_length() - v.denominator.bit_length()
+    return e if v >= Fraction(2) ** e else e - 1
+
+
+def values(x):
+    """Rows of Python floats."""
+    if x.dtype == E2M1:
+        magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+        nibbles = [[code >> s & 15 for code in row for s in (0, 4)] for row in x.tolist()]
+        return [[math.copysign(magnitudes[c & 7], 7.5 - c) for c in row] for row in nibbles]
+    return x.double().tolist()
+
+
+def tf32(x):
+    """fp32 values without the bits that tf32 has not."""
+    return torch.from_numpy((x.numpy().view(np.uint32) & 0xFFFFE000).view(np.float32))
+
+
+def scale_values(x):
+    """Rows of floats, powers of two for E8M0."""
+    if x.dtype == E8M0:
+        codes = x.view(torch.uint8).tolist()
+        return [[math.nan if c == 255 else 2.0 ** (c - 127) for c in row] for row in codes]
+    return (x.view(torch.uint8) & 0x7F).view(E4M3).double().tolist()
+
+
+class Oracle:
+    """One result of one kind, by rational arithmetic."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def exponent(self, v, dtype):
+        """Of a finite value; None if it has none."""
+        if v == 0:
+            return None if self.kind.arch == "sm_90a" else -126
+        return max(floor_log2(Fraction(v)), LOWEST[dtype])
+
+    def product(self, x, y, sx, sy):
+        kind = self.kind
+        exponents = [self.exponent(x, kind.a), self.exponent(y, kind.b)]
+        if None in exponents:
+            return Fraction(0), None
+        value, exponent = Fraction(x) * Fraction(y), sum(exponents)
+        if kind.scale is not None:
+            value *= Fraction(sx) * Fraction(sy)
+            exponent += floor_log2(Fraction(sx)) + floor_log2(Fraction(sy))
+        return value, exponent
+
+    def sixteen(self, x, y, sx, sy):
+        """The term of sixteen FP4 products."""
+        scale = [Fraction(s) for s in (sx, sy)]
+        value = sum(Fraction(p) * Fraction(q) for p, q in zip(x, y, strict=True))
+        exponents = [-126 if s == 0 else max(floor_log2(s), -6) for s in scale]
+        if self.kind.scale == E8M0:
+            exponents = [floor_log2(s) for s in scale]
+        return value * scale[0] * scale[1], sum(exponents)
+
+    def terms(self, x, y, sx, sy):
+        """(value, exponent) of one instruction's terms."""
+        each = 16 if self.kind.a == E2M1 else 1
+        for i in range(0, len(x), each):
+            scales = [s[i // self.kind.block] if s else 1.0 for s in (sx, sy)]
+            if each == 16:
+                yield self.sixteen(x[i : i + each], y[i : i + each], *scales)
+            else:
+                yield self.product(x[i], y[i], *scales)
+
+    def step(self, c, x, y, sx, sy):
+        """One instruction: the float that it leaves in the accumulator."""
+        kind = self.kind
+        if not all(map(math.isfinite, (c, *x, *y, *sx, *sy))):
+            return c + sum((p * q for p, q in zip(x, y, strict=True)), 0.0 * sum(sx + sy))
+        terms = [(Fraction(c), self.exponent(c, kind.acc)), *self.terms(x, y, sx, sy)]
+        top = max([-133, *(e for _, e in terms if e is not None)])
+        unit = Fraction(2) ** (top - kind.fraction_bits)
+        return self.round(sum(math.trunc(v / unit) for v, _ in terms) * unit)
+
+    def round(self, total):
+        if total == 0:
+            return 0.0
+        half = self.kind.acc == F16
+        exponent = max(floor_log2(total), -14 if half else -126)
+        ulp = Fraction(2) ** (exponent - (10 if half else self.kind.accumulator_bits))
+        rounded = (round(total / ulp) if half else math.trunc(total / ulp)) * ulp
+        if abs(rounded) >= (65520 if half else 2**128):
+            return math.copysign(math.inf, total)
+        if rounded == 0 and total < 0:
+            return 0.0 if self.kind.arch == "sm_90a" else -0.0
+        return float(rounded)
+
+    def gemm(self, a, b, acc, a_scales=None, b_scales=None):
+        kind, k = self.kind, self.kind.k
+        if kind.a == F32:
+            a, b = tf32(a), tf32(b)
+        rows, cols = values(a), values(b)
+        row_scales = [[]] * len(a) if a_scales is None else scale_values(a_scales)
+        col_scales = [[]] * len(b) if b_scales is None else scale_values(b_scales)
+        out = torch.empty(len(rows), len(cols), dtype=torch.float64)
+        for i, (x, sx) in enumerate(zip(rows, row_scales, strict=True)):
+            for j, (y, sy) in enumerate(zip(cols, col_scales, strict=True)):
+                c = acc[i, j].double().item()
+                for s in range(0, len(x), k):
+                    part = slice(s // kind.block, (s + k) // kind.block) if kind.block else slice(0)
+                    c = self.step(c, x[s : s + k], y[s : s + k], sx[part], sy[part])
+                out[i, j] = c
+        result = out.to(kind.acc)  # exact
+        bits = result.view(torch.int16 if kind.acc == F16 else torch.int32)
+        bits[out.isnan()] = NAN[kind.acc]
+        return result
+
+
+@every_sort
+@every_kind
+def test_equals_rational_arithmetic(kind, sort):
+    # Two instructions and a tail.
+    a, b, options = arguments(kind, 5, 4, 2 * kind.k + 16, sort)
+    assert_same_bytes(
+        tensor_core_gemm(kind.arch, a, b, **options), Oracle(kind).gemm(a, b, **options)
+    )
+
+
+# --------------------------------------------------------------------------- silicon, emulator
+#: By kind and sort of input: rows of A (8, K), of B (8, K), the accumulator (8, 8) and what an H200
+#: made of them, byte for byte. K is four instructions.
+H200 = np.load(Path(__file__).parent / "h200_wgmma.npz")
+
+
+@pytest.mark.parametrize("case", H200.files)
+def test_equals_an_h200(case):
+    a_type, b_type, acc_type, _ = case.split("-")
+    operands, acc_type = [getattr(torch, t) for t in (a_type, b_type)], getattr(torch, acc_type)
+    size = 64 * acc_type.itemsize
+    parts = torch.from_numpy(H200[case]).split([1024, 1024, size, size])
+    a, b = (p.clone().view(t).view(8, -1) for p, t in zip(parts, operands, strict=False))
+    acc, want = (p.clone().view(acc_type).view(8, 8) for p in parts[2:])
+    assert_same_bytes(tensor_core_gemm("sm_90a", a, b, acc=acc), want)
+
+
+def emulated(kind, a, b, options):
+    from tests.reference import tensor_core_kernels
+
+    run = {"sm_90a": tensor_core_kernels.wgmma, "sm_100a": tensor_core_kernels.tcgen05}[kind.arch]
+    return run(a, b, **options)
+
+
+@every_sort
+@every_kind
+def test_equals_the_emulator(kind, sort):
+    rows, cols = (64, 8) if kind.arch == "sm_90a" else (128, 16)
+    a, b, options = arguments(kind, rows, cols, 3 * kind.k, sort)
+    got, want = tensor_core_gemm(kind.arch, a, b, **options), emulated(kind, a, b, options)
+    assert_same_bytes(got, want)
+
+
+# ------------------------------------------------------------------------------ by hand, errors
+def one(arch, a, b, acc=0.0, dtype=F16, acc_dtype=F32):
+    """The single result for rows ``a`` and ``b``."""
+    rows = (torch.tensor([x]).to(dtype) for x in (a, b))
+    return tensor_core_gemm(arch, *rows, acc=torch.tensor([[acc]], dtype=acc_dtype)).item()
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_small_terms_are_cut_off_toward_zero(arch):
+    # Beside 2^12 a product keeps its bits down to 2^-13, so 2^-14 goes, however many there are.
+    big, small = [64.0], [2.0**-7] * 15
+    for sign in (1, -1):
+        assert one(arch, big + [sign * x for x in small], big + small) == 2.0**12
+    # 15 * 2^-13 is kept until the sum is truncated to 23 fraction bits.
+    twice = [2.0**-6] * 15
+    assert one(arch, big + twice, big + small) == 2.0**12 + 3 * 2.0**-11
+    assert one(arch, big + [-x for x in twice], big + small) == 2.0**12 - 8 * 2.0**-12
+
+
+def test_order_of_instructions_decides():
+    # 1 + 2^-24 + 2^-24 loses both small terms, 2^-24 + 2^-24 + 1 loses none.
+    x, ones = torch.zeros(1, 48, dtype=F16), torch.ones(1, 48, dtype=F16)
+    x[0, [0, 16, 32]] = torch.tensor([1.0, 2.0**-24, 2.0**-24], dtype=F16)
+    assert tensor_core_gemm("sm_90a", x, ones).item() == 1.0
+    assert tensor_core_gemm("sm_90a", x.flip(1), ones).item() == 1.0 + 2.0**-23
+
+
+def test_fp8_of_hopper_keeps_13_bits():
+    a = [1.0] + [0.0] * 30 + [2.0**-7]
+    b = [1.0] + [0.0] * 30 + [2.0**-7]
+    assert one("sm_90a", a, b, dtype=E4M3) == 1.0
+    assert one("sm_100a", a, b, dtype=E4M3) == 1.0 + 2.0**-14
+    assert one("sm_90a", [0.0], [0.0], acc=1.0 + 2.0**-14, dtype=E4M3) == 1.0
+
+
+def test_fp4_adds_sixteen_products_first():
+    def result(first_scale, count):
+        """``count`` products of 2^-20 in the second block; the first holds zeros."""
+        codes = torch.zeros(1, 32, dtype=torch.int64)
+        codes[0, 16 : 16 + count] = 1
+        scales = torch.tensor([[first_scale, 2.0**-9]]).to(E4M3)
+        operand = from_bits(codes, E2M1)
+        return tensor_core_gemm("sm_100a", operand, operand, a_scales=scales, b_scales=scales)
+
+    # The scales of the zeros, 2^8 * 2^8, decide what is cut off: below 2^(16 - 35).
+    assert result(2.0**8, 1).item() == 0
+    assert result(2.0**8, 16).item() == 2.0**-16
+    assert result(2.0**7, 1).item() == 2.0**-20
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("acc", [F32, F16])
+def test_nan_has_one_pattern(arch, acc):
+    inf, nan = math.inf, math.nan
+    rows = torch.tensor([[nan, 0.0], [inf, 0.0], [inf, inf], [inf, -inf]], dtype=F16)
+    out = tensor_core_gemm(
+        arch, rows, torch.tensor([[1.0, 1.0], [0.0, 1.0]], dtype=F16), acc_dtype=acc
+    )
+    bits = out.view(torch.int32 if acc == F32 else torch.int16)
+    assert (bits == NAN[acc]).tolist() == [[True, True], [False, True], [False, True], [True, True]]
+    assert out[1:3, 0].tolist() == [inf, inf]
+
+
+def with_zeros(x, cols):
+    """``x`` with zero bytes to its right, up to ``cols`` columns."""
+    codes = x.view(torch.uint8)
+    missing = cols * x.itemsize - codes.shape[1]
+    return torch.nn.functional.pad(codes, (0, missing)).view(x.dtype)
+
+
+@every_kind
+def test_k_is_filled_up_with_zeros(kind):
+    a, b, options = arguments(kind, 3, 2, kind.k + kind.k // 2, "near")
+    wide = [with_zeros(x, 2 * kind.k * width(kind.a) // (8 * x.itemsize)) for x in (a, b)]
+    filled = {
+        name: x if name == "acc" else with_zeros(x, 2 * kind.k // kind.block)
+        for name, x in options.items()
+    }
+    want = tensor_core_gemm(kind.arch, *wide, **filled)
+    assert_same_bytes(tensor_core_gemm(kind.arch, a, b, **options), want)
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_bits_do_not_depend_on_the_cut(data):
+    kind = data.draw(st.sampled_from(KINDS))
+    sort = data.draw(st.sampled_from(SORTS))
+    torch.manual_seed(data.draw(st.integers(0, 2**32)))
+    m, n = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    i, j = data.draw(st.integers(0, m - 1)), data.draw(st.integers(0, n - 1))
+    steps = data.draw(st.integers(1, 4))
+    a, b, options = arguments(kind, m, n, steps * kind.k, sort)
+    whole = tensor_core_gemm(kind.arch, a, b, **options)
+
+    # Fewer rows and columns.
+    part = {
+        name: (x[i:, j:] if name == "acc" else x[i:] if name[0] == "a" else x[j:])
+        for name, x in options.items()
+    }
+    assert_same_bytes(tensor_core_gemm(kind.arch, a[i:], b[j:], **part), whole[i:, j:])
+
+    # Other tiles inside.
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in (("_TILE_M", 4), ("_TILE_N", 3), ("_TILE_K", 64)):
+            patch.setattr(tensor_core, name, size)
+        assert_same_bytes(tensor_core_gemm(kind.arch, a, b, **options), whole)
+
+    # Instruction by instruction.
+    acc = options["acc"]
+    for s in range(steps):
+        pieces = [x.chunk(steps, dim=1)[s] for x in (a, b)]
+        scales = {name: x.chunk(steps, dim=1)[s] for name, x in options.items() if name != "acc"}
+        acc = tensor_core_mma(kind.arch, *pieces, acc, **scales)
+    assert_same_bytes(acc, whole)
+
+
+def test_arguments_are_left_alone():
+    acc = torch.zeros(2, 2)
+    a = torch.randn(2, 16, dtype=F16)
+    tensor_core_gemm("sm_90a", a, a, acc=acc)
+    assert not acc.any()
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 16), (3, 0, 16), (3, 2, 0)])
+def test_empty(m, n, k):
+    acc = torch.randn(m, n)
+    got = tensor_core_gemm(
+        "sm_100a", torch.zeros(m, k, dtype=F16), torch.zeros(n, k, dtype=F16), acc=acc
+    )
+    assert_same_bytes(got, acc)
+
+
+def zeros(rows, cols, dtype):
+    return torch.zeros(rows, cols, dtype=torch.uint8).view(dtype)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("sm_80", F16, F16), {}, "arch must be one of sm_90a, sm_100a, got 'sm_80'"),
+        (("sm_90a", F16, BF16), {}, "one dtype"),
+        (("sm_90a", torch.float64, torch.float64), {}, "multiplies no torch.float64"),
+        (("sm_90a", E4M3, E4M3), {"a_scales": E8M0, "b_scales": E8M0}, "with block scales"),
+        (("sm_90a", E2M1, E2M1), {"a_scales": E4M3, "b_scales": E4M3}, "sm_90a multiplies no"),
+        (("sm_100a", E2M1, E2M1), {}, "without block scales"),
+        (("sm_100a", E2M1, E2M1), {"a_scales": E4M3}, "both be None"),
+        (("sm_100a", E2M1, E2M1), {"a_scales": E4M3, "b_scales": E8M0}, "of one dtype"),
+        (
+            ("sm_100a", E4M3, E4M3),
+            {"a_scales": E4M3, "b_scales": E4M3},
+            "a_scales must be torch.float8_e8m0fnu",
+        ),
+        (("sm_100a", BF16, BF16), {"acc_dtype": F16}, "no torch.float16 accumulator"),
+        (("sm_100a", F16, F16), {"acc_dtype": BF16}, "no torch.bfloat16 accumulator"),
+        (("sm_100a", F16, F16), {"acc": torch.zeros(2, 2)}, r"shape \(2, 3\), got \(2, 2\)"),
+    ],
+)
+def test_errors(arguments, options, message):
+    arch, *dtypes = arguments
+    operands = [
+        torch.zeros(r, 64 * t.itemsize, dtype=torch.uint8).view(t)
+        for r, t in zip((2, 3), dtypes, strict=True)
+    ]
+    blocks = {E8M0: 4 if E2M1 in dtypes else 2, E4M3: 8}
+    rows = {"a_scales": 2, "b_scales": 3}
+    options = {k: zeros(rows[k], blocks[v], v) if k in rows else v for k, v in options.items()}
+    with pytest.raises(ValueError, match=message):
+        tensor_core_gemm(arch, *operands, **options)
+
+
+def test_shape_errors():
+    x = torch.zeros(2, 32, dtype=F16)
+    with pytest.raises(ValueError, match="one K, got 32 and 16"):
+        tensor_core_gemm("sm_90a", x, x[:, :16])
+    with pytest.raises(ValueError, match="K must be 16, that of one instruction, got 32"):
+        tensor_core_mma("sm_90a", x, x, torch.zeros(2, 2))
+    codes = torch.zeros(2, 32, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"a_scales must have shape \(2, 4\), got \(2, 3\)"):
+        scales = {"a_scales": zeros(2, 3, E4M3), "b_scales": zeros(2, 4, E4M3)}
+        tensor_core_gemm("sm_100a", codes, codes, **scales)
+
+
+def test_instruction_k():
+    for kind in KINDS:
+        assert instruction_k(kind.arch, kind.a) == kind.k
