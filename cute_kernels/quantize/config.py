@@ -19,6 +19,7 @@ Grouping = Literal["ragged", "uniform"]
 #: Bytes of one element, by the dtype names that configurations use.
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _BLOCK = NVFP4.sf_vec_size
+Arch = Literal["sm_90a", "sm_100a"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +56,14 @@ class RowScaledConfig:
         grouping: how the rows fall into groups.
         warps_per_row: warps of a team: 1, 2, 4, 8 or 16.
         num_stages: rows of each team that are in flight.
+        arch: whose instructions it uses.
     """
 
     dtype: str
     grouping: Grouping = "ragged"
     warps_per_row: int = 4
     num_stages: int = 3
+    arch: Arch = "sm_100a"
 
     #: Warps that convert; one more loads.
     num_compute_warps = 16
@@ -78,10 +81,10 @@ class RowScaledConfig:
         return self.warps_per_row * self.bytes_per_warp // DTYPE_BYTES[self.dtype]
 
     @classmethod
-    def choose(cls, problem: QuantizeProblem) -> RowScaledConfig:
+    def choose(cls, problem: QuantizeProblem, arch: Arch = "sm_100a") -> RowScaledConfig:
         """The configuration with the fewest warps a row that holds the row."""
         for warps in (1, 2, 4, 8, 16):
-            config = cls(problem.dtype, problem.grouping, warps)
+            config = cls(problem.dtype, problem.grouping, warps, arch=arch)
             if problem.cols <= config.max_cols:
                 break
         return config
@@ -122,6 +125,7 @@ class TileConfig:
         square_blocks: one scale for each 16x16 block, the same in both directions.
         compute_amax: the amaxes are results: a first kernel computes them, so the input is read
             twice, the second time from L2 where it fits.
+        arch: whose instructions it uses.
     """
 
     dtype: str
@@ -131,6 +135,7 @@ class TileConfig:
     row_scaled: bool = False
     square_blocks: bool = False
     compute_amax: bool = False
+    arch: Arch = "sm_100a"
 
     #: Warps that convert one 128x128 tile together.
     warps_per_team = 4
@@ -187,12 +192,14 @@ class AmaxConfig:
         grouping: how the rows fall into groups.
         per_row: write one amax a row.
         per_group: write one amax a group.
+        arch: whose instructions it uses.
     """
 
     dtype: str
     grouping: Grouping = "ragged"
     per_row: bool = False
     per_group: bool = True
+    arch: Arch = "sm_100a"
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
         """Whether the kernel takes ``problem``."""

@@ -22,6 +22,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
+from cute_kernels.device.encode import encode_column_blocks, encode_row_block
 from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.memory import (
     load_shared,
@@ -31,8 +32,6 @@ from cute_kernels.device.memory import (
 from cute_kernels.device.nvfp4 import (
     absmax_pairs,
     absmax_words,
-    encode_column,
-    encode_row,
     fmax,
     scale_pair,
     second_level,
@@ -103,6 +102,7 @@ class TileQuantizer(AmaxKernels):
     def __init__(self, config: TileConfig):
         self.config = config
         self.dtype = config.dtype
+        self.arch = config.arch
         self.element_bytes = DTYPE_BYTES[config.dtype]
         self.box_cols = _BOX_BYTES // self.element_bytes
         self.num_boxes = _TILE_COLS // self.box_cols
@@ -427,12 +427,16 @@ class TileQuantizer(AmaxKernels):
                         store_shared(at, [f32_as_bits(amaxes[0][0])])
                         store_shared(at + 4 * _COL_BLOCKS, [f32_as_bits(amaxes[1][0])])
                 if cutlass.const_expr(config.columnwise):
+                    factors = ([], [])
                     for c in cutlass.range_constexpr(self.cols_per_word):
                         bytes_, enc0, enc1 = scale_pair(amaxes[0][c], amaxes[1][c], s_dec, mult)
                         scales_of[c].append(bytes_)
-                        for words, enc in ((blocks[0], enc0), (blocks[1], enc1)):
-                            for part_ in (words[:8], words[8:]):
-                                codes_of[c].append(encode_column(part_, enc, self.dtype, c))
+                        factors[0].append(enc0)
+                        factors[1].append(enc1)
+                    for words, amax, enc in zip(blocks, amaxes, factors, strict=True):
+                        codes = encode_column_blocks(words, amax, enc, self.dtype, self.arch)
+                        for c in cutlass.range_constexpr(self.cols_per_word):
+                            codes_of[c] += codes[c]
             if cutlass.const_expr(config.columnwise):
                 store_shared(
                     scales_at + (half * _TILE_COLS + col) * 4,
@@ -452,9 +456,10 @@ class TileQuantizer(AmaxKernels):
     def column_amaxes(self, words: list[Uint32]) -> list[Float32]:
         """Amax of each of a lane's columns over a block of rows; of the 16x16 block if square."""
         if self.dtype == "float32":
-            amaxes = [absmax_words(words, self.dtype)]
+            amaxes = [absmax_words(words, self.dtype, self.arch)]
         else:
-            amaxes = list(split_absmax(absmax_pairs(words, self.dtype), self.dtype))
+            pair = absmax_pairs(words, self.dtype)
+            amaxes = list(split_absmax(pair, self.dtype, self.arch))
         if self.config.square_blocks:
             a = amaxes[0] if len(amaxes) == 1 else fmax(*amaxes)
             offset = 1
@@ -532,16 +537,14 @@ class TileQuantizer(AmaxKernels):
                     at = squares_at + (row // _BLOCK * _COL_BLOCKS + u * 4) * 4
                     a = [bits_as_f32(word) for word in load_shared(at, 4)]
                 else:
-                    a = [absmax_words(block, self.dtype) for block in blocks]
+                    a = [absmax_words(block, self.dtype, self.arch) for block in blocks]
                 low, enc0, enc1 = scale_pair(a[0], a[1], s_dec, mult)
                 high, enc2, enc3 = scale_pair(a[2], a[3], s_dec, mult)
                 scale_word = select(live, _pack_halves(low, high), Uint32(0))
                 store_global(scales_at + (col // 64) * SF_TILE_BYTES, [scale_word])
                 out = []
-                for block, enc in zip(blocks, (enc0, enc1, enc2, enc3), strict=True):
-                    split = per_block // 2
-                    out.append(encode_row(block[:split], enc, self.dtype))
-                    out.append(encode_row(block[split:], enc, self.dtype))
+                for block, amax, enc in zip(blocks, a, (enc0, enc1, enc2, enc3), strict=True):
+                    out += encode_row_block(block, amax, enc, self.dtype, self.arch)
                 if live:
                     self.store_codes(codes_at + col // 2, out, cols - col, pitch)
 

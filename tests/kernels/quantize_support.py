@@ -36,8 +36,10 @@ emulator.install(arch=ARCH)
 
 
 def compiled(config: Any) -> Any:
-    """The compiled kernel of a configuration."""
-    return compile_for_emulator(config, ARCH).run
+    """The compiled kernel of a configuration, for the architecture that it names."""
+    arch = getattr(config, "arch", ARCH)
+    emulator.install(arch=arch)
+    return compile_for_emulator(config, arch).run
 
 
 @dataclasses.dataclass
