@@ -1,6 +1,6 @@
 """Encoding blocks of sixteen elements to E2M1 codes, on each architecture.
 
-sm_100a has an instruction for it. sm_90a has none; there the codes come from the fp32 and FP8 units.
+sm_100a has an instruction for it. sm_90a has none; there codes come from the fp32 and FP8 units.
 With t = y * 2^-6, y = fl(x * enc), E2M1's steps are E4M3's on its two lowest binades, but rounding
 to E4M3 would round to three bits of mantissa where one is wanted. So t is first rounded to E2M1's
 grid by adding and subtracting M = m * 2^22, where m has the sign of t and the exponent that decides
@@ -10,8 +10,8 @@ the spacing (that of t, at least 2^-6):
 
 m is a bf16 number: it needs not be that of t exactly, for around a power of two either spacing
 rounds alike, and its 16 zero bits keep the additions in one binade and ties even. The last term is
-below half a step of E4M3; it only gives a zero its sign. The E4M3 byte is s 00 eem 00, the code with
-gaps; NaN's byte 0x7F is the code 7 of the format's rule.
+below half a step of E4M3; it only gives a zero its sign. The E4M3 byte is s 00 eem 00, the code
+with gaps; NaN's byte 0x7F is the code 7 of the format's rule.
 """
 
 from __future__ import annotations
@@ -183,7 +183,9 @@ def _any_to_e4m3(words: list[str], a: list[str], factors: list[str], dtype: str)
             cvt.f32.f16 lim1, half1;
             """
             elements = ["lim0", "lim1"]
-        for e, (element, factor) in enumerate(zip(elements, (factors[0], factors[last]))):
+        for e, (element, factor) in enumerate(
+            zip(elements, (factors[0], factors[last]), strict=False)
+        ):
             text += f"""
             mul.rn.f32 y, {element}, {factor};
             min.xorsign.abs.f32 y, y, 0f40C00000;
@@ -217,7 +219,9 @@ def _pack(result: str, elements: list[str]) -> str:
         mov.b32 {name}, {{{name}0, {name}1}};
         """
     # 0xE4 selects: a where c, else b.
-    return text + f"""
+    return (
+        text
+        + f"""
     shr.u32 a2, even, 2;
     shr.u32 a4, even, 4;
     shl.b32 b2, odd, 2;
@@ -225,3 +229,4 @@ def _pack(result: str, elements: list[str]) -> str:
     lop3.b32 hi, b2, odd, 0x70707070, 0xE4;
     lop3.b32 {result}, lo, hi, 0x0F0F0F0F, 0xE4;
     """
+    )

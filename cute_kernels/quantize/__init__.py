@@ -1,4 +1,4 @@
-"""Quantization kernels for sm_100a: configurations here, kernels in modules that need the DSL."""
+"""Quantization kernels: configurations here, kernels in modules that need the DSL."""
 
 from cute_kernels.quantize.config import (
     AmaxConfig,

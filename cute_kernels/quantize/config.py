@@ -19,7 +19,6 @@ Grouping = Literal["ragged", "uniform"]
 #: Bytes of one element, by the dtype names that configurations use.
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _BLOCK = NVFP4.sf_vec_size
-Arch = Literal["sm_90a", "sm_100a"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,7 @@ class RowScaledConfig:
     grouping: Grouping = "ragged"
     warps_per_row: int = 4
     num_stages: int = 3
-    arch: Arch = "sm_100a"
+    arch: str = "sm_100a"
 
     #: Warps that convert; one more loads.
     num_compute_warps = 16
@@ -81,7 +80,7 @@ class RowScaledConfig:
         return self.warps_per_row * self.bytes_per_warp // DTYPE_BYTES[self.dtype]
 
     @classmethod
-    def choose(cls, problem: QuantizeProblem, arch: Arch = "sm_100a") -> RowScaledConfig:
+    def choose(cls, problem: QuantizeProblem, arch: str = "sm_100a") -> RowScaledConfig:
         """The configuration with the fewest warps a row that holds the row."""
         for warps in (1, 2, 4, 8, 16):
             config = cls(problem.dtype, problem.grouping, warps, arch=arch)
@@ -135,7 +134,7 @@ class TileConfig:
     row_scaled: bool = False
     square_blocks: bool = False
     compute_amax: bool = False
-    arch: Arch = "sm_100a"
+    arch: str = "sm_100a"
 
     #: Warps that convert one 128x128 tile together.
     warps_per_team = 4
@@ -199,7 +198,7 @@ class AmaxConfig:
     grouping: Grouping = "ragged"
     per_row: bool = False
     per_group: bool = True
-    arch: Arch = "sm_100a"
+    arch: str = "sm_100a"
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
         """Whether the kernel takes ``problem``."""

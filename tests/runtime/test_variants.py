@@ -9,7 +9,7 @@ from cute_kernels.ops.quantize import ComputeOffsets, GroupedAmax, GroupedQuanti
 from cute_kernels.runtime import aot, architecture
 from cute_kernels.runtime.cache import CacheKey, cache_key
 
-SM100 = architecture("sm_100a")
+ARCHITECTURES = [architecture("sm_90a"), architecture("sm_100a")]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -18,7 +18,8 @@ class Recorder:
 
     num_sms = 1
 
-    def __init__(self):
+    def __init__(self, arch):
+        self.arch = arch
         self.specs = set()
 
     def kernel(self, spec):
@@ -42,10 +43,9 @@ def quantizations():
                 yield GroupedQuantizeNVFP4(x, offs, amax, row_scaled, block_2d, rowwise, columnwise)
 
 
-@pytest.fixture(scope="module")
-def used():
+def used(arch):
     """The kernels that any quantization op may ask for."""
-    recorder = Recorder()
+    recorder = Recorder(arch)
     ops = list(quantizations())
     ops += [GroupedAmax(x, offs) for x, offs in inputs()]
     ops += [
@@ -57,14 +57,16 @@ def used():
     return recorder.specs
 
 
-def test_every_kernel_in_use_is_listed_and_no_other(used):
-    listed = aot.declared_specs(SM100)
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+def test_every_kernel_in_use_is_listed_and_no_other(arch):
+    listed = aot.declared_specs(arch)
     assert len(listed) == len(set(listed))
     quantizers = {spec for spec in listed if type(spec).__module__.startswith("cute_kernels.quan")}
-    assert quantizers == used
+    assert quantizers == used(arch.name)
 
 
-def test_listed_kernels_have_keys_of_their_own():
-    keys = [cache_key(spec, SM100) for spec in aot.declared_specs(SM100)]
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+def test_listed_kernels_have_keys_of_their_own(arch):
+    keys = [cache_key(spec, arch) for spec in aot.declared_specs(arch)]
     assert all(isinstance(key, CacheKey) for key in keys)
     assert len({key.name for key in keys}) == len(keys)
