@@ -6,11 +6,15 @@ import functools
 
 import pytest
 import torch
+from torch import Tensor
 
 from cute_kernels import emulator
 from cute_kernels.quantize import AmaxConfig, RowScaledConfig, TileConfig
+from cute_kernels.reference.conversions import encode_e2m1, pack_codes
 from tests.kernels import test_amax as test_amax_module
-from tests.kernels.quantize_support import Problem, random_input, special_input
+from tests.kernels.quantize_support import Problem, compiled, random_input, special_input
+
+from tests.kernels.encode_kernel import EncodeConfig  # isort: skip
 from tests.kernels.test_quantize_nvfp4 import (
     DTYPES,
     RAGGED,
@@ -72,3 +76,39 @@ def test_amax(dtype: str) -> None:
     x = special_input(300, 80, DTYPES[dtype])
     problem = Problem(x, torch.tensor([0, 3, 3, 130, 130, 290], dtype=torch.int32))
     test_amax_module.check(AmaxConfig(dtype, per_row=True, arch="sm_90a"), problem)
+
+
+#: Where two codes meet, and past the largest.
+_MEETINGS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, 40.0)
+
+
+def near_ties(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Blocks (N, 16), and factors (N,) that take one element within two ulps of a tie."""
+    generator = torch.Generator().manual_seed(4)
+    mantissa = torch.arange(128) / 128 + 1
+    meeting, mantissa, ulps = torch.meshgrid(
+        torch.tensor(_MEETINGS), mantissa, torch.arange(-2.0, 3.0), indexing="ij"
+    )
+    factors = (meeting / mantissa).flatten()
+    factors = (factors.view(torch.int32) + ulps.flatten().int()).view(torch.float32)
+    count = len(factors)
+    blocks = torch.rand(count, 16, generator=generator) * 2 - 1
+    sign = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1
+    place = torch.randint(0, 16, (count,), generator=generator)
+    blocks[torch.arange(count), place] = mantissa.flatten() * sign
+    power = 10 if dtype == torch.float16 else 100
+    shift = torch.randint(-power, power + 1, (count,), generator=generator).float()
+    factors = (factors.double() * torch.exp2(-shift.double())).float()
+    return (blocks.to(dtype).double() * torch.exp2(shift.double())[:, None]).to(dtype), factors
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_beside_every_tie(dtype: str) -> None:
+    blocks, factors = near_ties(DTYPES[dtype])
+    y = blocks.float() * factors[:, None]
+    want = pack_codes(encode_e2m1(y))
+    for a in (blocks.float().abs().amax(1), torch.full_like(factors, float("inf"))):
+        out = torch.zeros(len(blocks), 8, dtype=torch.uint8)
+        words = blocks.view(torch.uint32), a, factors, out.view(torch.uint32)
+        compiled(EncodeConfig(dtype))(*words)
+        assert torch.equal(out, want)
