@@ -25,7 +25,7 @@ class EncodeConfig:
     arch: str = "sm_90a"
 
     def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile and its fake arguments: words (N, W), a, factors, codes (N, 2)."""
+        """The function to compile; its fake arguments: words (N, W), a, factors, codes (N, 2)."""
         count, words = cute.sym_int(), 4 * DTYPE_BYTES[self.dtype]
         numbers = [make_fake_compact_tensor(Float32, (count,)) for _ in range(2)]
         blocks, codes = (
