@@ -12,6 +12,9 @@ Pipeline:  tiles, loader -> team: full: one arrival and the bytes of the rows th
 A row of a lane's 32x64 unit gives 32 bytes of codes and 4 scale bytes; a column of its 64-row unit
 likewise. Every code store is a whole 32-byte sector; rowwise scales of a warp's 32 rows fill four
 sectors, columnwise scales go through shared memory and leave as 512-byte tiles.
+
+Counted by perf.count_quantize at 1024 x 4096 bf16: 5.4 PTX instructions an element rowwise, 5.6
+columnwise, 10.5 both, 10.0 both with 16x16 blocks; 2.05 bytes read; all stores in full sectors.
 """
 
 from __future__ import annotations
@@ -244,11 +247,11 @@ class TileQuantizer(AmaxKernels):
     ) -> None:
         """Find the tiles that hold rows and load them; rows that do not exist are not read.
 
-        A tile's arrival barrier is its team's, not its stage's: a team waits for its own tiles only,
-        so on a stage's barrier it could be ahead of another team's load that has not landed, and
-        take the parity of an older phase for its own. Two a team are enough: a stage is refilled
-        only after its team has seen its barrier, and that comes before the team's next tile but one
-        is loaded.
+        A tile's arrival barrier is its team's, not its stage's: a team waits for its own tiles
+        only, so on a stage's barrier it could be ahead of another team's load that has not landed,
+        and take the parity of an older phase for its own. Two a team are enough: a stage is
+        refilled only after its team has seen its barrier, and that comes before the team's next
+        tile but one is loaded.
         """
         stage, phase, group, full = Int32(0), Int32(1), Int32(0), Int32(0)
         col_tiles = (cols + (_TILE_COLS - 1)) // _TILE_COLS
