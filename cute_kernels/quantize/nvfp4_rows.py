@@ -294,18 +294,21 @@ class RowScaledQuantizer:
         """
         words = cute.make_rmem_tensor(self.blocks_per_lane * self.block_words, Uint32)
         a = cute.make_rmem_tensor(self.blocks_per_lane, Float32)
-        twist = self.twist(lane) * 16
+        twist = self.twist(lane)
+        lane_at = source + lane * self.block_bytes
+        chunks = self.block_bytes // 16
+        places = [lane_at + (twist ^ c) * 16 for c in range(chunks)]
+        # Past K there is garbage, but without a branch all loads are under way at once.
         for i in cutlass.range_constexpr(self.blocks_per_lane):
-            block = lane + i * self.team_threads
+            for c in cutlass.range_constexpr(chunks):
+                chunk = load_shared(places[c] + i * (self.team_threads * self.block_bytes), 4)
+                for w in cutlass.range_constexpr(4):
+                    words[i * self.block_words + c * 4 + w] = chunk[w]
+        for i in cutlass.range_constexpr(self.blocks_per_lane):
             a[i] = Float32(0.0)
-            if block < num_blocks:
-                values = []
-                at = (source + block * self.block_bytes) + twist
-                for c in cutlass.range_constexpr(self.block_bytes // 16):
-                    values.extend(load_shared(at ^ (c * 16), 4))
-                for w in cutlass.range_constexpr(self.block_words):
-                    words[i * self.block_words + w] = values[w]
-                a[i] = absmax_words(values, self.dtype)
+            if lane + i * self.team_threads < num_blocks:
+                base = i * self.block_words
+                a[i] = absmax_words([words[base + w] for w in range(self.block_words)], self.dtype)
         return words, a
 
     def twist(self, lane: Int32) -> Int32:
