@@ -28,7 +28,8 @@ def test_vector_copies(width, type_name):
     out = target[start : start + source.nbytes].view(np.uint32).reshape(source.shape)
     run(
         f"""mul.wide.u32 %d0, %t, {4 * width}; add.u64 %d1, %p0, %d0; add.u64 %d2, %p1, %d0;
-        ld.global{suffix}.{type_name} {vector}, [%d1]; st.global{suffix}.{type_name} [%d2], {vector};
+        ld.global{suffix}.{type_name} {vector}, [%d1];
+        st.global{suffix}.{type_name} [%d2], {vector};
         """,
         view,
         out,
