@@ -6,6 +6,15 @@ parameters or recipes; those are in ``grouped``.
 
 from cute_kernels import ops
 from cute_kernels.capability import UnsupportedError, support
+from cute_kernels.runtime.aot import precompile
 from cute_kernels.runtime.backend import Backend, active_backend, backend
 
-__all__ = ["Backend", "UnsupportedError", "active_backend", "backend", "ops", "support"]
+__all__ = [
+    "Backend",
+    "UnsupportedError",
+    "active_backend",
+    "backend",
+    "ops",
+    "precompile",
+    "support",
+]

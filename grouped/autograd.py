@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from cute_kernels import ops
 from cute_kernels.formats import NVFP4, Format
 
 if TYPE_CHECKING:
@@ -14,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["grouped_linear", "quantize_weight"]
 
-_ops = torch.ops.cute_kernels
-#: Codes, scales and amax, rowwise then columnwise: the outputs of the quantize op.
+#: Codes, scales and amax, rowwise then columnwise, as the quantize op gives them. Those of a
+#: direction that was not asked for are None or empty.
 Parts = tuple[Tensor, ...]
 
 
@@ -23,7 +25,7 @@ def _quantize(
     x: Tensor, offs: Tensor | None, fmt: Format, rowwise: bool, columnwise: bool
 ) -> Parts:
     assert isinstance(fmt, NVFP4)
-    parts: Parts = _ops.grouped_quantize_nvfp4(
+    parts: Parts = ops.grouped_quantize_nvfp4(
         x, offs, None, fmt.row_scaled, fmt.is_2d, rowwise, columnwise
     )
     return parts
@@ -55,6 +57,10 @@ def grouped_linear(
     Returns:
         (T, N) of the dtype of ``x``; rows of the tail are zeros.
     """
+    if not torch.is_grad_enabled():
+        # A Function is told which inputs require gradients, not that none are wanted.
+        x, weight = x.detach(), weight.detach()
+        bias = None if bias is None else bias.detach()
     if not recipe.is_quantized:
         return _PlainLinear.apply(x, weight, bias, offs)  # type: ignore[no-any-return,no-untyped-call]
     assert recipe.weight is not None
@@ -68,7 +74,7 @@ def grouped_linear(
 def _bias_gradient(ctx: Any, dy: Tensor, offs: Tensor) -> Tensor | None:
     if not ctx.needs_input_grad[2]:
         return None
-    dbias: Tensor = _ops.grouped_dbias(dy, offs)
+    dbias: Tensor = ops.grouped_dbias(dy, offs)
     return dbias.to(ctx.bias_dtype)
 
 
@@ -82,7 +88,7 @@ class _PlainLinear(torch.autograd.Function):
         ctx.save_for_backward(low, low_weight, offs)
         ctx.dtypes = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        y: Tensor = _ops.m_grouped_gemm(low, low_weight, offs, bias, None, False, x.dtype)
+        y: Tensor = ops.m_grouped_gemm(low, low_weight, offs, bias, None, False, x.dtype)
         return y
 
     @staticmethod
@@ -91,9 +97,9 @@ class _PlainLinear(torch.autograd.Function):
         low = dy.to(x.dtype)
         dx = dweight = None
         if ctx.needs_input_grad[0]:
-            dx = _ops.m_grouped_gemm(low, weight, offs, None, None, True, ctx.dtypes[0])
+            dx = ops.m_grouped_gemm(low, weight, offs, None, None, True, ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
-            dweight = _ops.k_grouped_gemm(low, x, offs, None, ctx.dtypes[1])
+            dweight = ops.k_grouped_gemm(low, x, offs, None, ctx.dtypes[1])
         return dx, dweight, _bias_gradient(ctx, dy, offs), None
 
 
@@ -119,12 +125,13 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.dtypes = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         assert isinstance(input_format, NVFP4)
-        y: Tensor = _ops.m_grouped_gemm_nvfp4(
+        y: Tensor = ops.m_grouped_gemm_nvfp4(
             *x_parts[:3], *parts[:3], offs, bias, None, input_format.row_scaled, x.dtype
         )
         return y
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         offs, *kept = ctx.saved_tensors
         x_parts, weight_parts = kept[:3], kept[3:]
@@ -134,9 +141,9 @@ class _QuantizedLinear(torch.autograd.Function):
             parts = _quantize(dy, offs, ctx.grad_format, need_dx, need_dweight)
         if need_dx:
             row_scaled = ctx.grad_format.row_scaled
-            dx = _ops.m_grouped_gemm_nvfp4(
+            dx = ops.m_grouped_gemm_nvfp4(
                 *parts[:3], *weight_parts, offs, None, None, row_scaled, ctx.dtypes[0]
             )
         if need_dweight:
-            dweight = _ops.k_grouped_gemm_nvfp4(*parts[3:], *x_parts, offs, None, ctx.dtypes[1])
+            dweight = ops.k_grouped_gemm_nvfp4(*parts[3:], *x_parts, offs, None, ctx.dtypes[1])
         return dx, dweight, _bias_gradient(ctx, dy, offs), *(None,) * 9

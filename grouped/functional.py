@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from cute_kernels import ops
 from cute_kernels.capability import require
 from cute_kernels.formats import NVFP4, Format
 from cute_kernels.runtime.backend import active_backend
@@ -31,7 +32,7 @@ def compute_offsets(
     Returns:
         (G,) offsets on the device of ``splits``.
     """
-    out: Tensor = _ops.compute_offsets(splits, multiplier, dtype)
+    out: Tensor = ops.compute_offsets(splits, multiplier, dtype)
     return out
 
 
@@ -105,15 +106,19 @@ def quantize(
     if dbias and offs is None:
         raise ValueError("dbias needs offs: it sums over the rows of ragged groups")
     ends = None if offs is None else as_offs(offs, x.shape[0], x.device)
+    if ends is offs and ends is not None and out is None:
+        # The result owns its boundaries: ``out=`` writes them, and the caller may reuse its buffer.
+        ends = ends.clone()
     arguments = (x, ends, amax, fmt.row_scaled, fmt.is_2d, rowwise, columnwise)
     if out is None:
-        parts = _ops.grouped_quantize_nvfp4(*arguments)
+        parts = ops.grouped_quantize_nvfp4(*arguments)
         out = assemble(x.shape, x.dtype, fmt, ends, parts, rowwise, columnwise)
     else:
         _quantize_into(out, fmt, rowwise, columnwise, arguments)
     if not dbias:
         return out
-    return out, _ops.grouped_dbias(x, ends).to(x.dtype)
+    sums: Tensor = ops.grouped_dbias(x, ends)
+    return out, sums.to(x.dtype)
 
 
 def _quantize_into(
@@ -125,6 +130,8 @@ def _quantize_into(
 ) -> None:
     x, ends = arguments[0], arguments[1]
     assert isinstance(x, Tensor)
+    if not isinstance(out, GroupedTensor):
+        raise TypeError(f"out must be a GroupedTensor, got {type(out).__name__}")
     for name, got, want in (
         ("format", fmt, out.format),
         ("shape", x.shape, out.shape),
@@ -138,7 +145,6 @@ def _quantize_into(
         assert out.offs is not None
         if ends.shape != out.offs.shape:
             raise ValueError(f"out has {out.num_groups} groups, offs has {ends.shape[0]} entries")
-        out.offs.copy_(ends)
     first, second = out.rowwise or (None,) * 3, out.columnwise or (None,) * 3
     _ops.grouped_quantize_nvfp4_out(
         *arguments,
@@ -149,6 +155,8 @@ def _quantize_into(
         out_scales_t=second[1],
         out_amax_t=second[2],
     )
+    if isinstance(ends, Tensor) and out.offs is not None:
+        out.offs.copy_(ends)
 
 
 def grouped_gemm(
@@ -222,7 +230,7 @@ def grouped_gemm(
 def _call(name: str, operands: tuple[object, ...], out: Tensor | None, accumulate: bool) -> Tensor:
     """Call a GEMM op in its functional form, or in its out form if there is an ``out``."""
     if out is None:
-        result: Tensor = getattr(_ops, name)(*operands)
+        result: Tensor = getattr(ops, name)(*operands)
         return result
     getattr(_ops, f"{name}_out")(*operands, out=out, accumulate=accumulate)
     return out
@@ -272,6 +280,10 @@ def _quantized_operands(
         if b.format.row_scaled and not transpose_b:
             raise ValueError("b must have one second-level scale a group, got row_scaled=True")
         first = _operand(a, "a", "rowwise")
+        depth = b.shape[1 if transpose_b else 2]
+        if a.shape[1] != depth:
+            # The columnwise codes of b are padded to whole tiles, so the op cannot see this.
+            raise ValueError(f"a must have as many columns as b contracts, {depth}, got {a!r}")
         options = (bias, alpha, a.format.row_scaled, dtype)
         return "m_grouped_gemm_nvfp4", (*first, *held, a.offs, *options)
     _no_ragged_options(bias, transpose_b)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -40,16 +40,17 @@ def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
         if offs.device != device:
             raise ValueError(f"offs must be on the device of x ({device}), got {offs.device}")
         return offs.to(torch.int32)
-    values = np.asarray(offs)
-    if values.dtype.kind not in "iu" or values.dtype == np.bool_:
-        raise TypeError(f"offs must hold integers, got {values.dtype}")
-    if values.ndim != 1 or len(values) < 1:
-        raise ValueError(f"offs must have shape (G,) with G >= 1, got {values.shape}")
-    steps = np.diff(values, prepend=0)
-    if (steps < 0).any():
-        group = int(np.argmax(steps < 0))
-        raise ValueError(f"offs must not decrease or be negative, got {values[group]} at {group}")
+    values: list[int | np.integer[Any]] = list(offs)
+    if len(values) < 1:
+        raise ValueError("offs must have shape (G,) with G >= 1, got (0,)")
+    start: int | np.integer[Any] = 0
+    for group, end in enumerate(values):
+        if isinstance(end, (bool, np.bool_)) or not isinstance(end, (int, np.integer)):
+            raise TypeError(f"offs must hold integers, got {end!r} at {group}")
+        if end < start:
+            raise ValueError(f"offs must not decrease or be negative, got {end} at {group}")
+        start = end
     if values[-1] > rows:
         raise ValueError(f"offs must end within the {rows} rows of x, got {values[-1]}")
-    host = torch.tensor(values.astype(np.int32), pin_memory=device.type == "cuda")
+    host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-import cute_kernels
+from cute_kernels import ops
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from cute_kernels.reference.groups import untile_scales
 from cute_kernels.shapes import TILE_ROWS, ceil_div, slot_tile, uniform_tiles
@@ -223,6 +223,25 @@ class GroupedTensor(Tensor):
             }
         return GroupedMember(**fields)
 
+    def __matmul__(self, other: Any) -> Tensor:
+        raise TypeError(
+            "@ does not work on a GroupedTensor: use grouped.grouped_gemm, or decode it "
+            "first with .dequantize()"
+        )
+
+    __rmatmul__ = __matmul__
+
+    def share_memory_(self) -> GroupedTensor:  # type: ignore[override]
+        """Move the plain tensors to shared memory; returns self."""
+        self._apply_inner(Tensor.share_memory_)
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the plain tensors are in shared memory."""
+        held = self.rowwise or self.columnwise
+        assert held is not None
+        return bool(held.codes.is_shared())
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = [d for d in ("rowwise", "columnwise") if getattr(self, d) is not None]
         kind = "uniform" if self._offs is None else "ragged"
@@ -309,7 +328,7 @@ class GroupedTensor(Tensor):
         known = _HANDLERS.get(func)
         if known is not None:
             return known(func, *args, **kwargs)
-        if func in _DECODING or _writes_only_in_place(func):
+        if _decodes(func):
             return _decode_compute_encode(func, args, kwargs)
         raise TypeError(
             f"{func} does not work on a GroupedTensor; decode it first with .dequantize()"
@@ -424,7 +443,7 @@ def _dequantize(
     if held is None:
         raise RuntimeError(f"this GroupedTensor has no {direction} copy: {x!r}")
     assert isinstance(x.format, NVFP4)
-    out: Tensor = torch.ops.cute_kernels.grouped_dequantize_nvfp4(
+    out: Tensor = ops.grouped_dequantize_nvfp4(
         *held,
         x.offs,
         x.shape[-2],
@@ -445,10 +464,8 @@ def _detach(func: Any, x: GroupedTensor) -> GroupedTensor:
 
 @handler(aten.view.default, aten._unsafe_view.default, aten.expand.default)
 def _same_shape(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) -> GroupedTensor:
-    wanted = list(size)
-    if -1 in wanted and len(wanted) == x.dim():
-        wanted[wanted.index(-1)] = x.shape[wanted.index(-1)]
-    if wanted != list(x.shape):
+    same = len(size) == x.dim() and all(w in (-1, s) for w, s in zip(size, x.shape, strict=True))
+    if not same:
         raise TypeError(
             f"{func} to {tuple(size)} does not work on a GroupedTensor of shape {tuple(x.shape)}; "
             "decode it first with .dequantize()"
@@ -464,7 +481,7 @@ def _clone(func: Any, x: GroupedTensor, **kwargs: Any) -> GroupedTensor:
 @handler(aten._to_copy.default)
 def _to_copy(func: Any, x: GroupedTensor, **kwargs: Any) -> GroupedTensor:
     dtype = kwargs.get("dtype") or x.dtype
-    cute_kernels.ops.checks.check_dtype("dtype", dtype, cute_kernels.ops.checks.INPUT_DTYPES)
+    ops.checks.check_dtype("dtype", dtype, ops.checks.INPUT_DTYPES)
     device, non_blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
     return x._apply_inner(lambda t: t.to(device, non_blocking=non_blocking, copy=True), dtype)
 
@@ -483,6 +500,18 @@ def _like(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Tensor:
     return out
 
 
+@handler(
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+)
+def _new(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Tensor:
+    out: Tensor = func(torch.empty(0, dtype=x.dtype, device=x.device), *args, **kwargs)
+    return out
+
+
 @handler(aten.copy_.default)
 def _copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if isinstance(target, GroupedTensor):
@@ -492,35 +521,48 @@ def _copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False
     return target.copy_(source.dequantize(), non_blocking)
 
 
-#: Functional ops that optimizers, clipping and checks apply to parameters: the result is plain.
+_ARITHMETIC = ("add", "sub", "mul", "div", "neg", "abs", "lerp", "pow")
+#: Functional ops that optimizers, nn.init and clipping apply to parameters; the result is plain.
 _DECODING = {
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.mul.Tensor,
-    aten.div.Tensor,
-    aten.neg.default,
-    aten.lerp.Scalar,
-    aten.linalg_vector_norm.default,
-    aten._foreach_norm.Scalar,
-    aten.isfinite.default,
-    aten.isnan.default,
-    aten.isinf.default,
-    aten.eq.Tensor,
-    aten.ne.Tensor,
-    aten.ne.Scalar,
-    aten.abs.default,
+    *(getattr(aten, name) for name in _ARITHMETIC),
+    *(getattr(aten, f"_foreach_{name}") for name in (*_ARITHMETIC, "norm")),
+    aten.rsub,
+    aten.where,
+    aten.linalg_vector_norm,
+    aten.isfinite,
+    aten.isnan,
+    aten.isinf,
+    aten.eq,
+    aten.ne,
+    aten.lt,
+    aten.le,
+    aten.gt,
+    aten.ge,
+    aten.equal,
 }
+#: Ops with an in-place name that change more than values.
+_RESHAPING = (
+    "as_strided_",
+    "resize_",
+    "resize_as_",
+    "set_",
+    "squeeze_",
+    "t_",
+    "transpose_",
+    "unsqueeze_",
+)
 
 
 def _writes(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _writes_only_in_place(func: Any) -> bool:
-    """Whether ``func`` is an in-place op that keeps shapes, such as ``add_``, not a view op."""
-    name = func._schema.name.split("::")[1]
-    keeps_shape = name not in ("resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_")
-    return keeps_shape and name.endswith("_") and any(map(_writes, func._schema.arguments))
+def _decodes(func: Any) -> bool:
+    """Whether ``func`` runs on decoded values: arithmetic, or in place without a new shape."""
+    if not any(map(_writes, func._schema.arguments)):
+        return func.overloadpacket in _DECODING
+    name: str = func._schema.name.split("::")[1]
+    return name.endswith("_") and name not in _RESHAPING
 
 
 def _decode_compute_encode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -534,7 +576,9 @@ def _decode_compute_encode(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     dense: dict[int, Tensor] = {}
 
     def decode(x: GroupedTensor) -> Tensor:
-        return dense.setdefault(id(x), x.dequantize())
+        if id(x) not in dense:
+            dense[id(x)] = x.dequantize()
+        return dense[id(x)]
 
     decoded = tree_map_only(GroupedTensor, decode, named)
     positional = [decoded.pop(a.name) for a in schema if not a.kwarg_only and a.name in decoded]

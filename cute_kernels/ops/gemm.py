@@ -123,7 +123,9 @@ class MGroupedGemm(_GroupedGemm):
         same_device("a", self.device, **self.tensors())
 
     def outputs(self) -> list[OutputSpec | None]:
-        return [OutputSpec((self.a.shape[0], self.cols), self.out_dtype or self.a.dtype)]
+        return [
+            OutputSpec((self.a.shape[0], self.cols), self.out_dtype or self.a.dtype, zeroed=True)
+        ]
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
@@ -203,7 +205,7 @@ class KGroupedGemm(_GroupedGemm):
 
     def outputs(self) -> list[OutputSpec | None]:
         shape = (self.offs.shape[0], self.a.shape[1], self.b.shape[1])
-        return [OutputSpec(shape, self.out_dtype or self.a.dtype)]
+        return [OutputSpec(shape, self.out_dtype or self.a.dtype, zeroed=True)]
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
@@ -305,7 +307,7 @@ class MGroupedGemmNVFP4(_GroupedGemm):
 
     def outputs(self) -> list[OutputSpec | None]:
         shape = (self.a_codes.shape[0], self.b_codes.shape[1])
-        return [OutputSpec(shape, self.out_dtype or torch.bfloat16)]
+        return [OutputSpec(shape, self.out_dtype or torch.bfloat16, zeroed=True)]
 
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_gemm", NVFP4(row_scaled=self.row_scaled)
@@ -394,7 +396,7 @@ class KGroupedGemmNVFP4(_GroupedGemm):
 
     def outputs(self) -> list[OutputSpec | None]:
         shape = (self.offs.shape[0], self.a_codes_t.shape[0], self.b_codes_t.shape[0])
-        return [OutputSpec(shape, self.out_dtype or torch.bfloat16)]
+        return [OutputSpec(shape, self.out_dtype or torch.bfloat16, zeroed=True)]
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs

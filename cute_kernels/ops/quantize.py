@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cute_kernels import reference
 from cute_kernels.formats import NVFP4, Format
+from cute_kernels.ops import quantize_kernels
 from cute_kernels.ops.checks import (
     INPUT_DTYPES,
     check_dtype,
@@ -33,6 +34,9 @@ from cute_kernels.shapes import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from cute_kernels.ops.registry import Runner
+    from cute_kernels.runtime.launch import Launcher
 
 __all__ = [
     "ComputeOffsets",
@@ -62,7 +66,7 @@ def _groups(shape: Sequence[int], offs: Tensor | None, device: torch.device) -> 
 
 def _rows_first(x: Tensor) -> Tensor:
     """(G, N, K) as (G * N, K)."""
-    return x.reshape(-1, x.shape[-1])
+    return x.flatten(0, -2)
 
 
 @register
@@ -100,6 +104,9 @@ class ComputeOffsets(Op):
 
     def capability(self) -> tuple[str, Format | None]:
         return "compute_offsets", None
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return quantize_kernels.compute_offsets(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (offs,) = outputs
@@ -139,6 +146,9 @@ class GroupedAmax(Op):
 
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_amax", None
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return quantize_kernels.grouped_amax(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (amax,) = outputs
@@ -295,6 +305,9 @@ class GroupedQuantizeNVFP4(Op):
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_quantize", self.format
 
+    def kernels(self, launch: Launcher) -> Runner:
+        return quantize_kernels.quantize_nvfp4(self, launch)
+
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         codes, scales, amax, codes_t, scales_t, amax_t = outputs
         if codes is not None and scales is not None and amax is not None and self.offs is None:
@@ -363,6 +376,12 @@ class GroupedDequantizeNVFP4(Op):
             check_offs(self.offs)
         check_dtype("dtype", self.dtype, INPUT_DTYPES)
         check_tensor("codes", self.codes, dtypes=byte, ndim=(3,) if self.offs is None else (2,))
+        if self.offs is None and self.codes.shape[0] < 1:
+            raise ValueError(
+                f"codes must have at least one group, got shape {tuple(self.codes.shape)}"
+            )
+        layout = "(..., K, slots / 2)" if self.columnwise else "(..., K / 2)"
+        check_multiple("K", self.shape[-1], _BLOCK, f"blocks of {_BLOCK}, codes are {layout}")
         if self.rows < 0:
             raise ValueError(f"rows must be >= 0, got {self.rows}")
         if self.row_scaled and self.columnwise:
@@ -375,7 +394,7 @@ class GroupedDequantizeNVFP4(Op):
         same_device("codes", self.device, **self.tensors())
 
     def outputs(self) -> list[OutputSpec | None]:
-        return [OutputSpec(self.shape, self.dtype)]
+        return [OutputSpec(self.shape, self.dtype, zeroed=True)]
 
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_dequantize", NVFP4(row_scaled=self.row_scaled)
@@ -388,7 +407,6 @@ class GroupedDequantizeNVFP4(Op):
             codes, scales = codes.flatten(0, 1), scales.flatten(0, 1)
         groups = _groups(self.shape, self.offs, self.device)
         fmt = NVFP4(row_scaled=self.row_scaled)
-        flat = out.view(-1, out.shape[-1])
         reference.dequantize_nvfp4(
-            groups, fmt, codes, scales, self.amax.view(-1), self.columnwise, flat
+            groups, fmt, codes, scales, self.amax.flatten(), self.columnwise, _rows_first(out)
         )

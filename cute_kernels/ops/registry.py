@@ -11,18 +11,24 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from cute_kernels.capability import require
+from cute_kernels.capability import require, support
 from cute_kernels.runtime.backend import active_backend
+from cute_kernels.runtime.launch import launcher
+from cute_kernels.runtime.plan import PlanCache, metadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cute_kernels.formats import Format
+    from cute_kernels.runtime.backend import Backend
+    from cute_kernels.runtime.launch import Launcher
 
 __all__ = ["Op", "OutputSpec", "register"]
 
@@ -38,11 +44,20 @@ _SCHEMA_TYPES = {
 
 
 class OutputSpec(NamedTuple):
-    """Shape, dtype and row pitch (elements; None if contiguous) of one output."""
+    """One output of an op.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        pitch: elements from one row to the next; None if contiguous.
+        zeroed: a fresh one reads as zeros wherever the op does not write. Elsewhere what is not
+            written is unspecified (the reference backend gives zeros there, too).
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     pitch: int | None = None
+    zeroed: bool = False
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -52,11 +67,28 @@ class OutputSpec(NamedTuple):
             strides.append(strides[-1] * size if i or self.pitch is None else self.pitch)
         return tuple(reversed(strides))
 
-    def allocate(self, device: torch.device) -> Tensor:
-        """A tensor of this shape, zero wherever the op does not write."""
-        return torch.empty_strided(
-            self.shape, self.strides, dtype=self.dtype, device=device
-        ).zero_()
+    def allocate(self, device: torch.device, zeroed: bool) -> Tensor:
+        """A fresh tensor; of zeros if the spec or the argument asks for it."""
+        if self.pitch is None:
+            out = torch.empty(self.shape, dtype=self.dtype, device=device)
+        else:
+            out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        return out.zero_() if zeroed or self.zeroed else out
+
+
+#: Computes an op into its outputs: (op, outputs, **options). Holds no tensors.
+Runner: TypeAlias = "Callable[..., None]"
+
+
+class _Plan(NamedTuple):
+    """What the metadata of a call decides: its outputs, what computes them, and where."""
+
+    outputs: tuple[OutputSpec | None, ...]
+    run: Runner
+    zeroed: bool
+
+
+_plans: PlanCache[_Plan] = PlanCache()
 
 
 class Op(abc.ABC):
@@ -71,6 +103,9 @@ class Op(abc.ABC):
     #: For differentiable ops: what to save, and the gradients of the inputs.
     setup_context: ClassVar[Callable[..., None] | None] = None
     backward: ClassVar[Callable[..., Any] | None] = None
+    #: The functional op, without the dispatcher where nothing observes the call. What was not asked
+    #: for may be None.
+    invoke: ClassVar[Callable[..., Any]]
 
     @property
     @abc.abstractmethod
@@ -99,14 +134,51 @@ class Op(abc.ABC):
     def capability(self) -> tuple[str, Format | None]:
         """The op and format under which the capability table lists this call."""
 
-    def run(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        """Compute into ``outputs`` with the active backend."""
-        require(*self.capability(), active_backend(self.device).arch)
-        self.run_reference(outputs, **options)
+    def kernels(self, launch: Launcher) -> Runner:
+        """What runs calls with this metadata on kernels; for ops that the table lists with some."""
+        raise AssertionError(f"the capability table lists kernels that {self.name} does not have")
+
+    def plan(self, backend: Backend) -> _Plan:
+        """Check the arguments and decide what runs; the same for every call with this metadata."""
+        self.check()
+        name, fmt = self.capability()
+        arch = backend.arch
+        if backend.is_emulated and not support(name, fmt, arch):
+            arch = "reference"
+            _warn_no_kernel(name, backend.name)
+        require(name, fmt, arch)
+        outputs = tuple(self.outputs())
+        if arch == "reference":
+            return _Plan(outputs, _run_reference, True)
+        return _Plan(outputs, self.kernels(launcher(backend, self.device)), False)
+
+    def cached_plan(self) -> _Plan:
+        """``plan``, from the cache if a call with the same metadata went before."""
+        backend = active_backend(self.device)
+        arguments = vars(self).values()
+        key = (
+            type(self),
+            backend,
+            *(metadata(v) if isinstance(v, Tensor) else v for v in arguments),
+        )
+        return _plans.get(key) or _plans.add(key, self.plan(backend))
 
 
-def _check_outputs(op: Op, given: Sequence[Tensor | None]) -> None:
-    for name, spec, tensor in zip(op.output_names, op.outputs(), given, strict=True):
+def _run_reference(op: Op, outputs: Sequence[Tensor | None], **options: bool) -> None:
+    # Autocast would run the fp32 products inside in bf16.
+    with torch.autocast(op.device.type, enabled=False):
+        op.run_reference(outputs, **options)
+
+
+@functools.cache
+def _warn_no_kernel(name: str, backend: str) -> None:
+    warnings.warn(f"{name} has no kernel yet: {backend} runs it on reference", stacklevel=2)
+
+
+def _check_outputs(
+    op: Op, specs: Sequence[OutputSpec | None], given: Sequence[Tensor | None]
+) -> None:
+    for name, spec, tensor in zip(op.output_names, specs, given, strict=True):
         if spec is None:
             if tensor is not None:
                 raise ValueError(f"{op.name}_out: {name} is given but was not asked for")
@@ -121,7 +193,7 @@ def _check_outputs(op: Op, given: Sequence[Tensor | None]) -> None:
                 f"got {tuple(tensor.shape)}"
             )
         # Functionalization may hand over a dense copy of a padded output: any pitch will do.
-        pitch = spec.pitch and tensor.stride(-2)
+        pitch = spec.pitch and max(tensor.stride(-2), spec.shape[-1])
         if tensor.numel() and tensor.stride() != spec._replace(pitch=pitch).strides:
             raise ValueError(
                 f"{op.name}_out: {name} must be row-major with strides {spec.strides}, "
@@ -131,13 +203,22 @@ def _check_outputs(op: Op, given: Sequence[Tensor | None]) -> None:
             raise ValueError(f"{op.name}_out: {name} must be on {op.device}, got {tensor.device}")
 
 
-def _allocate(op: Op) -> tuple[Tensor, ...]:
-    empty = OutputSpec((0,), torch.uint8)
-    return tuple((spec or empty).allocate(op.device) for spec in op.outputs())
+def _refuse_gradients(op: Op) -> None:
+    """Raise where the ``_out`` form of a differentiable op would lose a gradient."""
+    for name, tensor in op.tensors().items():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{op.name}_out has no derivative, but {name} requires a gradient: detach it, or "
+                f"call {op.name}"
+            )
 
 
-def _unwrap(outputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-    return outputs[0] if len(outputs) == 1 else outputs
+def _unwrap(device: torch.device, outputs: Sequence[Tensor | None]) -> Tensor | tuple[Tensor, ...]:
+    """What a functional op returns: an empty tensor for each output that was not asked for."""
+    given = tuple(
+        torch.empty(0, dtype=torch.uint8, device=device) if t is None else t for t in outputs
+    )
+    return given[0] if len(given) == 1 else given
 
 
 def _schema(cls: type[Op]) -> tuple[str, str]:
@@ -163,18 +244,21 @@ def register(cls: type[Op]) -> type[Op]:
     """Class decorator: register the functional and the ``_out`` form of an op, and their fakes."""
     functional, out = _schema(cls)
 
+    def compute(op: Op) -> list[Tensor | None]:
+        plan = op.cached_plan()
+        device, zeroed = op.device, plan.zeroed
+        outputs = [s and s.allocate(device, zeroed) for s in plan.outputs]
+        plan.run(op, outputs)
+        return outputs
+
     def call(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         op = cls(*args, **kwargs)
-        op.check()
-        outputs = _allocate(op)
-        specs = op.outputs()
-        op.run([t if s is not None else None for t, s in zip(outputs, specs, strict=True)])
-        return _unwrap(outputs)
+        return _unwrap(op.device, compute(op))
 
     def fake(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         op = cls(*args, **kwargs)
         op.check()
-        return _unwrap(_allocate(op))
+        return _unwrap(op.device, [s and s.allocate(op.device, False) for s in op.outputs()])
 
     def split(kwargs: dict[str, Any]) -> tuple[list[Tensor | None], dict[str, bool]]:
         options = {k: kwargs.pop(k) for k in ("accumulate",) if k in kwargs}
@@ -183,15 +267,18 @@ def register(cls: type[Op]) -> type[Op]:
     def call_out(*args: Any, **kwargs: Any) -> None:
         outputs, options = split(kwargs)
         op = cls(*args, **kwargs)
-        op.check()
-        _check_outputs(op, outputs)
-        op.run(outputs, **options)
+        plan = op.cached_plan()
+        _check_outputs(op, plan.outputs, outputs)
+        if cls.backward is not None:
+            _refuse_gradients(op)
+        with torch.no_grad():
+            plan.run(op, outputs, **options)
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
         outputs, _ = split(kwargs)
         op = cls(*args, **kwargs)
         op.check()
-        _check_outputs(op, outputs)
+        _check_outputs(op, op.outputs(), outputs)
 
     pairs: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (
         (cls.name, functional, call, fake),
@@ -207,7 +294,34 @@ def register(cls: type[Op]) -> type[Op]:
         setup_context=cls.setup_context,
         lib=_LIBRARY,
     )
+    cls.invoke = staticmethod(_invoker(cls, compute))
     return cls
+
+
+def _invoker(cls: type[Op], compute: Callable[[Op], list[Tensor | None]]) -> Callable[..., Any]:
+    """The op without the dispatcher, whose Python boundary costs more than a launch.
+
+    Calls that something else must see go through the dispatcher after all: traced and compiled
+    ones, tensor subclasses, dispatch modes, transforms, and operands that require gradients.
+    """
+    dispatched = getattr(torch.ops.cute_kernels, cls.name).default
+
+    def invoke(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or _is_observed(args):
+            return dispatched(*args)
+        outputs = compute(cls(*args))
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    return invoke
+
+
+def _is_observed(args: tuple[Any, ...]) -> bool:
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+        return True
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if any(type(t) is not Tensor and type(t) is not torch.nn.Parameter for t in tensors):
+        return True
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _not_differentiable(name: str) -> Callable[..., Any]:

@@ -5,8 +5,6 @@ All of them round to nearest even and saturate, as the ``cvt.rn.satfinite`` inst
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -18,15 +16,9 @@ __all__ = ["decode_e4m3", "encode_e2m1", "encode_e4m3", "pack_codes", "unpack_co
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def _below(value: float) -> float:
-    """The next fp32 number toward zero."""
-    as_tensor = torch.tensor(value, dtype=torch.float32)
-    return float(torch.nextafter(as_tensor, torch.zeros(())).item())
-
-
-#: Code c is taken for magnitudes above boundary c - 1 and up to boundary c. Midpoints go to the
-#: even code, so every second boundary lies just under its midpoint.
-_E2M1_BOUNDARIES = (0.25, _below(0.75), 1.25, _below(1.75), 2.5, _below(3.5), 5.0)
+_MANTISSA_BITS = 23
+_ONE = 127 << _MANTISSA_BITS  # the bits of 1.0
+_EXPONENT_MASK = 0xFF << _MANTISSA_BITS
 
 
 def encode_e2m1(y: Tensor) -> Tensor:
@@ -35,11 +27,17 @@ def encode_e2m1(y: Tensor) -> Tensor:
     The sign of zero is kept (-0.0 and negative values that round to zero give code 8) and NaN gives
     +6 (code 7), both as the hardware's saturating conversion does.
     """
-    boundaries = torch.tensor(_E2M1_BOUNDARIES, dtype=torch.float32, device=y.device)
-    y = y.nan_to_num(nan=E2M1.max, posinf=math.inf, neginf=-math.inf)
-    magnitude = torch.bucketize(y.abs(), boundaries, out_int32=True)
+    y = y.nan_to_num(nan=E2M1.max, posinf=E2M1.max, neginf=-E2M1.max)
+    magnitude = y.abs().clamp_max_(E2M1.max)
+    # Codes are 0.5, 1 or 2 apart in [0, 2), [2, 4) and [4, 6]: half of the power of two p below.
+    # Adding 2^22 p, whose ulp is p / 2, rounds to a multiple of that, ties to even ones.
+    power = magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
+    magic = power + ((_MANTISSA_BITS - 1) << _MANTISSA_BITS)
+    multiple = magnitude.add_(magic.view(torch.float32)).view(torch.int32).sub_(magic)
+    # The multiples are 0..4, 2..4 and 2..3 for codes 0..4, 4..6 and 6..7: 2 log2(p) is missing.
+    code = multiple.add_(power.sub_(_ONE).bitwise_right_shift_(_MANTISSA_BITS - 1))
     sign = y.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8)
-    return magnitude.bitwise_or_(sign).to(torch.uint8)
+    return code.bitwise_or_(sign).to(torch.uint8)
 
 
 def encode_e4m3(v: Tensor) -> Tensor:
@@ -59,10 +57,18 @@ def pack_codes(codes: Tensor) -> Tensor:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
+def _pair_table() -> Tensor:
+    """(256,) int64: the two fp32 values of each byte, side by side."""
+    magnitudes = torch.tensor(_E2M1_MAGNITUDES, device="cpu")
+    values = torch.cat([magnitudes, -magnitudes])
+    byte = torch.arange(256, device="cpu")
+    return torch.stack([values[byte & 15], values[byte >> 4]], dim=-1).view(torch.int64).squeeze(1)
+
+
+_PAIRS = _pair_table()
+
+
 def unpack_codes(packed: Tensor) -> Tensor:
     """Exact fp32 values (..., 2n) of packed E2M1 codes (..., n)."""
-    magnitudes = torch.tensor(_E2M1_MAGNITUDES, device=packed.device)
-    values = torch.cat([magnitudes, -magnitudes])
-    byte = torch.arange(256, device=packed.device)
-    pairs = torch.stack([values[byte & 15], values[byte >> 4]], dim=-1)
-    return pairs[packed.int()].flatten(-2)
+    pairs = _PAIRS.to(packed.device).index_select(0, packed.int().flatten())
+    return pairs.view(packed.shape).view(torch.float32)

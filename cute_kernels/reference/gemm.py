@@ -14,8 +14,8 @@ are the code times 2^-14). A value below 1 then becomes subnormal and its expone
 of 1, so E may come out too high, by 10 at most. The products cannot lose bits to that: they are
 multiples of 2^(E - 25) all the same. An accumulator far smaller than the other side's values can.
 Quantized Gaussian data has no value between 0 and 40 and gives the same bits. So do random codes
-and scales, but for 25 of 16384 results at K = 64 (none at 512). Half of the results differ where
-the first blocks of both sides and one side of the second have scales below 2^-5.
+and scales, but for 25 of 16384 results at K = 64 (none at 512). Half of the results differ for two
+blocks where one side's scales are below 2^-5 and the other's are below 2^-4 first, then above 40.
 
 The epilogue works in fp32, each step rounded:
 

@@ -13,7 +13,6 @@ from cute_kernels.shapes import (
     TILE_ROWS,
     ceil_div,
     num_slot_tiles,
-    round_up,
     uniform_tiles,
 )
 
@@ -99,9 +98,10 @@ class Groups:
 def tile_scales(linear: Tensor) -> Tensor:
     """Lay scale bytes (..., 128 R, C) out as 128x4 tiles (..., R, ceil(C / 4), 512)."""
     *batch, rows, cols = linear.shape
-    padded = torch.nn.functional.pad(linear, (0, round_up(cols, SF_TILE_COLS) - cols))
+    tile_cols = ceil_div(cols, SF_TILE_COLS)
+    padded = torch.nn.functional.pad(linear, (0, tile_cols * SF_TILE_COLS - cols))
     # row = 128 r + 32 i + j, column = 4 c + k, byte of the tile = 16 j + 4 i + k
-    tiles = padded.view(*batch, rows // 128, 4, 32, padded.shape[-1] // SF_TILE_COLS, SF_TILE_COLS)
+    tiles = padded.view(*batch, rows // 128, 4, 32, tile_cols, SF_TILE_COLS)
     order = [d - 5 for d in (0, 3, 2, 1, 4)]
     return tiles.permute(*range(len(batch)), *order).flatten(-3)
 
@@ -112,5 +112,6 @@ def untile_scales(tiles: Tensor, cols: int) -> Tensor:
     assert tile_bytes == SF_TILE_BYTES and tile_cols == ceil_div(cols, SF_TILE_COLS)
     order = [d - 5 for d in (0, 3, 2, 1, 4)]
     split = tiles.reshape(*batch, rows, tile_cols, 32, 4, SF_TILE_COLS)
-    linear = split.permute(*range(len(batch)), *order).reshape(*batch, rows * 128, -1)
+    width = tile_cols * SF_TILE_COLS
+    linear = split.permute(*range(len(batch)), *order).reshape(*batch, rows * 128, width)
     return linear[..., :cols]

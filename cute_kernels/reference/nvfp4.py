@@ -133,20 +133,19 @@ def quantize_nvfp4(
 
 def _quantize_rows(x: Tensor, groups: Groups, g: Tensor, codes: Tensor, scales: Tensor) -> None:
     """The rowwise copy with 1x16 blocks; ``g`` is the second level of each row."""
-    row, slot = groups.slot_of_row()
+    _, slot = groups.slot_of_row()
     linear = torch.zeros(
         groups.num_tiles * TILE_ROWS, x.shape[1] // _BLOCK, dtype=torch.uint8, device=x.device
     )
-    contiguous = len(row) == 0 or int(row[-1]) == len(row) - 1
-    for part in _chunks(len(row), x.shape[1]):
-        source = part if contiguous else row[part]
-        blocks = x[source].float().unflatten(1, (-1, _BLOCK))
-        bytes_, enc = _block_scales(absmax(blocks), g[source, None])
-        codes[source] = pack_codes(encode_e2m1(blocks.mul_(enc.unsqueeze(-1))).flatten(1))
+    for part in _chunks(len(slot), x.shape[1]):  # the live rows are the first ones
+        blocks = x[part].float().unflatten(1, (-1, _BLOCK))
+        bytes_, enc = _block_scales(absmax(blocks), g[part, None])
+        # Out of place: of fp32 input ``blocks`` is a view.
+        codes[part] = pack_codes(encode_e2m1(blocks * enc.unsqueeze(-1)).flatten(1))
         linear[slot[part]] = bytes_
     tile, _, _ = groups.used_tiles()
-    flat = scales.view(groups.num_tiles, -1, scales.shape[-1])
-    flat[tile] = tile_scales(linear.view(groups.num_tiles, TILE_ROWS, -1)[tile]).squeeze(1)
+    by_tile = linear.view(groups.num_tiles, TILE_ROWS, linear.shape[1])
+    scales[tile] = tile_scales(by_tile[tile]).squeeze(1)
 
 
 def _quantize_tiles(
@@ -183,8 +182,7 @@ def _quantize_tiles(
             codes[row[live]] = pack_codes(encoded[live])
             by_row = bytes_[..., ::_BLOCK].repeat_interleave(_BLOCK, dim=1)  # (t, 128, K / 16)
             by_row = by_row.masked_fill(~live.unsqueeze(-1), 0)
-            flat = scales.view(groups.num_tiles, -1, scales.shape[-1])
-            flat[tile] = tile_scales(by_row).squeeze(1)
+            scales[tile] = tile_scales(by_row).squeeze(1)
 
 
 def _columnwise_tiles(groups: Groups, codes_t: Tensor, scales_t: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,24 +5,28 @@ Backends are ``reference`` (exact PyTorch, any device), ``reference:sm_90a`` / `
 the tensor's GPU) and ``emulated:sm_90a`` / ``emulated:sm_100a`` (those kernels, interpreted on the
 CPU).
 CPU tensors default to ``reference`` and CUDA tensors to ``cuda``. ``CUTE_KERNELS_BACKEND`` or
-``with backend(...)`` choose another. There is no fallback: what a backend cannot do raises.
+``with backend(...)`` choose another. There is no silent fallback: what a backend cannot do raises,
+except that an emulated backend, whose tensors are on the CPU, warns once and runs an op that has no
+kernel yet on ``reference``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from cute_kernels.capability import ARCHITECTURES, UnsupportedError
+from cute_kernels.runtime.arch import device_architecture
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["BACKENDS", "Backend", "active_backend", "backend"]
+    import torch
+
+__all__ = ["BACKENDS", "EMULATOR_OPTIONS", "Backend", "active_backend", "backend"]
 
 _REFERENCE = "reference:"
 _EMULATED = "emulated:"
@@ -35,6 +39,10 @@ BACKENDS = (
 _ENVIRONMENT = "CUTE_KERNELS_BACKEND"
 
 
+#: What ``backend`` passes on to the emulator.
+EMULATOR_OPTIONS = ("mode", "seed", "num_sms", "races")
+
+
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """A choice of implementation.
@@ -44,16 +52,23 @@ class Backend:
         arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
         tensor_core: the architecture whose tensor core the GEMMs of a reference backend add like;
             None for the order of ``cute_kernels.reference.gemm``.
+        emulation: options of the emulator, by name.
     """
 
     name: str
     arch: str
     tensor_core: str | None = None
+    emulation: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether its kernels are interpreted on the CPU."""
+        return self.name.startswith(_EMULATED)
 
 
 # Process-wide rather than thread-local: autograd runs the backward pass of GPU ops in its own
 # threads, which must see the choice too.
-_chosen: list[str] = []
+_chosen: list[tuple[str, tuple[tuple[str, Any], ...]]] = []
 
 
 def _check_name(name: str, source: str) -> str:
@@ -63,13 +78,26 @@ def _check_name(name: str, source: str) -> str:
 
 
 @contextlib.contextmanager
-def backend(name: str) -> Iterator[None]:
+def backend(name: str, **options: Any) -> Iterator[None]:
     """Run ops on the backend ``name`` inside a ``with`` block, in all threads.
+
+    Args:
+        name: one of ``BACKENDS``.
+        **options: for an emulated backend: ``mode`` ("eager" or "chaos"), ``seed``, ``num_sms`` and
+            ``races``, as ``cute_kernels.emulator.options`` takes them.
 
     Raises:
         ValueError: ``name`` is not one of ``BACKENDS``.
+        TypeError: an option that the backend does not take.
     """
-    _chosen.append(_check_name(name, "backend"))
+    _check_name(name, "backend")
+    known = EMULATOR_OPTIONS if name.startswith(_EMULATED) else ()
+    for option in options:
+        if option not in known:
+            raise TypeError(
+                f"backend {name} takes {', '.join(known) or 'no options'}; got {option}"
+            )
+    _chosen.append((name, tuple(sorted(options.items()))))
     try:
         yield
     finally:
@@ -83,31 +111,23 @@ def active_backend(device: torch.device) -> Backend:
         ValueError: ``CUTE_KERNELS_BACKEND`` is not one of ``BACKENDS``.
         UnsupportedError: no backend serves this device.
     """
+    options: tuple[tuple[str, Any], ...] = ()
     if _chosen:
-        name = _chosen[-1]
+        name, options = _chosen[-1]
     elif os.environ.get(_ENVIRONMENT):
         name = _check_name(os.environ[_ENVIRONMENT], _ENVIRONMENT)
     else:
         name = "cuda" if device.type == "cuda" else "reference"
+    return _resolve(name, options, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _resolve(name: str, options: tuple[tuple[str, Any], ...], device: torch.device) -> Backend:
     if name == "cuda":
-        return Backend(name, _cuda_arch(device))
+        return Backend(name, device_architecture(device).name)
     if name.startswith(_EMULATED):
         if device.type != "cpu":
             raise UnsupportedError(f"backend {name} runs CPU tensors, got a tensor on {device}")
-        return Backend(name, name.removeprefix(_EMULATED))
+        return Backend(name, name.removeprefix(_EMULATED), emulation=options)
     core = name.removeprefix(_REFERENCE) if name.startswith(_REFERENCE) else None
     return Backend(name, "reference", core)
-
-
-def _cuda_arch(device: torch.device) -> str:
-    if device.type != "cuda":
-        raise UnsupportedError(f"backend cuda runs CUDA tensors, got a tensor on {device}")
-    capability = torch.cuda.get_device_capability(device)
-    # sm_103a is Blackwell Ultra: a superset of what the sm_100a kernels use.
-    arch = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_100a"}.get(capability)
-    if arch is None:
-        raise UnsupportedError(
-            f"backend cuda has kernels for Hopper (9.0) and Blackwell (10.0, 10.3); {device} has "
-            f"compute capability {capability[0]}.{capability[1]}"
-        )
-    return arch

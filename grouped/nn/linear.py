@@ -134,8 +134,9 @@ class GroupedLinear(nn.Module):
                 f"{tuple(x.shape)}"
             )
         rows = x.reshape(-1, self.in_features)
-        if torch.is_autocast_enabled(x.device.type):
-            rows = rows.to(torch.get_autocast_dtype(x.device.type))
+        kind = x.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            rows = rows.to(torch.get_autocast_dtype(kind))
         ends = as_offs(offs, rows.shape[0], x.device)
         if ends.shape[0] != self.num_groups:
             raise ValueError(
@@ -144,28 +145,50 @@ class GroupedLinear(nn.Module):
             )
         weight = self._stacked("weight")
         bias = self._stacked("bias") if self.has_bias else None
-        parts = self._weight_parts(weight, is_first_microbatch)
+        needs_dx = rows.requires_grad and torch.is_grad_enabled()
+        parts = self._weight_parts(weight, is_first_microbatch, needs_dx)
         y = grouped_linear(rows, weight, bias, ends, self.recipe, parts)
         return y.reshape(*x.shape[:-1], self.out_features)
 
-    def _weight_parts(self, weight: Tensor, is_first_microbatch: bool | None) -> Parts | None:
+    def _weight_parts(
+        self, weight: Tensor, is_first_microbatch: bool | None, needs_dx: bool
+    ) -> Parts | None:
         if not self.recipe.is_quantized:
             if isinstance(weight, GroupedTensor):
                 raise ValueError("a quantized weight needs a quantized recipe, got BF16")
             return None
         assert self.recipe.weight is not None
         if isinstance(weight, GroupedTensor):
-            none = (None,) * 3
-            return (*(weight.rowwise or none), *(weight.columnwise or none))
+            return self._grouped_parts(weight, needs_dx)
         if is_first_microbatch is None:
             return None
         if is_first_microbatch:
-            self._cached_weight = quantize_weight(weight, self.recipe.weight, columnwise=True)
+            # Not needs_dx: a later microbatch may need the input's gradient where this does not.
+            columnwise = torch.is_grad_enabled()
+            self._cached_weight = quantize_weight(weight, self.recipe.weight, columnwise)
         if self._cached_weight is None:
             raise RuntimeError(
                 "is_first_microbatch=False uses the weight that a call with True kept; none was"
             )
+        if needs_dx and not self._cached_weight[3].numel():
+            raise RuntimeError(
+                "is_first_microbatch=False needs the columnwise weight for the gradient of x, "
+                "which the call with True did not keep: it ran under no_grad"
+            )
         return self._cached_weight
+
+    def _grouped_parts(self, weight: GroupedTensor, needs_dx: bool) -> Parts:
+        """The plain tensors of a weight that is quantized already."""
+        shape = (self.num_groups, self.out_features, self.in_features)
+        if weight.offs is not None or tuple(weight.shape) != shape:
+            raise ValueError(f"weight must be uniform of shape {shape}, got {weight!r}")
+        if isinstance(weight.format, NVFP4) and weight.format.row_scaled:
+            raise ValueError("weight must have one second-level scale a group, got row_scaled=True")
+        if weight.rowwise is None:
+            raise RuntimeError(f"weight has no rowwise copy, which fprop reads: {weight!r}")
+        if weight.columnwise is None and needs_dx:
+            raise RuntimeError(f"weight has no columnwise copy, which dgrad reads: {weight!r}")
+        return (*weight.rowwise, *(weight.columnwise or (None,) * 3))
 
     def extra_repr(self) -> str:
         """Sizes and recipe."""
@@ -175,11 +198,17 @@ class GroupedLinear(nn.Module):
             f"recipe={type(self.recipe).__name__}, single_parameter={self.single_parameter}"
         )
 
+    def _apply(self, fn: Any, recurse: bool = True) -> GroupedLinear:
+        self._cached_weight = None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         for name in ("weight", "bias") if self.has_bias else ("weight",):
             self._convert(state_dict, prefix + name)
+        self._cached_weight = None
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _convert(self, state_dict: dict[str, Any], key: str) -> None:

@@ -1,0 +1,1 @@
+"""Pieces used inside kernels. Importing any of its modules needs the CuTe DSL."""

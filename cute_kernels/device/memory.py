@@ -1,0 +1,97 @@
+"""Vector loads and stores at plain addresses, and bulk copies.
+
+Addresses are integers: 32-bit byte offsets into shared memory, 64-bit global addresses. Vectors are
+lists of 32-bit words.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cutlass import Int32, Int64, Uint8, Uint32, cute
+
+from cute_kernels.device.ptx import asm_volatile
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "bulk_load",
+    "load_global",
+    "load_shared",
+    "store_global",
+    "store_shared",
+    "store_shared_byte",
+    "wait_each",
+]
+
+
+def _words_at(address: Int32 | Int64, words: int, space: cute.AddressSpace) -> cute.Tensor:
+    pointer = cute.make_ptr(Uint32, address, space, assumed_align=4 * words)
+    return cute.make_tensor(pointer, cute.make_layout(words))
+
+
+def _load(address: Int32 | Int64, words: int, space: cute.AddressSpace) -> list[Uint32]:
+    out = cute.make_rmem_tensor(words, Uint32)
+    cute.autovec_copy(_words_at(address, words, space), out)
+    return [out[i] for i in range(words)]
+
+
+def _store(address: Int32 | Int64, values: Sequence[Uint32], space: cute.AddressSpace) -> None:
+    source = cute.make_rmem_tensor(len(values), Uint32)
+    for i, value in enumerate(values):
+        source[i] = value
+    cute.autovec_copy(source, _words_at(address, len(values), space))
+
+
+def load_shared(address: Int32, words: int) -> list[Uint32]:
+    """``words`` (1, 2 or 4) 32-bit words at an aligned shared address, in one instruction."""
+    return _load(address, words, cute.AddressSpace.smem)
+
+
+def store_shared(address: Int32, values: Sequence[Uint32]) -> None:
+    """Store 1, 2 or 4 words at an aligned shared address, in one instruction."""
+    _store(address, values, cute.AddressSpace.smem)
+
+
+def load_global(address: Int64, words: int) -> list[Uint32]:
+    """``words`` (1, 2, 4 or 8) 32-bit words at an aligned global address, in one instruction."""
+    return _load(address, words, cute.AddressSpace.gmem)
+
+
+def store_global(address: Int64, values: Sequence[Uint32]) -> None:
+    """Store 1, 2, 4 or 8 words at an aligned global address, in one instruction."""
+    _store(address, values, cute.AddressSpace.gmem)
+
+
+def store_shared_byte(address: Int32, value: Uint32) -> None:
+    """Store the low byte of ``value``."""
+    pointer = cute.make_ptr(Uint8, address, cute.AddressSpace.smem)
+    cute.make_tensor(pointer, cute.make_layout(1))[0] = value.to(Uint8)
+
+
+def wait_each(mbar: cute.Pointer, parity: Int32) -> None:
+    """Wait for a barrier of each lane's own.
+
+    ``cute.arch.mbarrier_wait`` sleeps until one barrier completes, or 10 ms. When lanes wait for
+    different barriers that can be the wrong one, so here the sleep is short.
+    """
+    asm_volatile(
+        """{
+        .reg .pred done;
+        WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1, 200;
+        @!done bra WAIT;
+        }""",
+        [Int32(mbar.toint()), parity],
+    )
+
+
+def bulk_load(shared: Int32, source: Int64, num_bytes: Int32, mbar: cute.Pointer) -> None:
+    """Start a bulk copy from global to shared memory; its bytes count on ``mbar``.
+
+    Every calling thread starts one. Addresses and size are multiples of 16 bytes.
+    """
+    asm_volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+        [shared, source, num_bytes, Int32(mbar.toint())],
+    )

@@ -1,0 +1,113 @@
+"""Runs CuTe DSL kernels compiled for sm_90a, sm_100a or sm_103a on the CPU, and looks for faults.
+
+    from cute_kernels import emulator
+
+    emulator.install("sm_100a", num_sms=4)
+    compiled = cute.compile(host_function, *args)  # unchanged; --enable-tvm-ffi works too
+    compiled(*args)                                # CPU tensors stand for device memory
+    with emulator.options(mode="chaos", seed=7):   # late, reordered asynchronous work; random warps
+        compiled(*args)
+    with emulator.options(races=True):             # every access ordered by barriers?
+        compiled(*args)
+    emulator.stats()                               # instructions, bytes, bank conflicts, MMA flops
+
+``cute.compile`` needs no GPU. The engine interprets the PTX that it made; a CUDA runtime whose
+device is the engine takes the place of NVIDIA's under the compiled host code. The engine is C++,
+compiled once for each source version and machine (``build``). PTX text can be run without the DSL,
+too (``load_ptx``, ``launch``). Needs g++ 12 or later and NumPy, no torch.
+
+**What it models.** Warps of 32 lanes with divergence, clusters, distributed shared memory, named
+and cluster barriers, mbarriers with transaction counts, fences, ``cp.async``, ``cp.async.bulk``,
+TMA tiles (all ranks, swizzles, multicast, ``cta_group::2``, reductions), tensor maps in their
+128-byte format and ``tensormap.replace``, ``wgmma`` (f16, bf16, tf32, e4m3, e5m2; A from registers
+or shared memory), ``tcgen05`` (alloc, cp, ld, st, commit, and mma of the kinds f16, tf32, f8f6f4,
+mxf8f6f4, mxf4, mxf4nvf4 with one or two CTAs), cluster launch control, the integer and floating-
+point instructions, e4m3/e5m2/e2m1/ue8m0 conversions. Tensor cores add as the silicon does: all
+products of one instruction and the accumulator are aligned to the largest exponent, truncated,
+added, and the sum is truncated to fp32 (rounded to nearest for FP16 accumulators). On Hopper 25
+fractional bits remain for f16 and bf16, and 13 for e4m3 and e5m2, whose accumulator keeps 13 bits
+as well. On Blackwell 25 remain for f16, bf16, tf32, fp8 and mxfp8; of FP4, sixteen products are
+added exactly, then scaled, then aligned with 35 bits. So the order of the K steps decides the
+bits, and the shape of the tile does not.
+
+**What it finds.** Each is an ``EmulatorError`` that names the kernel, CTA, warp and PTX line:
+
+- global (``watch``), shared, tensor-memory and local accesses out of bounds; misalignment; invalid
+  TMA boxes and tensor maps;
+- deadlock, with every warp's position and what it waits for;
+- an mbarrier that is used before ``mbarrier.init`` or gets more arrivals than it was made for, and
+  named barriers with differing thread counts;
+- shared memory that is written by ordinary stores and read by TMA or a tensor core with no
+  ``fence.proxy.async`` between, by the writer or the issuer;
+- tensor memory that is not freed, a CTA that exits under a pending bulk store, a cluster that
+  exits before its loads, copies, MMAs or commits have completed;
+- in chaos mode, by wrong results: missing waits. Copies, MMAs and tensor-memory stores
+  take effect late and out of order. Run several seeds;
+- with ``races=True``: data races on shared and tensor memory, by happens-before (vector clocks
+  over warps, TMA loads, bulk stores, wgmmas and the tensor core). Order comes from barriers,
+  mbarriers and completed operations, so no lucky schedule is needed, and both sides are named.
+
+**What it does not.**
+
+- Time. The counts of ``stats`` compare designs; they do not predict microseconds.
+- Not modelled, and an error when a warp reaches it (``unsupported`` lists them by kernel): im2col
+  and gather TMA, unpacked 4- and 6-bit operands, ``mma.sync``, sparse and ``.ws`` MMA, M = 128
+  with two CTAs, 16x64b and 16x32bx2 tensor-memory shapes, 8-bit ``ldmatrix``, ``st.async``,
+  128-bit atomics, calls of device functions. Device ``printf`` prints nothing.
+- ``cvt.rs`` (stochastic rounding) uses its random bits in an order of its own, since the PTX ISA
+  gives the hardware's only as a figure.
+- Races between lanes of one warp and on global memory are not looked for. A missing
+  ``wgmma.fence``, ``fence.proxy.tensormap`` or memory fence may go unseen. Several warps that
+  write the same value to the same place are reported; shared flags that are polled by ordinary
+  loads are, too.
+- A spin on ordinary loads or ``mbarrier.test_wait`` is found when ``max_insns`` is used up.
+
+**How far it is checked.** ``tests/emulator`` compares 228 integer, floating-point, conversion,
+packed-half and warp-exchange instructions with the answers of an H200 (random bits, special
+values, ties, denormals): 220 agree bit for bit, 8 approximate ones within 2e-5. Every instruction
+class is tested against NumPy, and every checker by a kernel with its fault and a corrected twin.
+The rule by which Hopper adds gave an H200's fp32 results of whole GEMMs bit for bit (bf16, fp16,
+e4m3; K 512 to 4096), and those of single tiles of every kind with subnormals, zeros, Inf and NaN
+(``tests/reference/h200_wgmma.npz``). The rule for ``tcgen05`` is the one that arXiv 2511.10909
+found on a B200; no B200 was at hand.
+
+**Limits of ``install``.** A function that is compiled while the emulator is installed stays on it,
+others stay on the real device, so one process may use both, and several emulated architectures.
+Kernels are recognised by their cubin: an object file from a disk cache runs only if ``load_ptx``
+got its PTX and cubin in this process. The engine is not thread-safe.
+"""
+
+from cute_kernels.emulator.build import build
+from cute_kernels.emulator.cutlass_hooks import install, installed, uninstall
+from cute_kernels.emulator.engine import (
+    launch,
+    load_ptx,
+    options,
+    reset_stats,
+    stats,
+    tensor_map,
+    unsupported,
+    unwatch,
+    watch,
+)
+from cute_kernels.emulator.errors import BuildError, EmulatorError
+from cute_kernels.emulator.lexer import PtxError
+
+__all__ = [
+    "BuildError",
+    "EmulatorError",
+    "PtxError",
+    "build",
+    "install",
+    "installed",
+    "launch",
+    "load_ptx",
+    "options",
+    "reset_stats",
+    "stats",
+    "tensor_map",
+    "uninstall",
+    "unsupported",
+    "unwatch",
+    "watch",
+]

@@ -1,0 +1,133 @@
+"""The instruction set in the form in which the engine takes it (``src/isa.h`` is the other side).
+
+Opcode and type names are not repeated here: the parser asks the engine for them.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+INSTRUCTION = np.dtype(
+    {
+        "names": [
+            "op", "type", "type2", "space", "vec", "rounding", "sub", "guard", "guard_negated",
+            "num_operands", "flags", "operands", "line", "aux", "aux2",
+        ],
+        "formats": [
+            "u2", "u1", "u1", "u1", "u1", "u1", "u1", "i4",
+            "u1", "u2", "u4", "i4", "i4", "i8", "i8",
+        ],
+        "offsets": [0, 2, 3, 4, 5, 6, 7, 8, 12, 14, 16, 20, 24, 32, 40],
+        "itemsize": 48,
+    }
+)  # fmt: skip
+OPERAND = np.dtype(
+    {
+        "names": ["kind", "negated", "count", "reg", "imm"],
+        "formats": ["u1", "u1", "u2", "i4", "i8"],
+        "offsets": [0, 1, 2, 4, 8],
+        "itemsize": 16,
+    }
+)
+
+
+class Kind(enum.IntEnum):
+    """What an operand is."""
+
+    NONE = 0
+    REG = 1
+    IMM = 2
+    SPECIAL = 3
+    VEC = 4
+    ADDR_REG = 5
+    ADDR_ABS = 6
+    SHARED_SYM = 7
+    PARAM_SYM = 8
+    GLOBAL_SYM = 9
+    LOCAL_SYM = 10
+
+
+class Flag(enum.IntFlag):
+    """Modifiers of an instruction."""
+
+    SAT = 1
+    FTZ = 1 << 1
+    HI = 1 << 2
+    WIDE = 1 << 3
+    CC = 1 << 4
+    CIN = 1 << 5
+    NANPROP = 1 << 6
+    RELU = 1 << 7
+    SATFINITE = 1 << 8
+    WRAP = 1 << 9
+    LEFT = 1 << 10
+    ABS = 1 << 11
+    XORSIGN = 1 << 12
+    PARITY = 1 << 13
+    TRY = 1 << 14
+    MULTICAST = 1 << 15
+    CTA2 = 1 << 16
+    READ = 1 << 17
+    REDUCE = 1 << 18
+    TRANS = 1 << 19
+    EXPECT_TX = 1 << 20
+    DROP = 1 << 21
+    NOCOMPLETE = 1 << 22
+    PACK16 = 1 << 23
+    BLOCKSCALE = 1 << 24
+    ATMEM = 1 << 25
+    RELAXED = 1 << 26
+    LOAD = 1 << 27
+    IGNORE = 1 << 28
+
+
+# Modifiers that are flags of any instruction that carries them.
+MODIFIER_FLAGS = {
+    "sat": Flag.SAT,
+    "ftz": Flag.FTZ,
+    "hi": Flag.HI,
+    "wide": Flag.WIDE,
+    "cc": Flag.CC,
+    "NaN": Flag.NANPROP,
+    "relu": Flag.RELU,
+    "satfinite": Flag.SATFINITE,
+    "wrap": Flag.WRAP,
+    "abs": Flag.ABS,
+    "xorsign": Flag.XORSIGN,
+    "relaxed": Flag.RELAXED,
+}
+SPACES = {"generic": 0, "global": 1, "shared": 2, "local": 3, "param": 4, "const": 5}
+ROUNDINGS = ["rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi", "rs"]
+COMPARISONS = [
+    "eq", "ne", "lt", "le", "gt", "ge", "lo", "ls", "hi", "hs",
+    "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan",
+]  # fmt: skip
+REDUCTIONS = ["add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"]
+TEST_PROPERTIES = ["finite", "infinite", "number", "notanumber", "normal", "subnormal"]
+PERMUTE_MODES = ["f4e", "b4e", "rc8", "ecl", "ecr", "rc16"]
+SPECIAL_REGISTERS = [
+    "tid.x", "tid.y", "tid.z", "ntid.x", "ntid.y", "ntid.z",
+    "ctaid.x", "ctaid.y", "ctaid.z", "nctaid.x", "nctaid.y", "nctaid.z",
+    "laneid", "warpid", "nwarpid", "smid", "nsmid",
+    "clusterid.x", "clusterid.y", "clusterid.z", "nclusterid.x", "nclusterid.y", "nclusterid.z",
+    "cluster_ctaid.x", "cluster_ctaid.y", "cluster_ctaid.z",
+    "cluster_nctaid.x", "cluster_nctaid.y", "cluster_nctaid.z",
+    "cluster_ctarank", "cluster_nctarank",
+    "lanemask_eq", "lanemask_le", "lanemask_lt", "lanemask_ge", "lanemask_gt",
+    "clock", "dynamic_smem_size", "total_smem_size", "is_explicit_cluster", "gridid", "clock_hi",
+]  # fmt: skip
+_SPECIAL_ALIASES = {
+    "clock64": "clock",
+    "globaltimer": "clock",
+    "globaltimer_lo": "clock",
+    "globaltimer_hi": "clock_hi",
+    "aggr_smem_size": "total_smem_size",
+}
+SPECIAL_IDS = {f"%{name}": i for i, name in enumerate(SPECIAL_REGISTERS)}
+SPECIAL_IDS |= {f"%{alias}": SPECIAL_IDS[f"%{name}"] for alias, name in _SPECIAL_ALIASES.items()}
+TYPE_BYTES = {
+    "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2,
+    "b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16,
+}  # fmt: skip

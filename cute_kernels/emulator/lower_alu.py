@@ -1,0 +1,161 @@
+"""Arithmetic, logic, conversions, comparisons, and exchanges within a warp."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cute_kernels.emulator.isa import (
+    COMPARISONS,
+    PERMUTE_MODES,
+    REDUCTIONS,
+    SPACES,
+    TEST_PROPERTIES,
+    Flag,
+    Kind,
+)
+from cute_kernels.emulator.lexer import literal
+from cute_kernels.emulator.opcode import NotModelledError
+
+if TYPE_CHECKING:
+    from cute_kernels.emulator.opcode import Lowering, Opcode
+    from cute_kernels.emulator.program import Operand
+
+
+def _values(op: Opcode, operands: list[str]) -> list[Operand]:
+    return [op.builder.value(text) for text in operands]
+
+
+def _plain(op: Opcode, operands: list[str]) -> None:
+    op.emit(op.name.upper(), _values(op, operands))
+
+
+def _mov(op: Opcode, operands: list[str]) -> None:
+    b = op.builder
+    to, source = operands
+    if to.startswith("{"):
+        return op.emit("UNPACK", [b.vector(to), b.value(source)])
+    if source.startswith("{"):
+        return op.emit("PACK", [b.value(to), b.vector(source)])
+    d, s = b.value(to), b.value(source)
+    if s[0] in (Kind.SHARED_SYM, Kind.LOCAL_SYM):
+        return op.emit("MOV", [d, s], type=b.types["b64"])
+    op.emit("MOV", [d, s], type=b.types["b64"] if op.types[:1] == ["b128"] else op.type_id(0))
+    if op.types[:1] == ["b128"]:  # lives in two consecutive registers
+        high = [(d[0], 0, 0, d[3] + 1, 0), (s[0], 0, 0, s[3] + 1, 0)]
+        op.emit("MOV", high, type=b.types["b64"])
+
+
+def _cvta(op: Opcode, operands: list[str]) -> None:
+    if op.space == SPACES["param"]:
+        return op.emit("MOV", _values(op, operands), type=op.builder.types["b64"])
+    op.emit("CVTA", _values(op, operands), sub=int(op.has("to")))
+
+
+def _arithmetic(op: Opcode, operands: list[str]) -> None:
+    if op.name in ("add", "sub", "fma") and len(op.types) > 1 and op.types[0] == "f32":
+        raise NotModelledError("mixed-precision arithmetic")
+    carry_in = op.name in ("addc", "subc", "madc")
+    name = op.name[:-1] if carry_in else op.name
+    op.emit(
+        name.upper(), _values(op, operands), flags=op.flags | (Flag.CIN if carry_in else Flag(0))
+    )
+
+
+def _lop3(op: Opcode, operands: list[str]) -> None:
+    op.refuse("and", "or")
+    table = literal(operands[4])
+    if table is None:
+        raise ValueError(operands[4])
+    op.emit("LOP3", _values(op, operands[:4]), sub=table)
+
+
+def _prmt(op: Opcode, operands: list[str]) -> None:
+    mode = next((i + 1 for i, name in enumerate(PERMUTE_MODES) if op.has(name)), 0)
+    op.emit("PRMT", _values(op, operands), sub=mode)
+
+
+def _setp(op: Opcode, operands: list[str]) -> None:
+    first, second = op.builder.pair(operands[0])
+    combine = 1 if op.has("and") else 2 if op.has("or") else 3 if op.has("xor") else 0
+    op.emit(
+        "SETP",
+        [first, second, *_values(op, operands[1:])],
+        sub=op.choose(COMPARISONS),
+        aux=combine,
+    )
+
+
+def _set(op: Opcode, operands: list[str]) -> None:
+    op.refuse("and", "or", "xor")
+    op.emit(
+        "SET",
+        _values(op, operands),
+        type=op.type_id(1),
+        type2=op.type_id(0),
+        sub=op.choose(COMPARISONS),
+    )
+
+
+def _cvt(op: Opcode, operands: list[str]) -> None:
+    op.refuse("pack")
+    if any("scale" in m for m in op.modifiers):
+        raise NotModelledError("scaled cvt")
+    op.emit("CVT", _values(op, operands))
+
+
+def _shfl(op: Opcode, operands: list[str]) -> None:
+    d, p = op.builder.pair(operands[0])
+    modes = ["idx", "up", "down", "bfly"]
+    op.emit("SHFL", [d, p, *_values(op, operands[1:])], sub=modes.index(op.modifiers[1]))
+
+
+def _vote(op: Opcode, operands: list[str]) -> None:
+    modes = ["all", "any", "uni", "ballot"]
+    op.emit("VOTE", _values(op, operands), sub=modes.index(op.modifiers[1]))
+
+
+def _match(op: Opcode, operands: list[str]) -> None:
+    d, p = op.builder.pair(operands[0])
+    op.emit("MATCH", [d, p, *_values(op, operands[1:])], sub=int(op.has("all")))
+
+
+def _elect(op: Opcode, operands: list[str]) -> None:
+    d, p = op.builder.pair(operands[0])
+    op.emit("ELECT", [d, p, op.builder.value(operands[1])])
+
+
+def _redux(op: Opcode, operands: list[str]) -> None:
+    op.emit("REDUX", _values(op, operands), sub=op.choose(REDUCTIONS))
+
+
+_ARITHMETIC = (
+    "add", "sub", "mul", "div", "rem", "abs", "neg", "min", "max", "sad", "mad", "fma", "addc",
+    "subc", "madc", "rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh", "copysign",
+)  # fmt: skip
+_PLAIN = (
+    "and", "or", "xor", "not", "cnot", "shl", "shr", "popc", "clz", "brev", "bfe", "bfi", "dp4a",
+    "selp", "slct", "mapa", "getctarank", "isspacep", "activemask",
+)  # fmt: skip
+ALU: dict[str, Lowering] = {
+    "mov": _mov,
+    "cvta": _cvta,
+    "lop3": _lop3,
+    "prmt": _prmt,
+    "setp": _setp,
+    "set": _set,
+    "cvt": _cvt,
+    "shfl": _shfl,
+    "vote": _vote,
+    "match": _match,
+    "elect": _elect,
+    "redux": _redux,
+    "bfind": lambda op, a: op.emit("BFIND", _values(op, a), sub=int(op.has("shiftamt"))),
+    "shf": lambda op, a: op.emit("SHF", _values(op, a), flags=op.flags | op.flag("l", Flag.LEFT)),
+    "testp": lambda op, a: op.emit("TESTP", _values(op, a), sub=op.choose(TEST_PROPERTIES)),
+}
+ALU |= dict.fromkeys(_ARITHMETIC, _arithmetic)
+ALU |= dict.fromkeys(_PLAIN, _plain)
+ALU |= {
+    name: lambda op, a: op.emit(op.name.upper(), _values(op, a), sub=int(op.has("wrap")))
+    for name in ("bmsk", "szext")
+}

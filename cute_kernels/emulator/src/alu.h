@@ -1,0 +1,34 @@
+// Arithmetic, lane by lane.
+#pragma once
+#include "machine.h"
+
+void float_arithmetic(Warp& w, const Instruction& in, u32 mask);  // float.cpp
+float float_minmax(const Instruction& in, float a, float b, bool minimum);
+u16 half_minmax(u8 type, u16 a, u16 b, bool minimum);
+void convert(Warp& w, const Instruction& in, u32 mask);             // convert.cpp
+bool compare(const Instruction& in, u8 type, u64 a, u64 b);         // compare.cpp
+void set_predicate(Warp& w, const Instruction& in, u32 mask);       // compare.cpp
+void set_value(Warp& w, const Instruction& in, u32 mask);           // compare.cpp
+void test_property(Warp& w, const Instruction& in, u32 mask);       // compare.cpp
+double number_of(u8 type, u64 bits);                                // convert.cpp
+void integer_arithmetic(Warp& w, const Instruction& in, u32 mask);  // integer.cpp
+bool bit_manipulation(Warp& w, const Instruction& in, u32 mask);    // bits.cpp
+
+// d = f(a, b, c, e, lane) for every lane of the mask, from operands 1..count.
+template <class F>
+void each_lane(Warp& w, const Instruction& in, u32 mask, int count, F f) {
+  u64 scratch[4][32];
+  Source s[4];
+  for (int i = 0; i < 4; i++) {
+    if (i < count) {
+      s[i] = source(w, operand(in, i + 1), scratch[i]);
+    } else {
+      scratch[i][0] = 0;
+      s[i] = {scratch[i], 0};
+    }
+  }
+  static u64 discarded[32];
+  u64* d = target(w, operand(in, 0));
+  if (!d) d = discarded;
+  FOR_LANES (lane, mask) d[lane] = f(s[0][lane], s[1][lane], s[2][lane], s[3][lane], (int)lane);
+}

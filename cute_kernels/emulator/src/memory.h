@@ -1,0 +1,75 @@
+// Memory as instructions see it: address spaces, proxies, mbarriers, tensor maps.
+#pragma once
+#include "machine.h"
+
+// ---- addresses (address.cpp)
+constexpr u32 OFFSET_MASK = 0xffffff;  // a shared::cluster address is CTA rank << 24 | offset
+inline bool is_shared_window(u64 a) { return a >= SHARED_WINDOW && a < LOCAL_WINDOW; }
+inline u32 shared_address(u64 a) { return (u32)(a >= SHARED_WINDOW ? a - SHARED_WINDOW : a); }
+inline u32 offset_of(u32 shared) { return shared & OFFSET_MASK; }
+inline u32 rank_of(u32 shared) { return shared >> 24; }
+CTA* cta_at(Cluster* cluster, u32 rank, const char* what);
+u8* shared_pointer(Warp& w, u32 address, u32 bytes, CTA** owner = nullptr);
+u8* shared_pointer_of_lane(Warp& w, const Operand& o, int lane, u32 bytes, CTA** owner,
+                           u32* offset);
+// Any space; checks alignment and bounds.
+u8* resolve(Warp& w, u8 space, u64 address, u32 bytes, int lane, bool write);
+void need_in_smem(CTA* c, u32 offset, u64 bytes, const char* what);
+
+// ---- proxies (proxy.cpp).  The async proxy (TMA, tensor cores) sees a generic-proxy write once
+// its writer, or the thread that issues the asynchronous operation, has executed fence.proxy.async
+// after it.
+void note_generic_write(Warp& w, int lane, u32 address, u32 bytes);
+void note_generic_write_unraced(Warp& w, int lane, u32 address, u32 bytes);  // atomics
+void check_async_read(CTA* c, u32 offset, u32 bytes, u64 issuer_fenced, const char* what);
+void note_async_write(CTA* c, u32 offset, u32 bytes, const Actor& by);
+void proxy_fence(Warp& w, u32 mask);
+
+// ---- mbarriers (mbarrier.cpp)
+bool mbarrier_done(CTA* c, u32 offset, u64 phase_parity);
+void mbarrier_expect_arrival(CTA* c, u32 offset);  // one more in the open phase
+// Returns the state before the arrival.
+u64 mbarrier_arrive(CTA* c, u32 offset, u32 count);
+void mbarrier_transaction(CTA* c, u32 offset, i64 bytes);
+// An asynchronous operation's bytes have landed.
+void mbarrier_complete(CTA* c, u32 offset, u32 bytes, const Actor& by);
+Status execute_mbarrier(Warp& w, const Instruction& in, u32 mask);
+
+// ---- classes of memory instructions
+void load_store(Warp& w, const Instruction& in, u32 mask);  // load_store.cpp
+void atomics(Warp& w, const Instruction& in, u32 mask);     // atomics.cpp
+u64 atomic_result(u8 op, u8 type, u64 old, u64 operand, u64 swap);
+Status matrix_load_store(Warp& w, const Instruction& in, u32 mask);  // load_store.cpp
+Status execute_copy(Warp& w, const Instruction& in, u32 mask);       // async_copy.cpp
+Status execute_bulk_copy(Warp& w, const Instruction& in, u32 mask);  // bulk_copy.cpp
+void tma_load(Warp& w, const Instruction& in, u32 mask);             // tma.cpp
+void tma_store(Warp& w, const Instruction& in, u32 mask);            // tma.cpp
+void tensor_map_replace(Warp& w, const Instruction& in, u32 mask);   // tensor_map.cpp
+Status tensor_map_copy(Warp& w, const Instruction& in, u32 mask);    // tensor_map.cpp
+CopyGroupPtr open_bulk_group(Warp& w, int lane);                     // bulk_copy.cpp
+// The reading half, then the writing half, of a store from shared to global memory.
+void post_store(CTA* source, std::vector<CopyGroupPtr> groups,
+                std::function<void(std::vector<u8>&)> read,
+                std::function<void(const std::vector<u8>&)> write);
+void reduce_global(u8 op, u8 type, u64 address, const u8* values, u32 bytes);
+
+// A tensor map, decoded.  In memory it has the hardware's own 128-byte format, because the DSL's
+// host code writes those bits itself.
+struct TensorMap {
+  u64 address = 0;
+  u32 last[5] = {};    // dimension - 1
+  u64 stride[4] = {};  // bytes, of dimensions 1..4
+  u16 box[5] = {};
+  u8 type = 0, rank = 0, swizzle = 0;
+  u32 other_flags = 0x240000;
+
+  u32 element_bits() const;
+  u32 box_bytes() const;
+  u8 reduction_type() const;
+};
+bool tensor_map_decode(const void* memory, TensorMap* map);
+void tensor_map_encode(const TensorMap& map, void* memory);
+TensorMap tensor_map_at(Warp& w, u64 address);
+inline u32 swizzle_128b(u32 a) { return a ^ ((a >> 3) & 0x70); }
+inline u32 swizzle_64b(u32 a) { return a ^ ((a >> 3) & 0x30); }
+inline u32 swizzle_32b(u32 a) { return a ^ ((a >> 3) & 0x10); }

@@ -1,0 +1,154 @@
+"""The quantization ops on CuTe DSL kernels: the choice of kernels, and buffers as their arguments.
+
+Each function takes an op for its metadata alone and returns what runs every call like it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cute_kernels.quantize.config import (
+    AmaxConfig,
+    OffsetsConfig,
+    QuantizeProblem,
+    RowScaledConfig,
+    TileConfig,
+)
+from cute_kernels.shapes import PITCH_ALIGNMENT, code_pitch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cute_kernels.ops.quantize import ComputeOffsets, GroupedAmax, GroupedQuantizeNVFP4
+    from cute_kernels.ops.registry import Runner
+    from cute_kernels.runtime.launch import Launcher
+
+__all__ = ["compute_offsets", "grouped_amax", "quantize_nvfp4"]
+
+#: Alignment that the kernels' vector accesses need.
+_ALIGNMENT = 32
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _readable(x: Tensor) -> Tensor:
+    """``x``, copied if it is not contiguous or not aligned."""
+    x = x.contiguous()
+    return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
+
+
+def _problem(x: Tensor, offs: Tensor | None) -> QuantizeProblem:
+    return QuantizeProblem(
+        _dtype_name(x.dtype), x.shape[-1], "uniform" if offs is None else "ragged"
+    )
+
+
+def _zero(op: object, outputs: Sequence[Tensor | None]) -> None:
+    """All groups are empty: their amaxes are 0, and there is nothing else to write."""
+    for out in outputs:
+        if out is not None and out.dtype == torch.float32:
+            out.zero_()
+
+
+def compute_offsets(op: ComputeOffsets, launch: Launcher) -> Runner:
+    """How ``compute_offsets`` runs."""
+    if not op.splits.numel():
+        return lambda op, outputs: None
+    out_dtype = op.dtype or torch.int32
+    kernel = launch.kernel(OffsetsConfig(_dtype_name(op.splits.dtype), _dtype_name(out_dtype)))
+
+    def run(op: ComputeOffsets, outputs: Sequence[Tensor | None]) -> None:
+        kernel(op.splits.contiguous(), outputs[0], op.multiplier)
+
+    return run
+
+
+def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
+    """How ``grouped_amax`` runs."""
+    if not op.x.numel():
+        return _zero
+    problem = _problem(op.x, op.offs)
+    kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping))
+
+    def run(op: GroupedAmax, outputs: Sequence[Tensor | None]) -> None:
+        kernel(_readable(op.x), op.offs, None, outputs[0], launch.num_sms)
+
+    return run
+
+
+def quantize_nvfp4(op: GroupedQuantizeNVFP4, launch: Launcher) -> Runner:
+    """How ``grouped_quantize_nvfp4`` runs."""
+    if not op.x.numel():
+        return _zero
+    problem = _problem(op.x, op.offs)
+    if op.row_scaled and op.rowwise and not op.columnwise:
+        rows = RowScaledConfig.choose(problem)
+        if rows.can_implement(problem):
+            return _row_scaled(rows, launch)
+    return _tiles(op, problem, launch)
+
+
+def _row_scaled(config: RowScaledConfig, launch: Launcher) -> Runner:
+    """One launch: rows, their amaxes and their codes from one read."""
+    kernel = launch.kernel(config)
+
+    def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
+        codes, scales, amax = outputs[:3]
+        assert codes is not None and amax is not None
+        padded = _padded(codes)
+        kernel(_readable(op.x), op.offs, amax.view(-1), padded, scales, launch.num_sms)
+        if padded is not codes:
+            codes.copy_(padded)
+
+    return run
+
+
+def _tiles(op: GroupedQuantizeNVFP4, problem: QuantizeProblem, launch: Launcher) -> Runner:
+    """Amaxes first where they are not given, then all copies from one read."""
+    row_scaled = op.row_scaled and op.rowwise
+    config = TileConfig(
+        problem.dtype,
+        problem.grouping,
+        rowwise=op.rowwise,
+        columnwise=op.columnwise,
+        row_scaled=row_scaled,
+        square_blocks=op.block_2d,
+        compute_amax=op.amax is None,
+    )
+    kernel = launch.kernel(config)
+    row_kernel = None
+    if row_scaled and op.amax is not None:
+        rows_only = AmaxConfig(problem.dtype, problem.grouping, per_row=True, per_group=False)
+        row_kernel = launch.kernel(rows_only)
+
+    def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
+        codes, scales, amax, codes_t, scales_t, amax_t = outputs
+        x = _readable(op.x)
+        row_amax = amax.view(-1) if amax is not None and row_scaled else None
+        group_amax = amax_t if row_scaled or amax is None else amax
+        if op.amax is not None and group_amax is not None:
+            group_amax.copy_(op.amax)
+        if row_kernel is not None:
+            row_kernel(x, op.offs, row_amax, None, launch.num_sms)
+        padded = None if codes is None else _padded(codes)
+        buffers = (padded, scales, codes_t, scales_t)
+        kernel(x, op.offs, row_amax, group_amax, *buffers, launch.num_sms)
+        if amax_t is not None and group_amax is not None and amax_t is not group_amax:
+            amax_t.copy_(group_amax)
+        if codes is not None and padded is not None and padded is not codes:
+            codes.copy_(padded)
+
+    return run
+
+
+def _padded(codes: Tensor) -> Tensor:
+    """``codes``, or a buffer of the same shape if its pitch is not one that the kernels take."""
+    if codes.stride(-2) % PITCH_ALIGNMENT == 0:
+        return codes
+    pitch = code_pitch(codes.shape[-1])
+    return codes.new_empty(*codes.shape[:-1], pitch)[..., : codes.shape[-1]]

@@ -1,0 +1,243 @@
+"""What a quantization kernel is compiled for, and which problems it takes.
+
+A configuration holds facts of code generation only, so it can be hashed, pickled and used as a
+cache key; shapes, group boundaries and the number of SMs stay dynamic. ``entry()`` gives what
+``cute.compile`` needs and is the only part that imports the CuTe DSL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from cute_kernels.capability import Support
+from cute_kernels.formats import NVFP4
+
+__all__ = ["AmaxConfig", "OffsetsConfig", "QuantizeProblem", "RowScaledConfig", "TileConfig"]
+
+Grouping = Literal["ragged", "uniform"]
+#: Bytes of one element, by the dtype names that configurations use.
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_BLOCK = NVFP4.sf_vec_size
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeProblem:
+    """The facts of a call that decide which kernels can run it.
+
+    Attributes:
+        dtype: name of the input's dtype, such as ``"bfloat16"``.
+        cols: K.
+        grouping: ``"ragged"`` for (T, K) with offs, ``"uniform"`` for (G, N, K).
+    """
+
+    dtype: str
+    cols: int
+    grouping: Grouping = "ragged"
+
+
+def _supported_input(dtype: str, cols: int) -> Support:
+    if dtype not in DTYPE_BYTES:
+        return Support(False, f"input dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype}")
+    if cols <= 0 or cols % _BLOCK:
+        return Support(False, f"K must be a positive multiple of {_BLOCK}, got {cols}")
+    return Support(True)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowScaledConfig:
+    """Row-scaled rowwise NVFP4 from one read of the input.
+
+    A team of ``warps_per_row`` warps holds one row in registers at a time.
+
+    Attributes:
+        dtype: name of the input's dtype.
+        grouping: how the rows fall into groups.
+        warps_per_row: warps of a team: 1, 2, 4, 8 or 16.
+        num_stages: rows of each team that are in flight.
+    """
+
+    dtype: str
+    grouping: Grouping = "ragged"
+    warps_per_row: int = 4
+    num_stages: int = 3
+
+    #: Warps that convert; one more loads.
+    num_compute_warps = 16
+    #: 4096 bytes of input a warp: four 1x16 blocks a lane for 16-bit types, two for fp32.
+    bytes_per_warp = 4096
+
+    @property
+    def num_teams(self) -> int:
+        """Rows that a CTA works on at the same time."""
+        return self.num_compute_warps // self.warps_per_row
+
+    @property
+    def max_cols(self) -> int:
+        """The longest row that a team holds."""
+        return self.warps_per_row * self.bytes_per_warp // DTYPE_BYTES[self.dtype]
+
+    @classmethod
+    def choose(cls, problem: QuantizeProblem) -> RowScaledConfig:
+        """The configuration with the fewest warps a row that holds the row."""
+        for warps in (1, 2, 4, 8, 16):
+            config = cls(problem.dtype, problem.grouping, warps)
+            if problem.cols <= config.max_cols:
+                break
+        return config
+
+    def can_implement(self, problem: QuantizeProblem) -> Support:
+        """Whether the kernel takes ``problem``."""
+        if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):
+            return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
+        supported = _supported_input(problem.dtype, problem.cols)
+        if supported and problem.cols > self.max_cols:
+            return Support(
+                False, f"K = {problem.cols} exceeds the {self.max_cols} that a team holds"
+            )
+        return supported
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments.
+
+        The compiled function takes (x, offs, amax, codes, scales, num_sms): x (T, K) or (G, N, K)
+        contiguous; offs (G,) int32, None when uniform; amax (T,) fp32; codes (T, K/2) or
+        (G, N, K/2) uint8 of padded pitch; scales (tiles, K/64, 512) or (G, tiles, K/64, 512) uint8.
+        """
+        from cute_kernels.quantize.nvfp4_rows import RowScaledQuantizer
+
+        return RowScaledQuantizer(self), RowScaledQuantizer.fake_args(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """NVFP4 in one or both directions, tile by tile.
+
+    Attributes:
+        dtype: name of the input's dtype.
+        grouping: how the rows fall into groups.
+        rowwise: write the rowwise copy.
+        columnwise: write the columnwise copy.
+        row_scaled: the rowwise copy has one second-level scale a row.
+        square_blocks: one scale for each 16x16 block, the same in both directions.
+        compute_amax: the amaxes are results: a first kernel computes them, so the input is read
+            twice, the second time from L2 where it fits.
+    """
+
+    dtype: str
+    grouping: Grouping = "ragged"
+    rowwise: bool = True
+    columnwise: bool = False
+    row_scaled: bool = False
+    square_blocks: bool = False
+    compute_amax: bool = False
+
+    #: Warps that convert one 128x128 tile together.
+    warps_per_team = 4
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a 128x128 tile of the input."""
+        return 128 * 128 * DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_stages(self) -> int:
+        """Tiles in flight: 192 KiB of them."""
+        return 6 * 32768 // self.tile_bytes
+
+    @property
+    def num_teams(self) -> int:
+        """Tiles that a CTA converts at the same time."""
+        return 4 if self.num_stages > 4 else 2
+
+    @property
+    def uses_group_amax(self) -> bool:
+        """Whether there are amaxes of groups."""
+        return self.columnwise or not self.row_scaled
+
+    def can_implement(self, problem: QuantizeProblem) -> Support:
+        """Whether the kernel takes ``problem``."""
+        if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):
+            return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
+        if not (self.rowwise or self.columnwise):
+            return Support(False, "neither direction is asked for")
+        if self.row_scaled and (self.square_blocks or not self.rowwise):
+            return Support(False, "row_scaled needs the rowwise direction and 1x16 blocks")
+        return _supported_input(problem.dtype, problem.cols)
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments.
+
+        The compiled function takes (x, offs, row_amax, group_amax, codes, scales, codes_t,
+        scales_t, num_sms), with None for what the configuration does not use: row_amax (T,) fp32 is
+        used when row-scaled, group_amax (G,) fp32 when columnwise or not row-scaled. x needs at
+        least one row.
+        """
+        from cute_kernels.quantize.nvfp4_tiles import TileQuantizer
+
+        return TileQuantizer(self), TileQuantizer.fake_args(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class AmaxConfig:
+    """max |x| of each row, of each group, or both, from one read.
+
+    Attributes:
+        dtype: name of the input's dtype.
+        grouping: how the rows fall into groups.
+        per_row: write one amax a row.
+        per_group: write one amax a group.
+    """
+
+    dtype: str
+    grouping: Grouping = "ragged"
+    per_row: bool = False
+    per_group: bool = True
+
+    def can_implement(self, problem: QuantizeProblem) -> Support:
+        """Whether the kernel takes ``problem``."""
+        if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):
+            return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
+        return _supported_input(problem.dtype, problem.cols)
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments.
+
+        The compiled function takes (x, offs, row_amax, group_amax, num_sms): row_amax (T,) and
+        group_amax (G,) fp32, None where not written. Rows of the tail are left alone; an empty
+        group gives 0.
+        """
+        from cute_kernels.quantize.amax import AmaxReducer
+
+        return AmaxReducer(self), AmaxReducer.fake_args(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class OffsetsConfig:
+    """End offsets of groups from their sizes.
+
+    Attributes:
+        splits: ``"int32"`` or ``"int64"``.
+        out: likewise.
+    """
+
+    splits: str = "int64"
+    out: str = "int32"
+
+    def can_implement(self, splits: str, out: str) -> Support:
+        """Whether the kernel takes these dtypes."""
+        if (splits, out) != (self.splits, self.out):
+            return Support(False, f"compiled for {self.splits} splits and {self.out} offsets")
+        if {splits, out} <= {"int32", "int64"}:
+            return Support(True)
+        return Support(False, f"splits and offsets must be int32 or int64, got {splits} and {out}")
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments.
+
+        The compiled function takes (splits, out, multiplier): splits (G,), out (G,), and the
+        factor of every offset.
+        """
+        from cute_kernels.quantize.offsets import OffsetsKernel
+
+        return OffsetsKernel(self), OffsetsKernel.fake_args(self)

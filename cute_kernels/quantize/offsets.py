@@ -1,0 +1,83 @@
+"""End offsets of groups: the inclusive sum of their sizes, in one launch of one CTA."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+from cutlass import Int32, Int64, cute
+from cutlass.cute.runtime import make_fake_compact_tensor
+
+from cute_kernels.quantize.fakes import env_stream
+
+if TYPE_CHECKING:
+    from cute_kernels.quantize.config import OffsetsConfig
+
+__all__ = ["OffsetsKernel"]
+
+_WARP = 32
+_WARPS = 32
+_THREADS = _WARP * _WARPS
+_DSL_INTS = {"int32": Int32, "int64": Int64}
+
+
+class OffsetsKernel:
+    """Inclusive scan, ``_THREADS`` groups at a time with a carry."""
+
+    def __init__(self, config: OffsetsConfig):
+        self.out = _DSL_INTS[config.out]
+
+    @staticmethod
+    def fake_args(config: OffsetsConfig) -> tuple[Any, ...]:
+        """Stand-ins for (splits, out, multiplier, stream)."""
+        groups = cute.sym_int()
+        return (
+            make_fake_compact_tensor(_DSL_INTS[config.splits], (groups,)),
+            make_fake_compact_tensor(_DSL_INTS[config.out], (groups,)),
+            Int64(1),
+            env_stream(),
+        )
+
+    @cute.jit
+    def __call__(
+        self, splits: cute.Tensor, out: cute.Tensor, multiplier: Int64, stream: Any
+    ) -> None:
+        self.kernel(splits, out, multiplier).launch(
+            grid=[1, 1, 1], block=[_THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, splits: cute.Tensor, out: cute.Tensor, multiplier: Int64) -> None:
+        smem = cutlass.memory.SmemAllocator()
+        totals = smem.allocate_tensor(Int64, cute.make_layout((_WARPS, 2)), byte_alignment=8)
+        tid = cute.arch.thread_idx()[0]
+        warp, lane = tid // _WARP, tid % _WARP
+        count = splits.shape[0]
+        carry, buffer, base = Int64(0), Int32(0), Int32(0)
+        while base < count:
+            value = Int64(0)
+            if base + tid < count:
+                value = splits[base + tid].to(Int64)
+            value = self.warp_scan(value, lane)
+            if lane == _WARP - 1:
+                totals[warp, buffer] = value
+            # Two buffers: a warp that is a chunk ahead writes the other one.
+            cute.arch.sync_threads()
+            before = self.warp_scan(totals[lane, buffer], lane)
+            if warp > 0:
+                value += cute.arch.shuffle_sync(before, warp - 1)
+            value += carry
+            carry += cute.arch.shuffle_sync(before, _WARPS - 1)
+            if base + tid < count:
+                out[base + tid] = (value * multiplier).to(self.out)
+            buffer ^= 1
+            base += _THREADS
+
+    @cute.jit
+    def warp_scan(self, value: Int64, lane: Int32) -> Int64:
+        """Inclusive sum over the lanes up to this one."""
+        for i in cutlass.range_constexpr(5):
+            lower = cute.arch.shuffle_sync_up(value, 1 << i, mask_and_clamp=0)
+            if lane >= 1 << i:
+                value += lower
+        return value

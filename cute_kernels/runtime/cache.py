@@ -1,0 +1,260 @@
+"""The on-disk cache of compiled kernels.
+
+An entry is a few files beside each other, ``<name>.o`` and for emulated architectures
+``<name>.ptx``, and last ``<name>.json``, which holds the whole key and a SHA-256 of each file.
+Without a readable JSON file whose key is the one asked for and whose hashes fit, there is no entry:
+files that are missing, truncated, altered, or left by a writer that died are a miss, never an
+error. Files appear by atomic replacement. Readers take no lock; whoever compiles holds a file lock
+for the entry, so that several processes that want the same kernel compile it once.
+
+Everything in the folder may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import platform
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cute_kernels.runtime.dsl import installed_versions
+from cute_kernels.runtime.spec import canonical_text, short_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from cute_kernels.runtime.arch import Architecture
+    from cute_kernels.runtime.spec import KernelSpec
+
+__all__ = ["CacheKey", "DiskCache", "cache_key", "default_cache", "warn_once"]
+
+#: Bump when the meaning of an entry's files changes.
+_LAYOUT = 1
+#: A compilation takes seconds; a lock held for longer than this belongs to a stuck process.
+_LOCK_TIMEOUT_S = 300.0
+_STARTED = time.time()
+#: Parts of this package that no compiled kernel depends on.
+_NOT_KERNEL_SOURCE = ("reference", "ops", "emulator")
+#: CUTE_DSL_* variables that do not change the code that is generated. The DSL has more of them in
+#: every version, so what is not named here counts.
+_HARMLESS_DSL_VARIABLES = frozenset(
+    f"CUTE_DSL_{name}"
+    for name in (
+        "ARCH",  # the target is stated for each compilation
+        "CACHE_DIR",
+        "DISABLE_FILE_CACHING",
+        "DUMP_DIR",
+        "FILTER_STACKTRACE",
+        "JIT_CACHE_MAX_ELEMS",
+        "JIT_TIME_PROFILING",
+        "KEEP",
+        "LIBS",
+        "LOG_LEVEL",
+        "LOG_TO_CONSOLE",
+        "LOG_TO_FILE",
+        "NO_CACHE",
+        "PRINT_AFTER_PREPROCESSOR",
+        "PRINT_IR",
+        "SHOW_STACKTRACE",
+    )
+)
+
+
+class CacheKey:
+    """What an entry is called, and every fact that its compiled code depends on."""
+
+    def __init__(self, name: str, facts: dict[str, str]) -> None:
+        self.facts = facts
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        self.name = f"{name}-{digest[:32]}"
+
+
+class DiskCache:
+    """Entries of compiled code in one folder; see the module's docstring for the format.
+
+    Args:
+        root: the folder. Made when the first entry is written; may be read-only or missing.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def load(self, key: CacheKey) -> dict[str, Path] | None:
+        """The files of an entry by suffix (``"o"``, ``"ptx"``), or None on a miss."""
+        try:
+            meta = json.loads((self.root / f"{key.name}.json").read_bytes())
+            if meta["key"] != key.facts:
+                return None
+            paths = {suffix: self.root / f"{key.name}.{suffix}" for suffix in meta["files"]}
+            for suffix, path in paths.items():
+                if hashlib.sha256(path.read_bytes()).hexdigest() != meta["files"][suffix]:
+                    return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+        return paths
+
+    def store(self, key: CacheKey, files: Mapping[str, bytes]) -> bool:
+        """Write an entry; its JSON file comes last and makes it valid.
+
+        Args:
+            key: what the entry is found by.
+            files: contents by suffix.
+
+        Returns:
+            Whether it was written. A folder that cannot be written is worth one warning, not an
+            error: the kernel runs all the same.
+        """
+        hashes = {suffix: hashlib.sha256(data).hexdigest() for suffix, data in files.items()}
+        meta = json.dumps({"key": key.facts, "files": hashes}, indent=1, sort_keys=True)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            for suffix, data in {**files, "json": meta.encode()}.items():
+                self._replace(self.root / f"{key.name}.{suffix}", data)
+        except OSError as error:
+            warn_once(f"compiled kernels are not kept on disk: {error}")
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def lock(self, key: CacheKey) -> Iterator[None]:
+        """Hold the entry's lock, so that others wait instead of compiling the same kernel.
+
+        The kernel drops the lock of a process that dies. Where no lock can be had (a read-only
+        folder, a file system without locks, a holder that is stuck), the block runs without one:
+        the worst case is that a kernel is compiled twice.
+        """
+        import filelock
+
+        path = self.root / f"{key.name}.lock"
+        file_lock = filelock.FileLock(path, timeout=_LOCK_TIMEOUT_S)
+        held = False
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            file_lock.acquire()
+            held = True
+        except filelock.Timeout:
+            warn_once(f"{path} was held for {_LOCK_TIMEOUT_S:.0f} s; compiling without it")
+        except (OSError, NotImplementedError):
+            pass  # store() reports a folder that cannot be written
+        try:
+            yield
+        finally:
+            if held:
+                file_lock.release()
+
+    @staticmethod
+    def _replace(path: Path, data: bytes) -> None:
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            part.write_bytes(data)
+            part.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise
+
+
+def default_cache() -> DiskCache | None:
+    """The cache that the environment asks for, or None if it is off.
+
+    ``CUTE_KERNELS_CACHE=0`` turns it off; ``CUTE_KERNELS_CACHE_DIR`` names the folder, by default
+    ``cute_kernels`` in the user's cache folder (``XDG_CACHE_HOME`` or ``~/.cache``).
+    """
+    if os.environ.get("CUTE_KERNELS_CACHE") == "0":
+        return None
+    if folder := os.environ.get("CUTE_KERNELS_CACHE_DIR"):
+        return DiskCache(Path(folder).expanduser())
+    try:
+        user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError as error:  # no home folder
+        warn_once(f"compiled kernels are not kept on disk: {error}")
+        return None
+    return DiskCache(user_cache / "cute_kernels")
+
+
+def cache_key(spec: KernelSpec, arch: Architecture) -> CacheKey | None:
+    """The key of a kernel's entry.
+
+    Returns:
+        The key, or None if the kernel's sources are not known for sure (unreadable, or edited since
+        this process started): then the disk is left alone rather than trusted with a weaker key.
+    """
+    sources = _source_digest(type(spec).__module__)
+    if sources is None:
+        return None
+    facts = {
+        "layout": str(_LAYOUT),
+        "spec": canonical_text(spec),
+        "arch": str(arch),
+        "sources": sources,
+        "python": f"{sys.implementation.name} {platform.python_version()}",
+        "packages": " ".join(installed_versions()),
+        "options": " ".join(
+            f"{name}={value}"
+            for name, value in sorted(os.environ.items())
+            if name.startswith("CUTE_DSL_") and name not in _HARMLESS_DSL_VARIABLES
+        ),
+        # The host half of a kernel is compiled for the very CPU: it has AVX instructions in it.
+        "host": _host(),
+    }
+    return CacheKey(short_name(spec), facts)
+
+
+def warn_once(message: str) -> None:
+    """Warn with ``message``, once a process however often it comes."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+_warned: set[str] = set()
+
+
+@functools.cache
+def _source_digest(module: str) -> str | None:
+    """Digest of this package's kernel sources and of ``module``'s package, if that is another."""
+    package = Path(__file__).resolve().parent.parent
+    files = [
+        path
+        for path in package.rglob("*.py")
+        if path.relative_to(package).parts[0] not in _NOT_KERNEL_SOURCE
+    ]
+    roots = {package: files}
+    top = module.partition(".")[0]
+    if top != package.name:
+        source = getattr(sys.modules.get(top), "__file__", None)
+        if source is None:
+            return None
+        path = Path(source).resolve()
+        is_package = path.name == "__init__.py"
+        roots[path.parent] = sorted(path.parent.rglob("*.py")) if is_package else [path]
+    if not files:  # imported from an archive
+        return None
+    digest = hashlib.sha256()
+    try:
+        for root, paths in roots.items():
+            for path in sorted(paths):
+                if path.stat().st_mtime > _STARTED:
+                    return None
+                digest.update(f"{path.relative_to(root)}\0".encode())
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    except OSError:
+        return None
+    return digest.hexdigest()
+
+
+@functools.cache
+def _host() -> str:
+    """The CPU that host code is generated for."""
+    features = ""
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as lines:
+        named = (line for line in lines if line.startswith(("flags", "Features")))
+        features = hashlib.sha256(next(named, "").encode()).hexdigest()[:16]
+    return f"{platform.system()} {platform.machine()} {features}"

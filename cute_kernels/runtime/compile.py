@@ -1,0 +1,207 @@
+"""Compiling kernels: spec and architecture in, callable out.
+
+A kernel is looked for in memory, then on disk, then compiled. Whether it was just compiled or came
+from the disk, what runs is the exported object, loaded back, so both run the same code and a call
+goes straight into it, without the DSL's Python wrapper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cute_kernels.runtime.cache import cache_key, default_cache, warn_once
+from cute_kernels.runtime.dsl import require_dsl
+from cute_kernels.runtime.emulated import load_emulated, real_device
+from cute_kernels.runtime.spec import short_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from cute_kernels.runtime.arch import Architecture
+    from cute_kernels.runtime.cache import CacheKey, DiskCache
+    from cute_kernels.runtime.spec import KernelSpec
+
+__all__ = ["compile_kernel", "compile_to_disk", "forget_kernels", "is_on_disk"]
+
+_kernels: dict[tuple[KernelSpec, Architecture], Callable[..., object]] = {}
+# cute.compile may not run in two threads at once.
+_compile_lock = threading.RLock()
+
+
+def compile_kernel(spec: KernelSpec, arch: Architecture) -> Callable[..., object]:
+    """The compiled kernel of a spec; compiled at most once a process, and once a cache folder.
+
+    Args:
+        spec: which kernel.
+        arch: what it is compiled for, from ``device_architecture`` or ``architecture``.
+
+    Returns:
+        A function that takes torch tensors and Python numbers by position, checks them against the
+        extents, strides, dtypes and alignments that the spec declares (ValueError or TypeError),
+        and launches on the current stream of the tensors' device. For an emulated architecture it
+        takes CPU tensors, has run when it returns, and raises the emulator's errors.
+
+    Raises:
+        UnsupportedError: the CuTe DSL is missing or has an unsupported version.
+    """
+    kernel = _kernels.get((spec, arch))
+    if kernel is None:
+        with _compile_lock:
+            kernel = _kernels.get((spec, arch))
+            if kernel is None:
+                require_dsl()
+                with real_device():
+                    kernel = _kernels[spec, arch] = _load_or_compile(spec, arch)
+    return kernel
+
+
+def is_on_disk(spec: KernelSpec, arch: Architecture) -> bool:
+    """Whether the disk cache has the kernel, complete and up to date."""
+    cache, key = default_cache(), cache_key(spec, arch)
+    return cache is not None and key is not None and cache.load(key) is not None
+
+
+def compile_to_disk(spec: KernelSpec, arch: Architecture) -> bool | None:
+    """Make sure that the disk cache has a kernel, without loading it into this process.
+
+    Returns:
+        True if it was compiled, False if it was there, None if it cannot be kept on disk.
+    """
+    require_dsl()
+    cache, key = default_cache(), cache_key(spec, arch)
+    if cache is None or key is None:
+        return None
+    if cache.load(key):
+        return False
+    with _compile_lock, cache.lock(key), real_device():
+        if cache.load(key):
+            return False
+        files = _export(_compile(spec, arch), spec, arch)
+        return True if files and cache.store(key, files) else None
+
+
+def forget_kernels() -> None:
+    """Drop every compiled kernel from memory; the disk cache stays as it is."""
+    _kernels.clear()
+
+
+def _load_or_compile(spec: KernelSpec, arch: Architecture) -> Callable[..., object]:
+    cache, key = default_cache(), cache_key(spec, arch)
+    if cache is None or key is None:
+        return _compile_and_load(spec, arch, lambda files: None)
+    if kernel := _load_entry(cache, key, spec, arch):
+        return kernel
+    with cache.lock(key):
+        # Another process may have compiled it while this one waited.
+        if kernel := _load_entry(cache, key, spec, arch):
+            return kernel
+        return _compile_and_load(spec, arch, lambda files: cache.store(key, files))
+
+
+def _compile_and_load(
+    spec: KernelSpec, arch: Architecture, keep: Callable[[dict[str, bytes]], object]
+) -> Callable[..., object]:
+    compiled = _compile(spec, arch)
+    files = _export(compiled, spec, arch)
+    if files is None:
+        kernel: Callable[..., object] = compiled
+        return kernel
+    keep(files)
+    with tempfile.TemporaryDirectory(prefix="cute_kernels-") as folder:
+        path = Path(folder) / "kernel.o"
+        path.write_bytes(files["o"])
+        return _load(path, files, spec, arch)
+
+
+def _compile(spec: KernelSpec, arch: Architecture) -> Any:
+    """Compile a kernel now, in this process."""
+    from cutlass import cute
+
+    entry, arguments = spec.entry()
+    options: tuple[Any, ...] = (cute.GPUArch(arch.target), cute.EnableTVMFFI(True))
+    with tempfile.TemporaryDirectory(prefix="cute_kernels-") as folder:
+        if arch.emulated:
+            from cutlass.base_dsl.compiler import DumpDir
+
+            # The DSL hands code over by way of files, which two processes must not share.
+            options = (*options, cute.KeepPTX(True), cute.KeepCUBIN(True), DumpDir(folder))
+        with _kernels_named(f"{short_name(spec)}_{arch.target}", entry):
+            return cute.compile[options](entry, *arguments)
+
+
+@contextlib.contextmanager
+def _kernels_named(prefix: str, entry: Callable[..., Any]) -> Iterator[None]:
+    """Give the kernels that ``entry`` launches names that say which variant they are.
+
+    The DSL names a kernel after its function and arguments, so all variants of a class share one
+    name, and neither a profile nor an error message tells them apart. Kernels are looked for among
+    the methods of the entry's class, or the functions of its module.
+    """
+    if inspect.isfunction(entry):
+        candidates = list(inspect.unwrap(entry).__globals__.values())
+    else:
+        owner = type(entry.__self__) if inspect.ismethod(entry) else type(entry)
+        candidates = [value for cls in owner.__mro__ for value in vars(cls).values()]
+    setters = [c.set_name_prefix for c in candidates if hasattr(c, "set_name_prefix")]
+    for set_name_prefix in setters:
+        set_name_prefix(prefix)
+    try:
+        yield
+    finally:
+        for set_name_prefix in setters:
+            set_name_prefix("")
+
+
+def _export(compiled: Any, spec: KernelSpec, arch: Architecture) -> dict[str, bytes] | None:
+    """The files of a cache entry, or None, with a warning, if the DSL cannot export the kernel."""
+    with tempfile.TemporaryDirectory(prefix="cute_kernels-") as folder:
+        path = Path(folder) / "kernel.o"
+        try:
+            compiled.export_to_c(str(path), function_name=_symbol(spec))
+            files = {"o": path.read_bytes()}
+        except Exception as error:  # the DSL raises whatever its layers raise
+            if arch.emulated:  # there, host code runs from an object file only
+                raise
+            warn_once(f"compiled kernels are not kept on disk: export failed with {error!r}")
+            return None
+    if arch.emulated:
+        files |= {"ptx": compiled.artifacts.PTX.encode(), "cubin": compiled.artifacts.CUBIN}
+    return files
+
+
+def _load_entry(
+    cache: DiskCache, key: CacheKey, spec: KernelSpec, arch: Architecture
+) -> Callable[..., object] | None:
+    """Load an entry of the disk cache; one that does not load is a miss, and is replaced."""
+    paths = cache.load(key)
+    if paths is None:
+        return None
+    try:
+        files = {suffix: path.read_bytes() for suffix, path in paths.items() if suffix != "o"}
+        return _load(paths["o"], files, spec, arch)
+    except Exception as error:  # the DSL's loader raises whatever its layers raise
+        warn_once(f"a cached kernel is compiled anew, it does not load: {error!r}")
+        return None
+
+
+def _load(
+    path: Path, device_code: Mapping[str, bytes], spec: KernelSpec, arch: Architecture
+) -> Callable[..., object]:
+    """Link the object file at ``path`` into this process."""
+    if arch.emulated:
+        return load_emulated(path, _symbol(spec), device_code)
+    from cutlass import cute
+
+    module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
+    kernel: Callable[..., object] = module[_symbol(spec)]
+    return kernel
+
+
+def _symbol(spec: KernelSpec) -> str:
+    """The name of the kernel's host function in its object file."""
+    return f"cute_kernels_{short_name(spec)}"

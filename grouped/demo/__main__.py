@@ -1,0 +1,172 @@
+"""Command line of the demo: ``python -m grouped.demo``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import cute_kernels
+from grouped import recipes
+from grouped.demo import report
+from grouped.demo.data import Corpus, load_corpus, unigram_entropy
+from grouped.demo.model import ModelConfig
+from grouped.demo.train import Run, TrainConfig, train
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_RECIPES = tuple(name for name in recipes.__all__ if name != "Recipe")
+_INTERRUPTED = 130  # as shells report a process that Ctrl-C ended
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m grouped.demo",
+        description="Train a small byte-level mixture-of-experts language model on the help texts "
+        "of Python, once in each recipe from the same seed, and compare. Ctrl-C stops early and "
+        "reports what there is.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--recipe",
+        nargs="+",
+        choices=_RECIPES,
+        default=("BF16", "NVFP4", "NVFP4RowScaled"),
+        metavar="RECIPE",
+        help=f"what to train in, one or more of {', '.join(_RECIPES)}",
+    )
+    add("--out", type=Path, default=Path("demo_out"), help="folder for the results")
+    add(
+        "--plot",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="plot the losses: if matplotlib is installed, or insist on it, or not at all",
+    )
+    train_config, model_config = TrainConfig(), ModelConfig()
+    add("--steps", type=int, default=train_config.steps, help="optimizer steps")
+    add("--batch", type=int, default=train_config.batch, help="sequences a step")
+    add("--learning-rate", type=float, default=train_config.learning_rate, help="maximum")
+    add("--seed", type=int, default=train_config.seed, help="of initial weights and batches")
+    add("--device", default=train_config.device, help="cpu or cuda")
+    add("--context", type=int, default=model_config.context, help="bytes of a sequence")
+    add("--hidden", type=int, default=model_config.hidden, help="width of the model")
+    add("--intermediate", type=int, default=model_config.intermediate, help="width of an expert")
+    add("--layers", type=int, default=model_config.layers, help="transformer blocks")
+    add("--heads", type=int, default=model_config.heads, help="attention heads")
+    add("--experts", type=int, default=model_config.experts, help="experts of each block")
+    add("--top-k", type=int, default=model_config.top_k, help="experts of each token")
+    # At these sizes a second thread saves nothing, and costs much where other programs run.
+    add("--threads", type=int, default=1, help="CPU threads")
+    return parser
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with a message and exit status 2 if an argument, or what it needs, is wrong."""
+    if args.threads < 1:
+        parser.error(f"threads must be positive, got {args.threads}")
+    try:
+        kind = torch.empty(0, device=args.device).device.type
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"device {args.device!r} cannot be used: {error}")
+    if kind not in ("cpu", "cuda"):
+        parser.error(f"device must be cpu or cuda, got {args.device}")
+    if not report.can_plot():
+        missing = f"matplotlib is not installed; {report.INSTALL}"
+        if args.plot == "always":
+            parser.error(f"--plot always: {missing}")
+        if args.plot == "auto":
+            print(f"There will be no plot: {missing}", file=sys.stderr)
+            args.plot = "never"
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
+
+
+def _train_with_progress(
+    recipe: str, corpus: Corpus, model_config: ModelConfig, config: TrainConfig
+) -> Run:
+    progress = report.make_progress(config.steps, recipe)
+
+    def on_step(loss: float) -> None:
+        progress.set_postfix_str(f"loss {loss:.3f}")
+        progress.update()
+
+    try:
+        return train(recipe, corpus, model_config, config, on_step)
+    finally:
+        progress.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo.
+
+    Args:
+        argv: command line arguments; those of the process by default.
+
+    Returns:
+        0, 1 if a recipe does not run on this backend, or 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: with status 2, for arguments that make no sense.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    _check(parser, args)
+    torch.set_num_threads(args.threads)
+
+    def selected(kind: type[Any]) -> dict[str, Any]:
+        return {field.name: getattr(args, field.name) for field in dataclasses.fields(kind)}
+
+    try:
+        model_config = ModelConfig(**selected(ModelConfig))
+        config = TrainConfig(**selected(TrainConfig))
+        backend = cute_kernels.active_backend(torch.device(config.device))
+        corpus = load_corpus()
+        corpus.check_context(model_config.context)
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
+
+    entropy = unigram_entropy(torch.cat([corpus.train, corpus.held_out]))
+    facts = {
+        "unigram_entropy": entropy,
+        "backend": backend.name,
+        "torch": torch.__version__,
+        "model": dataclasses.asdict(model_config),
+        "training": dataclasses.asdict(config),
+    }
+    runs: list[Run] = []
+    status = 0
+    # BF16 first, so that there is something to compare with if the others are stopped.
+    for recipe in sorted(set(args.recipe), key=_RECIPES.index):
+        try:
+            run = _train_with_progress(recipe, corpus, model_config, config)
+        except cute_kernels.UnsupportedError as error:
+            print(f"error: {recipe} does not run here: {error}", file=sys.stderr)
+            status = 1
+            continue
+        runs.append(run)
+        files = report.write_results(args.out, runs, facts)
+        if run.interrupted:
+            status = _INTERRUPTED
+            break
+    if not runs:
+        return status
+    if args.plot != "never":
+        files.append(report.write_plot(args.out, runs, entropy))
+    print(f"\n{report.table(runs)}\n")
+    print(
+        f"Losses in nats a byte; a model without context reaches {entropy:.3f} (unigram entropy)."
+    )
+    print("Wrote " + ", ".join(map(str, files)))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""A byte-level transformer whose feed-forward layers are mixtures of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import grouped
+
+if TYPE_CHECKING:
+    from grouped.recipes import Recipe
+
+__all__ = ["Attention", "LanguageModel", "MixtureOfExperts", "ModelConfig", "ModelOutput"]
+
+_NUM_BYTES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the model.
+
+    Args:
+        hidden: width of the residual stream; a multiple of 16 and of ``heads``.
+        intermediate: width inside each expert; a multiple of 16.
+        layers: transformer blocks.
+        heads: attention heads.
+        experts: experts of each block.
+        top_k: experts that each token is sent to.
+        context: the most bytes that a position can look back on, itself included.
+
+    Raises:
+        ValueError: a size that breaks a rule.
+    """
+
+    hidden: int = 64
+    intermediate: int = 64
+    layers: int = 2
+    heads: int = 4
+    experts: int = 8
+    top_k: int = 2
+    context: int = 64
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} must be positive, got {getattr(self, field.name)}")
+        for name in ("hidden", "intermediate"):
+            if getattr(self, name) % 16:
+                raise ValueError(f"{name} must be a multiple of 16, got {getattr(self, name)}")
+        if self.hidden % self.heads:
+            raise ValueError(f"heads must divide hidden = {self.hidden}, got {self.heads}")
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k must be at most experts = {self.experts}, got {self.top_k}")
+
+
+class ModelOutput(NamedTuple):
+    """What a forward pass returns.
+
+    Attributes:
+        logits: (batch, context, 256) fp32.
+        balance_loss: mean over the layers of the load-balancing loss; 1 when balanced.
+        tokens_per_expert: (layers, experts) int64.
+    """
+
+    logits: Tensor
+    balance_loss: Tensor
+    tokens_per_expert: Tensor
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix each position of (batch, context, hidden) with those before it."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return y
+
+
+class MixtureOfExperts(nn.Module):
+    """Sends each token to its ``top_k`` most likely experts and adds up their weighted outputs."""
+
+    def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
+        super().__init__()
+        self.num_experts, self.top_k = config.experts, config.top_k
+        self.router = nn.Linear(config.hidden, config.experts, bias=False)
+        self.experts = grouped.nn.GroupedMLP(
+            config.experts, config.hidden, config.intermediate, recipe=recipe
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply the experts to tokens ``x`` (T, hidden) fp32.
+
+        Returns:
+            (T, hidden) fp32; the load-balancing loss; tokens per expert (experts,) int64.
+        """
+        probability = self.router(x).softmax(-1)
+        weight, expert = probability.topk(self.top_k)  # (T, top_k)
+        weight = weight / weight.sum(-1, keepdim=True)
+
+        # Grouped products take rows sorted by group, and where each group ends.
+        order = expert.flatten().argsort(stable=True)
+        token = order // self.top_k
+        counts = torch.bincount(expert.flatten(), minlength=self.num_experts)
+        rows = x.index_select(0, token).bfloat16()
+        y = self.experts(rows, grouped.compute_offsets(counts))
+
+        weighted = y.float() * weight.flatten()[order, None]
+        out = torch.zeros_like(x).index_add(0, token, weighted)
+        # Shazeer's and Fedus's loss: share of the tokens times mean probability, 1 when balanced.
+        share = counts / counts.sum()
+        balance = self.num_experts * (share * probability.mean(0)).sum()
+        return out, balance, counts
+
+
+class _Block(nn.Module):
+    def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden)
+        self.attention = Attention(config.hidden, config.heads)
+        self.moe_norm = nn.RMSNorm(config.hidden)
+        self.moe = MixtureOfExperts(config, recipe)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = x + self.attention(self.attention_norm(x))
+        y, balance, counts = self.moe(self.moe_norm(x).flatten(0, 1))
+        return x + y.view_as(x), balance, counts
+
+
+class LanguageModel(nn.Module):
+    """Predicts the next byte; only the experts compute in the recipe's formats.
+
+    The rest is fp32: on a CPU that is twice as fast as bf16 (EPYC with AVX512-BF16, one thread).
+
+    Args:
+        config: sizes.
+        recipe: formats of the experts' products.
+    """
+
+    def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(_NUM_BYTES, config.hidden)
+        # Attention learns to look one byte back, but not in the few steps of a demo.
+        self.previous_byte = nn.Embedding(_NUM_BYTES, config.hidden)
+        self.position = nn.Embedding(config.context, config.hidden)
+        self.blocks = nn.ModuleList(_Block(config, recipe) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden)
+        self.head = nn.Linear(config.hidden, _NUM_BYTES, bias=False)
+        for embedding in (self.byte, self.previous_byte, self.position):
+            nn.init.normal_(embedding.weight, std=0.5)
+        nn.init.normal_(self.head.weight, std=0.02)
+
+    def forward(self, inputs: Tensor) -> ModelOutput:
+        """Compute the logits of the byte after each of ``inputs`` (batch, <= context) int64."""
+        previous = F.pad(inputs, (1, 0))[:, :-1]
+        x = self.byte(inputs) + self.previous_byte(previous)
+        x = x + self.position.weight[: inputs.shape[1]]
+        balances, counts = [], []
+        for block in self.blocks:
+            x, balance, count = block(x)
+            balances.append(balance)
+            counts.append(count)
+        logits = self.head(self.norm(x))
+        return ModelOutput(logits, torch.stack(balances).mean(), torch.stack(counts))

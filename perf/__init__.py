@@ -1,0 +1,1 @@
+"""Measurements: counts on the emulator, times on a GPU."""

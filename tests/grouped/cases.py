@@ -1,0 +1,90 @@
+"""Recipes, formats and independent decoders that the tests of ``grouped`` share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import grouped
+from grouped import recipes
+
+__all__ = [
+    "FORMATS",
+    "RECIPES",
+    "WEIGHT_FORMAT",
+    "OpCounter",
+    "bytes_of",
+    "decode_member",
+    "parameter",
+    "weight",
+]
+
+RECIPES = {
+    "bf16": recipes.BF16(),
+    "nvfp4": recipes.NVFP4(),
+    "row-scaled": recipes.NVFP4RowScaled(),
+}
+QUANTIZED = {name: recipe for name, recipe in RECIPES.items() if recipe.is_quantized}
+FORMATS = {
+    "1x16": grouped.NVFP4(),
+    "16x16": grouped.NVFP4(block=(16, 16)),
+    "row-scaled": grouped.NVFP4(row_scaled=True),
+}
+WEIGHT_FORMAT = FORMATS["16x16"]
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def weight(groups: int = 3, rows: int = 48, cols: int = 64) -> Tensor:
+    """(G, N, K) bf16."""
+    return torch.randn(groups, rows, cols, dtype=torch.bfloat16)
+
+
+def parameter(requires_grad: bool = True, **kwargs: Any) -> nn.Parameter:
+    """A uniform GroupedTensor of both directions as a parameter."""
+    kwargs.setdefault("columnwise", True)
+    return nn.Parameter(grouped.quantize(weight(), WEIGHT_FORMAT, **kwargs), requires_grad)
+
+
+def bytes_of(x: grouped.GroupedTensor) -> dict[str, Tensor]:
+    """Copies of all plain tensors of ``x``, by name."""
+    inner = {"offs": x.offs}
+    for direction in ("rowwise", "columnwise"):
+        held = getattr(x, direction)
+        if held is not None:
+            inner |= {f"{direction} {name}": t for name, t in held._asdict().items()}
+    return {name: t.clone() for name, t in inner.items() if t is not None}
+
+
+def decode_member(codes: Tensor, scales: Tensor, amax: Tensor, cols: int) -> Tensor:
+    """(R, cols) fp32 values of compact NVFP4 codes (R, C / 2), written from the format's text."""
+    nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).long()
+    values = torch.where(nibbles > 7, -_E2M1[nibbles & 7], _E2M1[nibbles & 7])
+    second = amax.reshape(-1, 1) if amax.dim() else amax
+    factor = scales.float() * second * torch.tensor(1 / 2688, dtype=torch.float32)
+    return values[:, :cols] * factor.repeat_interleave(16, dim=1)[:, :cols]
+
+
+class OpCounter(TorchDispatchMode):
+    """Counts the ops that run inside, and keeps the arguments of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # Trailing arguments that have their default values are left out of args.
+        rest = tuple(a.default_value for a in func._schema.arguments[len(args) :])
+        self.calls.append((func._schema.name.split("::")[1], args + rest))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(name for name, _ in self.calls)
+
+    def arguments(self, name: str) -> list[tuple[Any, ...]]:
+        """Positional arguments of each call of ``name``."""
+        return [args for called, args in self.calls if called == name]

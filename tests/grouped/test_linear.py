@@ -1,0 +1,504 @@
+"""``GroupedLinear``: numbers, gradients and what runs when; against per-expert ``nn.Linear``."""
+
+import pytest
+import torch
+from torch import nn
+
+import grouped
+from grouped.nn import GroupedLinear
+from tests.grouped.cases import QUANTIZED, RECIPES, WEIGHT_FORMAT, OpCounter
+from tests.helpers import SPLITS, assert_same_bytes, end_rows, sample
+
+K, N = 64, 48
+QUANTIZE = "grouped_quantize_nvfp4"
+
+
+def layer_of(recipe, groups=3, **options):
+    options.setdefault("dtype", torch.float32)
+    return GroupedLinear(groups, K, N, recipe=recipe, **options)
+
+
+def spans(ends):
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def quantized(x, fmt, offs, direction):
+    """fp64 values that a product reads."""
+    if fmt is None:
+        return x.bfloat16().double()
+    only = {"rowwise": direction == "rowwise", "columnwise": direction == "columnwise"}
+    return grouped.quantize(x, fmt, offs=offs, **only).dequantize(torch.float32).double()
+
+
+def expected(layer, x, ends, dy):
+    """Output and gradients of one ``nn.Linear`` per group on the decoded operands, in fp64."""
+    recipe = layer.recipe
+    live = ends[-1]
+    w = layer._stacked("weight").detach()
+    bias = layer._stacked("bias").detach() if layer.has_bias else None
+    fprop_x = quantized(x, recipe.input, ends, "rowwise")
+    wgrad_x = quantized(x, recipe.input, ends, "columnwise")
+    dgrad_dy = quantized(dy, recipe.grad_output, ends, "rowwise")
+    wgrad_dy = quantized(dy, recipe.grad_output, ends, "columnwise")
+    fprop_w = quantized(w, recipe.weight, None, "rowwise")
+    dgrad_w = quantized(w, recipe.weight, None, "columnwise")
+    y, dx = torch.zeros(len(x), N).double(), torch.zeros(len(x), K).double()
+    dw, db = torch.zeros(w.shape).double(), torch.zeros(len(w), N).double()
+    for g, (start, end) in enumerate(spans(ends)):
+        rows = slice(start, end)
+
+        def linear(weight, inputs, g=g):
+            with torch.no_grad():
+                expert = nn.Linear(K, N, dtype=torch.float64)
+                expert.weight.copy_(weight)
+                expert.bias.copy_(bias[g] if bias is not None else torch.zeros(N))
+            inputs = inputs.clone().requires_grad_()
+            return expert, inputs, expert(inputs)
+
+        y[rows] = linear(fprop_w[g], fprop_x[rows])[2].detach()
+        _, inputs, out = linear(dgrad_w[g], fprop_x[rows])
+        out.backward(dgrad_dy[rows])
+        dx[rows] = inputs.grad
+        expert, _, out = linear(fprop_w[g], wgrad_x[rows])
+        out.backward(wgrad_dy[rows])
+        dw[g] = expert.weight.grad
+        db[g] = dy[rows].double().sum(0)
+    assert not y[live:].any()
+    return y, dx, dw, db
+
+
+def close(got, want, tolerance):
+    scale = float(want.abs().max()) or 1.0
+    assert (got.double() - want).abs().max() <= tolerance * scale
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+def test_against_one_linear_per_expert(splits, recipe):
+    """fp32 inputs, so that only the accumulation differs; NaN in the tails of x and dy."""
+    ends = end_rows(splits)
+    layer = layer_of(recipe, len(splits))
+    x, dy = (sample(ends[-1] + 6, width, dtype=torch.float32) for width in (K, N))
+    want = expected(layer, x, ends, dy)
+    x[ends[-1] :] = torch.nan
+    dy[ends[-1] :] = torch.nan
+    x.requires_grad_()
+    y = layer(x, torch.tensor(ends))
+    y.backward(dy)
+    assert y.dtype == x.grad.dtype == layer.weight.grad.dtype == torch.float32
+    got = (y.detach(), x.grad, layer.weight.grad, layer.bias.grad)
+    for a, b in zip(got, want, strict=True):
+        close(a, b, 3e-6)
+    assert not y[ends[-1] :].any() and not x.grad[ends[-1] :].any()
+    for g, rows in enumerate(splits):
+        if not rows:
+            assert not layer.weight.grad[g].any() and not layer.bias.grad[g].any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
+def test_dtypes(recipe, dtype, parameters):
+    ends = [9, 20, 31]
+    layer = layer_of(recipe, dtype=parameters)
+    x, dy = torch.randn(31, K, dtype=dtype), torch.randn(31, N, dtype=dtype)
+    tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 3e-6}
+    x.requires_grad_()
+    y = layer(x, ends)
+    y.backward(dy)
+    assert y.dtype == x.grad.dtype == dtype
+    assert layer.weight.grad.dtype == layer.bias.grad.dtype == parameters
+    if recipe.is_quantized or dtype != torch.float16:
+        want = expected(layer, x.detach(), ends, dy)
+        close(y.detach(), want[0], tolerance[dtype])
+        close(x.grad, want[1], tolerance[dtype])
+        close(layer.weight.grad, want[2], tolerance[parameters])
+        close(layer.bias.grad, want[3], tolerance[parameters])
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_both_parameter_forms_agree(bias, recipe):
+    layers = []
+    for single in (True, False):
+        torch.manual_seed(5)
+        layers.append(layer_of(recipe, single_parameter=single, bias=bias))
+    single, discrete = layers
+    names = {name for name, _ in discrete.named_parameters()}
+    assert names == {f"weight{g}" for g in range(3)} | {f"bias{g}" for g in range(3) if bias}
+    assert {n for n, _ in single.named_parameters()} == {"weight"} | ({"bias"} if bias else set())
+    x = sample(40, K)
+    outputs = []
+    for layer in layers:
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf, [13, 13, 35])
+        y.float().square().sum().backward()
+        outputs.append((y.detach(), leaf.grad))
+    for a, b in zip(*outputs, strict=True):
+        assert_same_bytes(a, b)
+    for g in range(3):
+        assert_same_bytes(single.weight[g].detach(), getattr(discrete, f"weight{g}").detach())
+        assert_same_bytes(single.weight.grad[g], getattr(discrete, f"weight{g}").grad)
+        if bias:
+            assert_same_bytes(single.bias.grad[g], getattr(discrete, f"bias{g}").grad)
+
+
+def test_initialization_is_that_of_linear():
+    torch.manual_seed(5)
+    layer = layer_of(RECIPES["bf16"])
+    torch.manual_seed(5)
+    for g in range(3):
+        expert = nn.Linear(K, N)
+        assert_same_bytes(layer.weight[g].detach(), expert.weight.detach())
+        assert_same_bytes(layer.bias[g].detach(), expert.bias.detach())
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_leading_dimensions_are_flattened(recipe):
+    layer = layer_of(recipe)
+    x = sample(40, K)
+    flat = x.clone().requires_grad_()
+    deep = x.view(2, 4, 5, K).clone().requires_grad_()
+    y, z = layer(flat, [13, 13, 35]), layer(deep, [13, 13, 35])
+    assert z.shape == (2, 4, 5, N)
+    y.sum().backward()
+    z.sum().backward()
+    assert_same_bytes(z.detach().view(40, N), y.detach())
+    assert_same_bytes(deep.grad.view(40, K), flat.grad)
+    strided = x.T.contiguous().T
+    assert_same_bytes(layer(strided, [13, 13, 35]).detach(), y.detach())
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("rows", [0, 20])
+def test_no_tokens(recipe, rows):
+    layer = layer_of(recipe)
+    x = torch.full((rows, K), torch.nan, requires_grad=True)
+    y = layer(x, torch.zeros(3, dtype=torch.int32))
+    y.sum().backward()
+    assert y.shape == (rows, N) and not y.any() and not x.grad.any()
+    assert x.grad.shape == x.shape
+    assert not layer.weight.grad.any() and not layer.bias.grad.any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_two_backward_passes_and_accumulation(recipe):
+    layer = layer_of(recipe)
+    x = sample(40, K).requires_grad_()
+    y = layer(x, [13, 13, 35])
+    dy = torch.randn_like(y)
+    y.backward(dy, retain_graph=True)
+    first = [t.grad.clone() for t in (x, *layer.parameters())]
+    y.backward(dy)
+    for t, once in zip((x, *layer.parameters()), first, strict=True):
+        assert_same_bytes(t.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward(dy)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
+def test_a_second_derivative_is_refused(recipe):
+    x = sample(40, K).requires_grad_()
+    y = layer_of(recipe)(x, [13, 13, 35])
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        dx.sum().backward()
+
+
+def test_the_second_derivative_of_bf16():
+    layer = layer_of(RECIPES["bf16"], bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.bfloat16())
+    x = torch.randn(20, K).bfloat16().float().requires_grad_()
+    (dx,) = torch.autograd.grad(layer(x, [20, 20, 20]).sum(), layer.weight, create_graph=True)
+    (got,) = torch.autograd.grad(dx.sum(), x)
+    torch.testing.assert_close(got, torch.full_like(got, N))
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_deterministic(recipe):
+    layer = layer_of(recipe)
+    x, dy = sample(150, K), sample(150, N)
+    runs = []
+    for _ in range(2):
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        layer(leaf, [13, 13, 140]).backward(dy)
+        runs.append([leaf.grad, *(p.grad.clone() for p in layer.parameters())])
+    for a, b in zip(*runs, strict=True):
+        assert_same_bytes(a, b)
+
+
+def test_hooks_run():
+    layer = layer_of(RECIPES["row-scaled"])
+    seen = []
+    layer.register_forward_pre_hook(lambda *_: seen.append("pre"))
+    layer.register_forward_hook(lambda *_: seen.append("forward"))
+    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
+    layer.weight.register_hook(lambda grad: seen.append("weight"))
+    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    layer(sample(40, K).requires_grad_(), [13, 13, 35]).sum().backward()
+    assert seen[:2] == ["pre", "forward"]
+    assert sorted(seen[2:]) == ["accumulated", "backward", "weight"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_autocast(recipe):
+    layer = layer_of(recipe)
+    x = torch.randn(40, K, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x, [13, 13, 35])
+    assert y.dtype == torch.bfloat16
+    assert_same_bytes(y.detach(), layer(x.bfloat16(), [13, 13, 35]).detach())
+    y.sum().backward()
+    assert x.grad.dtype == layer.weight.grad.dtype == torch.float32
+
+
+def test_activation_checkpointing():
+    layer = layer_of(RECIPES["row-scaled"])
+    x = sample(40, K)
+    grads = []
+    for reentrant in (None, True, False):
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        if reentrant is None:
+            y = layer(leaf, [13, 13, 35])
+        else:
+            y = torch.utils.checkpoint.checkpoint(
+                layer, leaf, [13, 13, 35], use_reentrant=reentrant
+            )
+        y.sum().backward()
+        grads.append((leaf.grad, layer.weight.grad.clone()))
+    for other in grads[1:]:
+        for a, b in zip(grads[0], other, strict=True):
+            assert_same_bytes(a, b)
+
+
+# ------------------------------------------------------------------------------ what is quantized
+
+
+def directions(counter):
+    """(is the weight, rowwise, columnwise) of each quantization."""
+    return [(a[1] is None, a[5], a[6]) for a in counter.arguments(QUANTIZE)]
+
+
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("first", [None, True])
+def test_inference_quantizes_rowwise_only(first, grad_mode):
+    layer = layer_of(RECIPES["row-scaled"])
+    x = sample(40, K).requires_grad_()
+    with grad_mode(), OpCounter() as counter:
+        y = layer(x, torch.tensor([13, 13, 35]), is_first_microbatch=first)
+    assert sorted(directions(counter)) == [(False, True, False), (True, True, False)]
+    assert not y.requires_grad
+
+
+def test_training_quantizes_each_operand_once():
+    layer = layer_of(RECIPES["row-scaled"])
+    x, offs = sample(40, K).requires_grad_(), torch.tensor([13, 13, 35])
+    with OpCounter() as counter:
+        layer(x, offs).sum().backward()
+    assert sorted(directions(counter)) == [(False, True, True)] * 2 + [(True, True, True)]
+
+
+def test_only_what_the_gradients_need_is_quantized():
+    layer, offs = layer_of(RECIPES["row-scaled"]), torch.tensor([13, 13, 35])
+    with OpCounter() as counter:  # no gradient of x: no columnwise weight, no rowwise dy
+        layer(sample(40, K), offs).sum().backward()
+    assert directions(counter) == [(True, True, False), (False, True, True), (False, False, True)]
+    layer.weight.requires_grad_(False)
+    with OpCounter() as counter:  # no gradient of the weight: no columnwise x or dy
+        layer(sample(40, K).requires_grad_(), offs).sum().backward()
+    assert directions(counter) == [(True, True, True), (False, True, False), (False, True, False)]
+    assert layer.weight.grad is not None and layer.bias.grad is not None
+    with OpCounter() as counter:  # only the bias
+        layer(sample(40, K), offs).sum().backward()
+    assert directions(counter) == [(True, True, False), (False, True, False)]
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
+def test_microbatches_share_one_quantized_weight(recipe, single):
+    layer = layer_of(recipe, single_parameter=single)
+    offs = torch.tensor([13, 13, 35])
+    batches = [sample(40, K) for _ in range(3)]
+
+    def run(flags):
+        layer.zero_grad()
+        inputs = [batch.clone().requires_grad_() for batch in batches]
+        with OpCounter() as counter:
+            for leaf, flag in zip(inputs, flags, strict=True):
+                layer(leaf, offs, is_first_microbatch=flag).sum().backward()
+        grads = [leaf.grad for leaf in inputs] + [p.grad.clone() for p in layer.parameters()]
+        return grads, sum(weight for weight, _, _ in directions(counter))
+
+    (plain, each), (cached, once) = run([None] * 3), run([True, False, False])
+    assert (each, once) == (3, 1)
+    for a, b in zip(plain, cached, strict=True):
+        assert_same_bytes(a, b)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.mul_(2)
+    x = sample(40, K)
+    stale = layer(x, offs, is_first_microbatch=False)
+    fresh = layer(x, offs, is_first_microbatch=True)
+    assert not torch.equal(stale, fresh)
+    assert_same_bytes(layer(x, offs, is_first_microbatch=False).detach(), fresh.detach())
+
+
+def test_a_later_microbatch_needs_a_kept_weight():
+    layer = layer_of(RECIPES["row-scaled"])
+    x = sample(40, K)
+    with pytest.raises(RuntimeError, match="a call with True kept; none was"):
+        layer(x, [13, 13, 35], is_first_microbatch=False)
+    with torch.no_grad():
+        layer(x, [13, 13, 35], is_first_microbatch=True)
+    layer(x, [13, 13, 35], is_first_microbatch=False)
+    with pytest.raises(RuntimeError, match="columnwise weight.*under no_grad"):
+        layer(x.requires_grad_(), [13, 13, 35], is_first_microbatch=False)
+
+
+# -------------------------------------------------------------------------------- quantized weight
+
+
+def quantized_layer(recipe, requires_grad=True, **options):
+    layer = layer_of(recipe, dtype=torch.bfloat16)
+    options.setdefault("columnwise", True)
+    layer.weight = nn.Parameter(
+        grouped.quantize(layer.weight, WEIGHT_FORMAT, **options), requires_grad
+    )
+    return layer
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
+def test_a_quantized_weight_gives_what_the_dense_one_does(recipe):
+    dense = layer_of(recipe, dtype=torch.bfloat16)
+    layer = layer_of(recipe, dtype=torch.bfloat16)
+    layer.load_state_dict(dense.state_dict())
+    layer.weight = nn.Parameter(grouped.quantize(dense.weight, WEIGHT_FORMAT, columnwise=True))
+    x = sample(40, K)
+    grads = []
+    for module in (dense, layer):
+        leaf = x.clone().requires_grad_()
+        with OpCounter() as counter:
+            y = module(leaf, torch.tensor([13, 13, 35]))
+        y.sum().backward()
+        grads.append((y.detach(), leaf.grad, module.weight.grad, module.bias.grad))
+    assert not any(is_weight for is_weight, _, _ in directions(counter))
+    for a, b in zip(*grads, strict=True):
+        assert type(b) is torch.Tensor
+        assert_same_bytes(a, b)
+
+
+def test_training_a_quantized_weight_lowers_the_loss():
+    layer = quantized_layer(RECIPES["row-scaled"])
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    x, target = torch.randn(60, K).bfloat16(), torch.randn(60, N).bfloat16()
+    losses = []
+    for _ in range(8):
+        loss = (layer(x, [20, 40, 60]) - target).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.95 * losses[0]
+    assert type(layer.weight.data) is grouped.GroupedTensor
+
+
+def test_a_frozen_quantized_weight():
+    layer = quantized_layer(RECIPES["row-scaled"], requires_grad=False, columnwise=False)
+    x = sample(40, K)
+    with OpCounter() as counter:
+        layer(x, torch.tensor([13, 13, 35]))
+    assert directions(counter) == [(False, True, False)]
+    with pytest.raises(RuntimeError, match="weight has no columnwise copy"):
+        layer(x.requires_grad_(), [13, 13, 35])
+    with torch.no_grad():
+        layer(x, [13, 13, 35])
+
+
+def ragged_weight():
+    return grouped.quantize(sample(3 * N, K), WEIGHT_FORMAT, offs=[N, 2 * N, 3 * N])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (
+            lambda: grouped.quantize(sample(3, N, K), grouped.NVFP4(row_scaled=True)),
+            ValueError,
+            "row_",
+        ),
+        (lambda: grouped.quantize(sample(2, N, K), WEIGHT_FORMAT), ValueError, "uniform of shape"),
+        (lambda: grouped.quantize(sample(3, K, K), WEIGHT_FORMAT), ValueError, "uniform of shape"),
+        (ragged_weight, ValueError, "uniform of shape"),
+        (
+            lambda: grouped.quantize(
+                sample(3, N, K), WEIGHT_FORMAT, rowwise=False, columnwise=True
+            ),
+            RuntimeError,
+            "no rowwise copy",
+        ),
+    ],
+)
+def test_quantized_weights_that_do_not_fit_are_refused(make, error, match):
+    layer = layer_of(RECIPES["row-scaled"])
+    layer.weight = nn.Parameter(make())
+    with pytest.raises(error, match=match):
+        layer(sample(40, K), [13, 13, 35])
+
+
+def test_a_quantized_weight_needs_a_quantized_recipe():
+    layer = quantized_layer(RECIPES["bf16"])
+    with pytest.raises(ValueError, match="quantized recipe, got BF16"):
+        layer(sample(40, K), [13, 13, 35])
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "match"),
+    [
+        ((0, K, N), {}, ValueError, "num_groups must be positive"),
+        ((3, 0, N), {}, ValueError, "in_features must be positive"),
+        ((3, K, -1), {}, ValueError, "out_features must be positive"),
+        ((3, 24, N), {"recipe": RECIPES["nvfp4"]}, ValueError, "in_features must be a multiple"),
+        ((3, K, 24), {"recipe": RECIPES["nvfp4"]}, ValueError, "out_features must be a multiple"),
+        ((3, K, N), {"recipe": grouped.NVFP4()}, TypeError, "recipe must be"),
+        ((3, K, N), {"recipe": "nvfp4"}, TypeError, "recipe must be"),
+    ],
+)
+def test_construction_refuses(arguments, options, error, match):
+    with pytest.raises(error, match=match):
+        GroupedLinear(*arguments, **options)
+
+
+def test_bf16_takes_any_sizes():
+    layer = GroupedLinear(2, 5, 7, dtype=torch.bfloat16)
+    x = torch.randn(9, 5, dtype=torch.bfloat16, requires_grad=True)
+    layer(x, [4, 9]).sum().backward()
+    assert x.grad.shape == (9, 5) and layer.weight.grad.shape == (2, 7, 5)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize(
+    ("x", "offs", "error", "match"),
+    [
+        (sample(40, 32), [13, 13, 35], ValueError, r"x must have shape \(\.\.\., 64\)"),
+        (sample(K), [0, 0, 1], ValueError, "at least 2 dimensions"),
+        (sample(40, K), [13, 35], ValueError, "each of the 3 groups, got 2"),
+        (sample(40, K), [13, 12, 35], ValueError, "must not decrease"),
+        (sample(40, K), [13, 13, 41], ValueError, "within the 40 rows"),
+        (sample(40, K), torch.tensor([1.0, 2.0, 3.0]), TypeError, "int32 or int64"),
+        (sample(40, K), torch.zeros(3, dtype=torch.int32).to("meta"), ValueError, "device"),
+    ],
+)
+def test_forward_refuses(recipe, x, offs, error, match):
+    with pytest.raises(error, match=match):
+        layer_of(recipe)(x, offs)
+
+
+def test_forward_refuses_fp64():
+    with pytest.raises(TypeError, match="must be bfloat16 or float16 or float32"):
+        layer_of(RECIPES["nvfp4"])(sample(40, K).double(), [13, 13, 35])

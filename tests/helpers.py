@@ -1,0 +1,103 @@
+"""Inputs and comparisons that tests of several layers share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import cute_kernels  # noqa: F401  (registers the ops)
+
+__all__ = [
+    "SENTINEL",
+    "SPLITS",
+    "assert_same_bytes",
+    "dtype_ulp",
+    "end_rows",
+    "offsets",
+    "ops",
+    "poisoned",
+    "sample",
+    "weird_values",
+]
+
+ops = torch.ops.cute_kernels
+
+#: Byte that no quantizer writes by chance everywhere; marks what must stay untouched.
+SENTINEL = 0xA5
+
+#: Splits of rows over groups, by the thing that each is there to catch.
+SPLITS = {
+    "one group": (37,),
+    "one row": (1,),
+    "equal": (64, 64, 64),
+    "tile edges": (127, 128, 129, 1),
+    "empty first": (0, 19, 40),
+    "empty middle": (33, 0, 0, 50),
+    "empty last": (130, 7, 0),
+    "all empty": (0, 0, 0),
+    "single rows": (1, 1, 1, 1, 1),
+}
+
+
+def end_rows(splits: tuple[int, ...]) -> list[int]:
+    """End row of each group."""
+    return torch.tensor(splits, dtype=torch.int64).cumsum(0).tolist()
+
+
+def offsets(splits: tuple[int, ...]) -> Tensor:
+    """End row of each group, as ops take them."""
+    return torch.tensor(end_rows(splits), dtype=torch.int32)
+
+
+def sample(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Normal values whose magnitude differs from block to block and from row to row."""
+    x = torch.randn(shape)
+    block = torch.randint(-6, 7, (*shape[:-1], -(-shape[-1] // 16))).repeat_interleave(16, dim=-1)
+    return (x * block[..., : shape[-1]].float().exp2()).to(dtype)
+
+
+def weird_values(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    """Rows of zeros, signed zeros, denormals, extremes, Inf and NaN between ordinary ones."""
+    x = sample(rows, cols, dtype=dtype)
+    info = torch.finfo(dtype)
+    tiny = info.tiny * info.eps  # the smallest denormal
+    specials = (0.0, -0.0, tiny, -3 * tiny, info.tiny, info.max, -info.max, torch.inf, torch.nan)
+    for i, value in enumerate(specials):
+        if i < rows:
+            x[i, i % cols :: 3] = value
+        if len(specials) + i < rows:
+            x[len(specials) + i] = value
+    return x
+
+
+def poisoned(like: Tensor) -> Tensor:
+    """A tensor of the shape, strides and dtype of ``like``, every byte of it a sentinel."""
+    storage = torch.full((like.untyped_storage().nbytes(),), SENTINEL, dtype=torch.uint8)
+    return storage.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def dtype_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Distance from |x| to the next larger number of ``dtype``, fp64."""
+    info = torch.finfo(dtype)
+    magnitude = x.abs().double().clamp_min(info.tiny)
+    return magnitude.log2().floor().exp2() * info.eps
+
+
+def assert_same_bytes(got: Tensor, want: Tensor, what: str = "output") -> None:
+    """Bitwise equality; the message gives the first difference."""
+    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, not {want.dtype}"
+    if got.numel() == 0:
+        return
+    a = got.contiguous().flatten().view(torch.uint8).view(-1, got.element_size())
+    b = want.contiguous().flatten().view(torch.uint8).view(-1, got.element_size())
+    wrong = (a != b).any(1).nonzero()
+    if len(wrong):
+        at = int(wrong[0])
+        where = torch.unravel_index(torch.tensor(at), got.shape)
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {len(a)} elements differ, first at "
+            f"{tuple(int(i) for i in where)}: got {got.flatten()[at].item()!r} "
+            f"(bytes {a[at].tolist()}), want {want.flatten()[at].item()!r} "
+            f"(bytes {b[at].tolist()})"
+        )

@@ -1,0 +1,195 @@
+"""Compiled quantizers, random inputs, and output buffers of the layout contract for the tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels import emulator
+from cute_kernels.formats import NVFP4
+from cute_kernels.reference.groups import Groups
+from cute_kernels.reference.nvfp4 import quantize_nvfp4
+from cute_kernels.shapes import (
+    ceil_div,
+    code_pitch,
+    num_slot_tiles,
+    scale_tiles,
+    uniform_tiles,
+)
+from perf.compiled import compile_for_emulator
+
+if TYPE_CHECKING:
+    from cute_kernels.quantize import RowScaledConfig, TileConfig
+
+ARCH = "sm_100a"
+NUM_SMS = 3
+
+if importlib.util.find_spec("cutlass") is None:
+    pytest.skip("needs the CuTe DSL", allow_module_level=True)
+# Before the DSL is first imported.
+emulator.install(arch=ARCH)
+
+
+def compiled(config: Any) -> Any:
+    """The compiled kernel of a configuration."""
+    return compile_for_emulator(config, ARCH).run
+
+
+@dataclasses.dataclass
+class Problem:
+    """An input with its groups.
+
+    Attributes:
+        x: (T, K), or (G, N, K) when uniform.
+        offs: (G,) int32 end rows, None when uniform.
+    """
+
+    x: Tensor
+    offs: Tensor | None
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.x.flatten(0, -2)
+
+    @property
+    def groups(self) -> Groups:
+        if self.offs is None:
+            return Groups.uniform(self.x.shape[0], self.x.shape[1], self.x.device)
+        return Groups.ragged(self.offs, len(self.x))
+
+    def buffers(self, fmt: NVFP4, rowwise: bool, columnwise: bool) -> dict[str, Tensor | None]:
+        """Outputs filled with garbage, so that a byte too many or too few shows."""
+        rows, cols = self.matrix.shape
+        groups = 1 if self.offs is not None else self.x.shape[0]
+        if self.offs is None:
+            tiles = uniform_tiles(self.x.shape[1])
+        else:
+            tiles = num_slot_tiles(rows, len(self.offs))
+        lead = () if self.offs is not None else (groups,)
+
+        def garbage(*shape: int) -> Tensor:
+            return torch.full(shape, 0xA5, dtype=torch.uint8)
+
+        out: dict[str, Tensor | None] = dict.fromkeys(("codes", "scales", "codes_t", "scales_t"))
+        if rowwise:
+            pitch = code_pitch(cols // 2)
+            out["codes"] = garbage(*self.x.shape[:-1], pitch)[..., : cols // 2]
+            out["scales"] = garbage(*lead, tiles, scale_tiles(cols, 16), 512)
+        if columnwise:
+            out["codes_t"] = garbage(*lead, cols, 64 * tiles)
+            out["scales_t"] = garbage(*lead, ceil_div(cols, 128), 2 * tiles, 512)
+        count = len(self.groups)
+        out["amax"] = torch.full((rows if fmt.row_scaled else count,), -7.0) if rowwise else None
+        out["amax_t"] = torch.full((count,), -7.0) if columnwise else None
+        return out
+
+
+def expected(
+    problem: Problem, fmt: NVFP4, rowwise: bool, columnwise: bool, given: Tensor | None = None
+) -> dict[str, Tensor | None]:
+    """What the reference writes."""
+    out = problem.buffers(fmt, rowwise, columnwise)
+    flat = {
+        name: value.flatten(0, 1) if problem.offs is None and name in ("codes", "scales") else value
+        for name, value in out.items()
+        if value is not None
+    }
+    everything = dict.fromkeys(out) | flat
+    quantize_nvfp4(problem.matrix, problem.groups, fmt, given_amax=given, **everything)
+    if problem.offs is None and rowwise:
+        out["codes"] = flat["codes"].view(problem.x.shape[:-1] + (-1,))
+    return out
+
+
+def run_tiles(
+    config: TileConfig, problem: Problem, given: Tensor | None = None
+) -> dict[str, Tensor | None]:
+    """Outputs of the tile quantizer; without ``compute_amax`` the reference gives the amaxes."""
+    fmt = format_of(config)
+    out = problem.buffers(fmt, config.rowwise, config.columnwise)
+    groups = len(problem.groups)
+    group_amax = torch.full((groups,), -7.0) if config.uses_group_amax else None
+    row_amax = torch.full((len(problem.matrix),), -7.0) if config.row_scaled else None
+    if not config.compute_amax:
+        known = expected(problem, fmt, config.rowwise, True, given)
+        group_amax = known["amax_t"] if config.uses_group_amax else None
+        row_amax = known["amax"] if config.row_scaled else None
+    names = ("codes", "scales", "codes_t", "scales_t")
+    compiled(config)(
+        problem.x, problem.offs, row_amax, group_amax, *(out[n] for n in names), NUM_SMS
+    )
+    if config.rowwise:
+        out["amax"] = row_amax if config.row_scaled else group_amax
+    if config.columnwise:
+        out["amax_t"] = group_amax
+    return out
+
+
+def run_rows(config: RowScaledConfig, problem: Problem) -> dict[str, Tensor | None]:
+    """Outputs of the row-scaled quantizer."""
+    out = problem.buffers(NVFP4(row_scaled=True), True, False)
+    compiled(config)(problem.x, problem.offs, out["amax"], out["codes"], out["scales"], NUM_SMS)
+    return out
+
+
+def format_of(config: TileConfig) -> NVFP4:
+    return NVFP4(config.row_scaled, (16, 16) if config.square_blocks else (1, 16))
+
+
+def random_input(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Rows of very different sizes, with zero rows and zero blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    x *= torch.exp2(torch.randint(-6, 7, (*shape[:-1], 1), generator=generator).float())
+    x[..., torch.rand(shape[:-1], generator=generator) < 0.05, :] = 0.0
+    blocks = x.unflatten(-1, (-1, 16))
+    blocks[torch.rand(blocks.shape[:-1], generator=generator) < 0.05] = 0.0
+    return blocks.flatten(-2).to(dtype)
+
+
+def special_input(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    """Signed zeros, denormals, the smallest and largest numbers, infinities and NaN, row by row.
+
+    Each row has its own mixture, so rows of one group clash as well.
+    """
+    info = torch.finfo(dtype)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, cols, generator=generator)
+    magnitude = torch.randint(-40, 36, (rows, cols // 16, 1), generator=generator).float()
+    x = (x.unflatten(1, (-1, 16)) * torch.pow(10.0, magnitude)).flatten(1)
+    x = x.clamp(-info.max, info.max)
+    smallest = info.smallest_normal * info.eps
+    for i, value in enumerate(
+        (0.0, -0.0, info.max, -info.max, info.tiny, -info.tiny, smallest, -smallest)
+    ):
+        x[i % rows :: 9, i::11] = value
+    x = x.to(dtype)
+    x[1::7, ::5] = float("nan")
+    x[2::7, 1::13] = float("inf")
+    x[3::7, 2::13] = -float("inf")
+    x[4::7, 16:32] = float("nan")
+    x[5::17] = float("nan")
+    x[6::17] = -0.0
+    x[7::17] = smallest
+    return x
+
+
+def assert_same(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> None:
+    """Compare outputs byte for byte."""
+    for name, expected_value in want.items():
+        value = got[name]
+        if expected_value is None:
+            continue
+        assert value is not None and value.shape == expected_value.shape, name
+        differs = (value != expected_value).nonzero()
+        where = differs[:4].tolist()
+        assert len(differs) == 0, (
+            f"{name}: {len(differs)} of {value.numel()} differ, first at {where}: got "
+            f"{[value[tuple(i)].item() for i in where]}, expected "
+            f"{[expected_value[tuple(i)].item() for i in where]}"
+        )

@@ -1,0 +1,75 @@
+"""What the compiler made of the quantizers, and what the configurations accept."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+
+from cute_kernels.quantize import (
+    AmaxConfig,
+    OffsetsConfig,
+    QuantizeProblem,
+    RowScaledConfig,
+    TileConfig,
+)
+from perf.compiled import compile_for_emulator
+from perf.cubin import read_resources
+from tests.kernels.quantize_support import ARCH
+
+CONFIGS = [
+    RowScaledConfig("bfloat16", warps_per_row=1),
+    RowScaledConfig("bfloat16", warps_per_row=4),
+    RowScaledConfig("float32", warps_per_row=16),
+    TileConfig("bfloat16"),
+    TileConfig("bfloat16", columnwise=True, compute_amax=True),
+    TileConfig("bfloat16", columnwise=True, row_scaled=True, compute_amax=True),
+    TileConfig("bfloat16", columnwise=True, square_blocks=True),
+    TileConfig("float32", columnwise=True),
+    AmaxConfig("bfloat16", per_row=True),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_no_spills(config: object) -> None:
+    for name, resources in read_resources(compile_for_emulator(config, ARCH).cubin).items():
+        assert resources.stack_bytes == 0, name
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_arithmetic_is_exact(config: object) -> None:
+    """No flushed denormals, approximations or fused multiply-adds; the hardware's conversions."""
+    ptx = compile_for_emulator(config, ARCH).ptx
+    assert not re.findall(r"\.ftz|\.approx|\bfma\.", ptx)
+    if not isinstance(config, AmaxConfig):
+        for instruction in ("div.rn.f32", "rcp.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"):
+            assert instruction in ptx
+        assert "cvt.rn.satfinite.e2m1x2.f32" in ptx
+
+
+def test_configurations_are_keys() -> None:
+    for config in [*CONFIGS, OffsetsConfig()]:
+        assert pickle.loads(pickle.dumps(config)) == config
+        assert hash(config) == hash(pickle.loads(pickle.dumps(config)))
+
+
+def test_configurations_say_what_they_take() -> None:
+    problem = QuantizeProblem("bfloat16", 4096)
+    rows = RowScaledConfig.choose(problem)
+    assert rows.can_implement(problem) and rows.warps_per_row == 2
+    longest = QuantizeProblem("float32", 16384)
+    assert RowScaledConfig.choose(longest).can_implement(longest)
+    too_long = QuantizeProblem("bfloat16", 32784)
+    refused = RowScaledConfig.choose(too_long).can_implement(too_long)
+    assert not refused and "32784" in refused.reason
+    # What a team cannot hold goes tile by tile.
+    assert TileConfig("bfloat16", row_scaled=True, compute_amax=True).can_implement(too_long)
+    assert not TileConfig("bfloat16").can_implement(QuantizeProblem("bfloat16", 40))
+    assert not TileConfig("bfloat16").can_implement(QuantizeProblem("float16", 64))
+    assert not TileConfig("bfloat16").can_implement(QuantizeProblem("bfloat16", 64, "uniform"))
+    assert not TileConfig("bfloat16", rowwise=False).can_implement(problem)
+    square = TileConfig("bfloat16", row_scaled=True, square_blocks=True)
+    assert "16" in square.can_implement(problem).reason
+    assert not AmaxConfig("float64").can_implement(QuantizeProblem("float64", 64))
+    assert not OffsetsConfig("int16", "int32").can_implement("int16", "int32")

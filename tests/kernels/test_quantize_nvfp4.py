@@ -1,0 +1,244 @@
+"""The NVFP4 quantizers of sm_100a on the emulator, byte for byte against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cute_kernels import emulator
+from cute_kernels.formats import NVFP4
+from cute_kernels.quantize import RowScaledConfig, TileConfig
+from tests.kernels.quantize_support import (
+    Problem,
+    assert_same,
+    compiled,
+    expected,
+    format_of,
+    random_input,
+    run_rows,
+    run_tiles,
+    special_input,
+)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+#: (rows of the buffer, K, end rows).
+RAGGED = {
+    "one group": (256, 128, [256]),
+    "one row": (1, 16, [1]),
+    "odd rows, K past a scale tile": (300, 80, [7, 136, 137, 300]),
+    "empty first, middle, last": (200, 48, [0, 0, 65, 65, 65, 190, 200, 200]),
+    "all empty": (64, 32, [0, 0, 0]),
+    "tail": (260, 144, [3, 131, 259 - 40]),
+    "tile boundaries": (513, 64, [127, 255, 384, 513]),
+}
+UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two tiles": (2, 129, 16)}
+VARIANTS = {
+    "rowwise": {},
+    "columnwise": {"rowwise": False, "columnwise": True},
+    "both": {"columnwise": True},
+    "row-scaled": {"row_scaled": True},
+    "row-scaled and columnwise": {"row_scaled": True, "columnwise": True},
+    "square": {"square_blocks": True},
+    "square, both": {"square_blocks": True, "columnwise": True},
+}
+
+
+def ragged(case: str, dtype: str = "bfloat16", seed: int = 0) -> Problem:
+    rows, cols, ends = RAGGED[case]
+    x = random_input((rows, cols), DTYPES[dtype], seed)
+    x[ends[-1] :] = float("nan")
+    return Problem(x, torch.tensor(ends, dtype=torch.int32))
+
+
+def check_tiles(config: TileConfig, problem: Problem) -> None:
+    want = expected(problem, format_of(config), config.rowwise, config.columnwise)
+    assert_same(run_tiles(config, problem), want)
+
+
+def check_rows(config: RowScaledConfig, problem: Problem) -> None:
+    assert_same(run_rows(config, problem), expected(problem, NVFP4(row_scaled=True), True, False))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tiles_of_ragged_groups(variant: str) -> None:
+    for case in RAGGED:
+        check_tiles(TileConfig("bfloat16", **VARIANTS[variant]), ragged(case))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tiles_of_uniform_groups(variant: str) -> None:
+    config = TileConfig("bfloat16", "uniform", **VARIANTS[variant])
+    for shape in UNIFORM.values():
+        check_tiles(config, Problem(random_input(shape, torch.bfloat16), None))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("variant", ["both", "square, both"])
+def test_tiles_of_other_dtypes(variant: str, dtype: str) -> None:
+    for case in ("odd rows, K past a scale tile", "tail"):
+        check_tiles(TileConfig(dtype, **VARIANTS[variant]), ragged(case, dtype))
+
+
+@pytest.mark.parametrize("variant", ["both", "row-scaled and columnwise", "square"])
+@pytest.mark.parametrize("grouping", ["ragged", "uniform"])
+def test_two_phases_compute_the_amaxes(variant: str, grouping: str) -> None:
+    config = TileConfig("bfloat16", grouping, compute_amax=True, **VARIANTS[variant])
+    if grouping == "uniform":
+        check_tiles(config, Problem(random_input((3, 40, 80), torch.bfloat16), None))
+    else:
+        for case in ("tail", "empty first, middle, last", "all empty"):
+            check_tiles(config, ragged(case))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("warps", [1, 2])
+def test_rows_of_ragged_groups(dtype: str, warps: int) -> None:
+    config = RowScaledConfig(dtype, warps_per_row=warps)
+    for case in RAGGED:
+        check_rows(config, ragged(case, dtype))
+
+
+@pytest.mark.parametrize("warps", [4, 8, 16])
+def test_rows_of_larger_teams(warps: int) -> None:
+    config = RowScaledConfig("bfloat16", warps_per_row=warps)
+    problem = Problem(
+        random_input((40, config.max_cols - 16), torch.bfloat16),
+        torch.tensor([3, 38], dtype=torch.int32),
+    )
+    check_rows(config, problem)
+
+
+def test_rows_up_to_16384() -> None:
+    for dtype in ("bfloat16", "float32"):
+        config = RowScaledConfig(dtype, warps_per_row=8 if dtype == "bfloat16" else 16)
+        assert config.max_cols == 16384
+        x = random_input((10, 16384), DTYPES[dtype])
+        check_rows(config, Problem(x, torch.tensor([9, 10], dtype=torch.int32)))
+
+
+def test_rows_of_uniform_groups() -> None:
+    config = RowScaledConfig("bfloat16", "uniform", warps_per_row=1)
+    for shape in UNIFORM.values():
+        check_rows(config, Problem(random_input(shape, torch.bfloat16), None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_special_values(dtype: str) -> None:
+    x = special_input(150, 128, DTYPES[dtype])
+    # The last group is all tiny: its S_enc is clamped to FMAX.
+    tiny = torch.full((20, 128), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
+    tiny[:, ::3] *= -0.5
+    ends = torch.tensor([1, 2, 3, 40, 60, 150, 170], dtype=torch.int32)
+    problem = Problem(torch.cat([x, tiny]), ends)
+    check_tiles(TileConfig(dtype, columnwise=True), problem)
+    check_tiles(TileConfig(dtype, square_blocks=True, columnwise=True), problem)
+    check_rows(RowScaledConfig(dtype, warps_per_row=1), problem)
+
+
+def test_a_given_amax_need_not_be_the_true_one() -> None:
+    problem = ragged("tail")
+    given = torch.tensor([1e-3, 3.0, 1e30])
+    config = TileConfig("bfloat16", columnwise=True)
+    want = expected(problem, NVFP4(), True, True, given)
+    assert_same(run_tiles(config, problem, given), want)
+
+
+@pytest.mark.parametrize("kind", ["rows", "tiles"])
+def test_more_than_a_thousand_groups(kind: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    sizes = torch.randint(0, 2, (1500,), generator=generator)
+    sizes[700:1400] = 0
+    sizes[1450] = 130
+    ends = sizes.cumsum(0).int()
+    problem = Problem(random_input((int(ends[-1]) + 5, 16), torch.bfloat16), ends)
+    if kind == "rows":
+        check_rows(RowScaledConfig("bfloat16", warps_per_row=1), problem)
+    else:
+        check_tiles(TileConfig("bfloat16", columnwise=True, compute_amax=True), problem)
+
+
+MODES = [{"mode": "chaos", "seed": seed} for seed in range(5)] + [{"races": True}]
+MODE_IDS = [f"chaos {seed}" for seed in range(5)] + ["races"]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@pytest.mark.parametrize("variant", ["both", "row-scaled and columnwise", "square, both"])
+def test_tiles_in_any_order(variant: str, mode: dict) -> None:
+    config = TileConfig("bfloat16", compute_amax=True, **VARIANTS[variant])
+    # Two more column tiles than stages for one CTA, and partial tiles.
+    x = random_input((300, 1040), torch.bfloat16)
+    problem = Problem(x, torch.tensor([0, 130, 131, 290], dtype=torch.int32))
+    with emulator.options(**mode):
+        check_tiles(config, problem)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@pytest.mark.parametrize("warps", [1, 4])
+def test_rows_in_any_order(warps: int, mode: dict) -> None:
+    config = RowScaledConfig("bfloat16", warps_per_row=warps)
+    x = random_input((300, 528), torch.bfloat16)
+    problem = Problem(x, torch.tensor([0, 130, 131, 290], dtype=torch.int32))
+    with emulator.options(**mode):
+        check_rows(config, problem)
+
+
+@pytest.mark.parametrize("kind", ["rows", "tiles"])
+def test_only_the_live_rows_are_touched(kind: str) -> None:
+    """The tail of x is never read; nothing outside the buffers is touched."""
+    problem = ragged("tail")
+    live = int(problem.offs[-1])
+    bits = problem.x.view(torch.int16).numpy()
+    if kind == "rows":
+        config = RowScaledConfig("bfloat16", warps_per_row=2)
+        out = problem.buffers(NVFP4(row_scaled=True), True, False)
+        args = (problem.x, problem.offs, out["amax"], out["codes"], out["scales"], 2)
+    else:
+        config = TileConfig("bfloat16", columnwise=True, compute_amax=True)
+        out = problem.buffers(NVFP4(), True, True)
+        names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
+        args = (problem.x, problem.offs, None, *(out[n] for n in names), 2)
+    kernel = compiled(config)
+    try:
+        emulator.watch(bits[:live], problem.offs, *(t for t in out.values() if t is not None))
+        kernel(*args)
+        emulator.unwatch()
+        emulator.watch(bits[: live - 1], problem.offs, *(t for t in out.values() if t is not None))
+        with pytest.raises(emulator.EmulatorError):
+            kernel(*args)
+    finally:
+        emulator.unwatch()
+
+
+def test_bad_offsets_stay_in_the_buffer() -> None:
+    """Ends outside the buffer are clamped to it; decreasing ones give empty groups, not a fault."""
+    x = random_input((140, 64), torch.bfloat16)
+    clamped = Problem(x, torch.tensor([0, 20, 140, 140], dtype=torch.int32))
+    config, rows = TileConfig("bfloat16", columnwise=True), RowScaledConfig("bfloat16")
+    wild = Problem(x, torch.tensor([-5, 20, 1000, 2**31 - 1], dtype=torch.int32))
+    assert_same(run_tiles(config, wild), expected(clamped, NVFP4(), True, True))
+    assert_same(run_rows(rows, wild), expected(clamped, NVFP4(row_scaled=True), True, False))
+    falling = Problem(x, torch.tensor([100, 20, -7, 130], dtype=torch.int32))
+    fmt = NVFP4(row_scaled=True)
+    out = falling.buffers(fmt, True, True)
+    names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
+    try:
+        emulator.watch(x, falling.offs, *(t for t in out.values() if t is not None))
+        two_phase = dataclasses.replace(config, row_scaled=True, compute_amax=True)
+        compiled(two_phase)(x, falling.offs, out["amax"], *(out[n] for n in names), 2)
+        compiled(rows)(x, falling.offs, out["amax"], out["codes"], out["scales"], 2)
+    finally:
+        emulator.unwatch()
+
+
+def test_results_do_not_depend_on_the_grid() -> None:
+    problem = ragged("odd rows, K past a scale tile")
+    config = TileConfig("bfloat16", columnwise=True, compute_amax=True)
+    want = expected(problem, NVFP4(), True, True)
+    for num_sms in (1, 7):
+        out = problem.buffers(NVFP4(), True, True)
+        names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
+        compiled(config)(problem.x, problem.offs, None, *(out[n] for n in names), num_sms)
+        out["amax"] = out["amax_t"]
+        assert_same(out, want)

@@ -1,0 +1,340 @@
+"""NVFP4 as the specification words it: one scalar at a time, in NumPy fp32.
+
+Shares nothing with the package. E2M1 comes from a table of intervals, E4M3 from a search among all
+values, and every buffer is written byte by byte at the address that the layout gives. Slow, and
+meant to be read.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+
+import numpy as np
+
+f32 = np.float32
+np.seterr(all="ignore")
+
+FMAX = f32(np.finfo(f32).max)
+ONE_SIXTH = f32(1.0 / 6.0)
+RCP_2688 = f32(1.0 / 2688.0)
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+# ---------------------------------------------------------------------------- number formats
+
+
+def e4m3_value(byte: int) -> float:
+    """Value of one E4M3 byte: bias 7, no infinities, NaN at 0x7F and 0xFF."""
+    sign = -1.0 if byte & 0x80 else 1.0
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    if byte & 0x7F == 0x7F:
+        return math.nan
+    if exponent == 0:
+        return sign * mantissa * 2.0**-9
+    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
+_E4M3_MAGNITUDES = [e4m3_value(byte) for byte in range(0x7F)]
+
+
+def round_e4m3(v: float) -> int:
+    """The E4M3 byte nearest to ``v``, ties to the even byte, saturating; NaN gives 0x7F."""
+    v = float(v)
+    if math.isnan(v):
+        return 0x7F
+    magnitude = min(abs(v), 448.0)
+    low = bisect.bisect_right(_E4M3_MAGNITUDES, magnitude) - 1
+    byte = low
+    if _E4M3_MAGNITUDES[low] != magnitude:
+        middle = (_E4M3_MAGNITUDES[low] + _E4M3_MAGNITUDES[low + 1]) / 2
+        if magnitude > middle or (magnitude == middle and low % 2 == 1):
+            byte = low + 1
+    return byte | (0x80 if math.copysign(1.0, v) < 0 else 0)
+
+
+def round_e2m1(y: float) -> int:
+    """The E2M1 code of ``y``: the table of intervals; NaN gives +6."""
+    y = float(y)
+    if math.isnan(y):
+        return 7
+    m = abs(y)
+    if m <= 0.25:
+        code = 0
+    elif m < 0.75:
+        code = 1
+    elif m <= 1.25:
+        code = 2
+    elif m < 1.75:
+        code = 3
+    elif m <= 2.5:
+        code = 4
+    elif m < 3.5:
+        code = 5
+    elif m <= 5.0:
+        code = 6
+    else:
+        code = 7
+    return code | (8 if math.copysign(1.0, y) < 0 else 0)
+
+
+def e2m1_value(code: int) -> float:
+    return -E2M1_VALUES[code & 7] if code & 8 else E2M1_VALUES[code]
+
+
+# ---------------------------------------------------------------------------- scaling
+
+
+def absmax(values: np.ndarray) -> np.float32:
+    """Largest magnitude; NaN is passed over; 0 of nothing."""
+    largest = f32(0)
+    for v in np.abs(values).ravel():
+        if v > largest:
+            largest = v
+    return largest
+
+
+def second_level(g: np.float32) -> tuple[np.float32, np.float32]:
+    """S_dec and Mult of an amax."""
+    s_enc = f32(2688) / g
+    if not s_enc <= FMAX:
+        s_enc = FMAX
+    if g == 0 or s_enc == 0:
+        s_enc = f32(1)
+    return f32(1) / s_enc, s_enc * ONE_SIXTH
+
+
+def block_scale(a: np.float32, g: np.float32) -> tuple[int, np.float32]:
+    """Stored byte and encode factor of a block of amax ``a``."""
+    s_dec, mult = second_level(g)
+    d = min(a * mult, FMAX)
+    byte = round_e4m3(min(max(d, f32(-448)), f32(448)))
+    enc = min(f32(1) / (f32(e4m3_value(byte)) * s_dec), FMAX)
+    return byte, enc
+
+
+def encode(values: np.ndarray, enc: np.float32) -> list[int]:
+    return [round_e2m1(v * enc) for v in values]
+
+
+# ---------------------------------------------------------------------------- layout
+
+
+def scale_byte(row: int, block: int, blocks: int) -> int:
+    """Address of a scale in a matrix of 128x4 tiles; ``blocks`` is a multiple of 4."""
+    tile = (row // 128) * (blocks // 4) + block // 4
+    return tile * 512 + (row % 32) * 16 + ((row % 128) // 32) * 4 + block % 4
+
+
+@dataclasses.dataclass
+class Group:
+    """Rows ``[start, end)`` of the input, and where the group's tiles begin."""
+
+    start: int
+    end: int
+    tile: int
+    tiles: int
+
+
+def ragged_groups(offs: list[int], rows: int) -> tuple[list[Group], int]:
+    """Groups that end at ``offs``, made monotonic and cut to the input; and the tiles in all."""
+    groups, start = [], 0
+    for g, end in enumerate(offs):
+        end = max(start, min(max(end, 0), rows))
+        groups.append(Group(start, end, start // 128 + g, ceil_div(end - start, 128)))
+        start = end
+    return groups, rows // 128 + len(offs)
+
+
+def uniform_groups(count: int, rows: int) -> tuple[list[Group], int]:
+    each = ceil_div(rows, 128)
+    return [Group(g * rows, (g + 1) * rows, g * each, each) for g in range(count)], count * each
+
+
+@dataclasses.dataclass
+class Quantized:
+    """Buffers as the contract lays them out; bytes that nobody writes keep the fill value.
+
+    The columnwise buffers list one (K, 64 * tiles) and (ceil(K / 128), 2 * tiles, 512) matrix per
+    member for uniform input, and a single one over all slots for ragged input.
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray
+    amax: np.ndarray
+    codes_t: list[np.ndarray]
+    scales_t: list[np.ndarray]
+    amax_t: np.ndarray
+
+
+def group_amaxes(x: np.ndarray, groups: list[Group]) -> list[np.float32]:
+    return [absmax(x[g.start : g.end]) for g in groups]
+
+
+def quantize(
+    x: np.ndarray,
+    groups: list[Group],
+    num_tiles: int,
+    *,
+    uniform: bool = False,
+    row_scaled: bool = False,
+    block_2d: bool = False,
+    given_amax: np.ndarray | None = None,
+    fill: int = 0,
+) -> Quantized:
+    """Both copies of the fp32 values ``x`` (T, K)."""
+    rows, cols = x.shape
+    blocks = 4 * ceil_div(cols, 64)
+    per_group = group_amaxes(x, groups) if given_amax is None else [f32(a) for a in given_amax]
+    members = groups if uniform else [Group(0, rows, 0, num_tiles)]
+    fill_f32 = np.full(1, fill, np.uint8).repeat(4).view(f32)[0]
+    result = Quantized(
+        codes=np.full((rows, cols // 2), fill, np.uint8),
+        scales=np.full(num_tiles * blocks * 128, fill, np.uint8),
+        amax=np.full(rows, fill_f32) if row_scaled else np.array(per_group, f32),
+        codes_t=[np.full((cols, 64 * m.tiles), fill, np.uint8) for m in members],
+        scales_t=[np.full(ceil_div(cols, 128) * m.tiles * 1024, fill, np.uint8) for m in members],
+        amax_t=np.array(per_group, f32),
+    )
+    for g, (group, amax) in enumerate(zip(groups, per_group, strict=True)):
+        values = x[group.start : group.end]
+        if row_scaled:
+            for row in range(group.start, group.end):
+                result.amax[row] = absmax(x[row])
+        second = [absmax(v) if row_scaled else amax for v in values]
+        squares = _square_amaxes(values) if block_2d else None
+        _write_rowwise(result, group, values, second, squares, blocks)
+        member = g if uniform else 0
+        base = 0 if uniform else group.tile
+        _write_columnwise(
+            result.codes_t[member], result.scales_t[member], group, base, values, amax, squares
+        )
+    return result
+
+
+def _square_amaxes(values: np.ndarray) -> np.ndarray:
+    rows, cols = values.shape
+    return np.array(
+        [
+            [absmax(values[r : r + 16, c : c + 16]) for c in range(0, cols, 16)]
+            for r in range(0, rows, 16)
+        ],
+        f32,
+    ).reshape(ceil_div(rows, 16), cols // 16)
+
+
+def _write_rowwise(
+    result: Quantized,
+    group: Group,
+    values: np.ndarray,
+    second: list[np.float32],
+    squares: np.ndarray | None,
+    blocks: int,
+) -> None:
+    first = group.tile * 128
+    for slot in range(first, first + group.tiles * 128):
+        for block in range(blocks):
+            result.scales[scale_byte(slot, block, blocks)] = 0
+    for r, row in enumerate(values):
+        for block in range(len(row) // 16):
+            chunk = row[16 * block : 16 * block + 16]
+            a = absmax(chunk) if squares is None else squares[r // 16, block]
+            byte, enc = block_scale(a, second[r])
+            result.scales[scale_byte(first + r, block, blocks)] = byte
+            code = encode(chunk, enc)
+            for j in range(8):
+                packed = code[2 * j] | code[2 * j + 1] << 4
+                result.codes[group.start + r, 8 * block + j] = packed
+
+
+def _write_columnwise(
+    codes_t: np.ndarray,
+    scales_t: np.ndarray,
+    group: Group,
+    first_tile: int,
+    values: np.ndarray,
+    amax: np.float32,
+    squares: np.ndarray | None,
+) -> None:
+    rows, cols = values.shape
+    blocks = codes_t.shape[1] // 8
+    codes_t[:, 64 * first_tile : 64 * (first_tile + group.tiles)] = 0
+    for column in range(128 * ceil_div(cols, 128)):
+        for block in range(8 * first_tile, 8 * (first_tile + group.tiles)):
+            scales_t[scale_byte(column, block, blocks)] = 0
+    for column in range(cols):
+        for block in range(ceil_div(rows, 16)):
+            chunk = values[16 * block : 16 * block + 16, column]
+            a = absmax(chunk) if squares is None else squares[block, column // 16]
+            byte, enc = block_scale(a, amax)
+            scales_t[scale_byte(column, 8 * first_tile + block, blocks)] = byte
+            for i, code in enumerate(encode(chunk, enc)):
+                at = 64 * first_tile + (16 * block + i) // 2
+                codes_t[column, at] |= code << 4 * (i % 2)
+
+
+# ---------------------------------------------------------------------------- decoding, GEMM
+
+
+def row_values(result: Quantized, groups: list[Group], cols: int) -> np.ndarray:
+    """Code times block scale of the rowwise copy, (T, K); rows of the tail are 0."""
+    blocks = 4 * ceil_div(cols, 64)
+    out = np.zeros((result.codes.shape[0], cols), f32)
+    for group in groups:
+        for r in range(group.start, group.end):
+            slot = group.tile * 128 + r - group.start
+            for k in range(cols):
+                byte = result.scales[scale_byte(slot, k // 16, blocks)]
+                code = result.codes[r, k // 2] >> 4 * (k % 2) & 15
+                out[r, k] = f32(e2m1_value(int(code))) * f32(e4m3_value(int(byte)))
+    return out
+
+
+def dequantize_rowwise(
+    result: Quantized, groups: list[Group], cols: int, row_scaled: bool
+) -> np.ndarray:
+    """fl(code * fl(fl(scale * g) * fl(1 / 2688))), fp32 (T, K); rows of the tail are 0."""
+    blocks = 4 * ceil_div(cols, 64)
+    out = np.zeros((result.codes.shape[0], cols), f32)
+    for i, group in enumerate(groups):
+        for r in range(group.start, group.end):
+            slot = group.tile * 128 + r - group.start
+            g = result.amax[r] if row_scaled else result.amax[i]
+            for k in range(cols):
+                byte = result.scales[scale_byte(slot, k // 16, blocks)]
+                code = result.codes[r, k // 2] >> 4 * (k % 2) & 15
+                factor = (f32(e4m3_value(int(byte))) * g) * RCP_2688
+                out[r, k] = f32(e2m1_value(int(code))) * factor
+    return out
+
+
+def column_values(result: Quantized, groups: list[Group], cols: int) -> np.ndarray:
+    """Code times block scale of the columnwise copy of ragged input, (T, K) as the input lies."""
+    codes_t, scales_t = result.codes_t[0], result.scales_t[0]
+    blocks = codes_t.shape[1] // 8
+    out = np.zeros((result.codes.shape[0], cols), f32)
+    for group in groups:
+        for r in range(group.end - group.start):
+            for k in range(cols):
+                byte = scales_t[scale_byte(k, 8 * group.tile + r // 16, blocks)]
+                code = codes_t[k, 64 * group.tile + r // 2] >> 4 * (r % 2) & 15
+                out[group.start + r, k] = f32(e2m1_value(int(code))) * f32(e4m3_value(int(byte)))
+    return out
+
+
+def dot_blocks(a: np.ndarray, b: np.ndarray) -> np.float32:
+    """Blocks of 16 in ascending order, each added to an fp32 accumulator with one rounding."""
+    acc = f32(0)
+    for start in range(0, len(a), 16):
+        pairs = zip(a[start : start + 16], b[start : start + 16], strict=True)
+        acc = f32(float(acc) + math.fsum(float(p) * float(q) for p, q in pairs))
+    return acc
+
+
+def nvfp4_factor(amax_a: np.float32, amax_b: np.float32) -> np.float32:
+    return (amax_a * RCP_2688) * (amax_b * RCP_2688)

@@ -1,0 +1,252 @@
+"""Tensor-core instructions as PTX kernels on the emulator: one CTA, one tile, K step by step."""
+
+import functools
+
+import torch
+
+from cute_kernels import emulator
+
+STEP_BYTES = 32  # of K in one instruction, whatever the element type
+_PTX_TYPES = {
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float32: "tf32",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+_CORE_MATRIX = 128  # 8 rows of 16 bytes; without swizzle, the two of a step lie side by side
+_DESCRIPTOR = (_CORE_MATRIX >> 4) << 16 | (2 * _CORE_MATRIX >> 4) << 32
+
+_HEAD = """
+.version 8.8
+.target {arch}
+.address_size 64
+.visible .entry {name}(
+.param .u64 p_tiles, .param .u64 p_acc, .param .u64 p_scales, .param .u64 p_out)
+{{
+.reg .b32 %r<16>; .reg .b64 %rd<8>; .reg .pred %p<4>; .reg .b32 %f<16>; .reg .b32 %s<16>;
+.reg .b64 %da; .reg .b64 %db; .reg .b64 %base;
+.shared .align 1024 .b8 tiles[{smem}];
+.shared .align 8 .b64 mbar;
+.shared .align 4 .b32 slot;
+mov.u32 %r0, %tid.x;
+mov.u32 %r1, tiles;
+ld.param.u64 %rd0, [p_tiles];
+ld.param.u64 %rd1, [p_acc];
+ld.param.u64 %rd2, [p_scales];
+ld.param.u64 %rd3, [p_out];
+shl.b32 %r2, %r0, 4;
+copy:
+setp.ge.u32 %p0, %r2, {smem};
+@%p0 bra copied;
+cvt.u64.u32 %rd4, %r2;
+add.u64 %rd4, %rd4, %rd0;
+ld.global.v4.b32 {{%f0, %f1, %f2, %f3}}, [%rd4];
+add.u32 %r3, %r1, %r2;
+st.shared.v4.b32 [%r3], {{%f0, %f1, %f2, %f3}};
+add.u32 %r2, %r2, 2048;
+bra copy;
+copied:
+fence.proxy.async.shared::cta;
+shr.u32 %r3, %r1, 4;
+cvt.u64.u32 %base, %r3;
+or.b64 %base, %base, {descriptor};
+"""
+
+_TMEM_COLUMNS = 64
+_A_SCALES, _B_SCALES = 16, 32  # columns; D takes the first 16
+
+
+def _vector(prefix, count):
+    return "{" + ", ".join(f"%{prefix}{i}" for i in range(count)) + "}"
+
+
+def _descriptors(rows, step, steps):
+    """Set %da and %db for one step: A's steps lie one after the other, then B's."""
+    start = step * rows[0] * STEP_BYTES, (steps * rows[0] + step * rows[1]) * STEP_BYTES
+    return [f"add.u64 %d{x}, %base, {offset >> 4};" for x, offset in zip("ab", start, strict=True)]
+
+
+def _wgmma_ptx(name, dtypes, half, steps, rows):
+    k = STEP_BYTES // dtypes[0].itemsize
+    a, b = (_PTX_TYPES[dtype] for dtype in dtypes)
+    regs = 2 if half else 4
+    text = [
+        _HEAD.format(
+            arch="sm_90a", name=name, smem=sum(rows) * STEP_BYTES * steps, descriptor=_DESCRIPTOR
+        ),
+        "bar.sync 0;",
+        f"mul.wide.u32 %rd4, %r0, {4 * regs};",
+        "add.u64 %rd1, %rd1, %rd4;",
+        "add.u64 %rd3, %rd3, %rd4;",
+        f"ld.global.v{regs}.b32 {_vector('f', regs)}, [%rd1];",
+        "setp.eq.u32 %p1, 0, 0;",
+        "wgmma.fence.sync.aligned;",
+    ]
+    transposed = ", 0, 0" if dtypes[0].itemsize == 2 else ""
+    for step in range(steps):
+        text += _descriptors(rows, step, steps)
+        text.append(
+            f"wgmma.mma_async.sync.aligned.m64n8k{k}.{'f16' if half else 'f32'}.{a}.{b} "
+            f"{_vector('f', regs)}, %da, %db, %p1, 1, 1{transposed};"
+        )
+    text += [
+        "wgmma.commit_group.sync.aligned;",
+        "wgmma.wait_group.sync.aligned 0;",
+        f"st.global.v{regs}.b32 [%rd3], {_vector('f', regs)};",
+        "ret;",
+        "}",
+    ]
+    return "\n".join(text)
+
+
+def _tcgen05_ptx(name, kind, idesc, scaled, steps, rows):
+    text = [
+        _HEAD.format(
+            arch="sm_100a", name=name, smem=sum(rows) * STEP_BYTES * steps, descriptor=_DESCRIPTOR
+        ),
+        "or.b64 %base, %base, 70368744177664;",  # bit 46: descriptors of tcgen05
+        "mov.u32 %r4, mbar;",
+        "mov.u32 %r5, slot;",
+        "shr.u32 %r6, %r0, 5;",
+        "setp.eq.u32 %p2, %r0, 0;",
+        "@%p2 mbarrier.init.shared::cta.b64 [%r4], 1;",
+        "setp.ne.u32 %p1, %r6, 0;",
+        "@%p1 bra allocated;",
+        f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r5], {_TMEM_COLUMNS};",
+        "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;",
+        "allocated:",
+        "bar.sync 0;",
+        "ld.shared.b32 %r7, [%r5];",
+        "shl.b32 %r8, %r6, 21;",  # lane 32 * warp
+        "add.u32 %r8, %r8, %r7;",
+        "mul.wide.u32 %rd4, %r0, 64;",
+        "add.u64 %rd1, %rd1, %rd4;",
+        "add.u64 %rd3, %rd3, %rd4;",
+        "and.b32 %r9, %r0, 31;",
+        "mul.wide.u32 %rd4, %r9, 32;",
+        "add.u64 %rd2, %rd2, %rd4;",
+    ]
+    for i in range(0, 16, 4):
+        group = "{" + ", ".join(f"%f{i + j}" for j in range(4)) + "}"
+        text.append(f"ld.global.v4.b32 {group}, [%rd1+{4 * i}];")
+    text.append(f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r8], {_vector('f', 16)};")
+    for step in range(steps if scaled else 0):
+        # Row 32 j + l of A finds its scales in lane l of column j, in each quarter of the lanes.
+        for side, column in ((0, _A_SCALES), (16, _B_SCALES)):
+            text += [
+                f"ld.global.v4.b32 {_vector('s', 4)}, [%rd2+{step * 32 * 32 + side}];",
+                f"add.u32 %r10, %r8, {column + 4 * step};",
+                f"tcgen05.st.sync.aligned.32x32b.x4.b32 [%r10], {_vector('s', 4)};",
+            ]
+    text += [
+        "tcgen05.wait::st.sync.aligned;",
+        "tcgen05.fence::before_thread_sync;",
+        "bar.sync 0;",
+        "tcgen05.fence::after_thread_sync;",
+        f"mov.u32 %r11, {idesc};",
+        "setp.eq.u32 %p3, 0, 0;",
+        "@!%p2 bra issued;",
+    ]
+    for step in range(steps):
+        text += _descriptors(rows, step, steps)
+        scales = ""
+        if scaled:
+            text.append(f"add.u32 %r12, %r7, {_A_SCALES + 4 * step};")
+            text.append(f"add.u32 %r13, %r7, {_B_SCALES + 4 * step};")
+            scales = "[%r12], [%r13], "
+        text.append(f"tcgen05.mma.cta_group::1.{kind} [%r7], %da, %db, %r11, {scales}%p3;")
+    text += [
+        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r4];",
+        "issued:",
+        "wait:",
+        "mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r4], 0;",
+        "@!%p0 bra wait;",
+        "tcgen05.fence::after_thread_sync;",
+        f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {_vector('f', 16)}, [%r8];",
+        "tcgen05.wait::ld.sync.aligned;",
+    ]
+    for i in range(0, 16, 4):
+        group = "{" + ", ".join(f"%f{i + j}" for j in range(4)) + "}"
+        text.append(f"st.global.v4.b32 [%rd3+{4 * i}], {group};")
+    text += [
+        "tcgen05.fence::before_thread_sync;",
+        "bar.sync 0;",
+        "@%p1 bra freed;",
+        f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r7, {_TMEM_COLUMNS};",
+        "freed:",
+        "ret;",
+        "}",
+    ]
+    return "\n".join(text)
+
+
+@functools.cache
+def _load(ptx, *args):
+    name = f"{ptx.__name__.strip('_')}_{abs(hash(args)):x}"
+    emulator.load_ptx(ptx(name, *args))
+    return name
+
+
+def _image(x):
+    """(R, bytes of K) as core matrices, step after step."""
+    steps = x.view(torch.uint8).unflatten(1, (-1, STEP_BYTES)).unflatten(2, (2, 16))
+    return steps.unflatten(0, (-1, 8)).permute(2, 0, 3, 1, 4).flatten()
+
+
+def _launch(name, a, b, acc, scales, out):
+    tiles = torch.cat([_image(a), _image(b)])
+    emulator.launch(name, [1], [128], [tiles, acc, scales, out])
+    return out
+
+
+def _fragments(half):
+    """Row and column of each element of a thread's registers for m64n8."""
+    thread = torch.arange(128)[:, None, None]
+    h, e = torch.arange(2)[:, None], torch.arange(2)
+    row = (thread // 32 * 16 + thread % 32 // 4 + 8 * h).expand(128, 2, 2)
+    return row, (thread % 4 * 2 + e).expand(128, 2, 2)
+
+
+def wgmma(a, b, acc):
+    """``acc`` (64, 8) plus A (64, K) B (8, K)^T by sm_90a's wgmma."""
+    half = acc.dtype == torch.float16
+    steps = a.shape[1] * a.dtype.itemsize // STEP_BYTES
+    name = _load(_wgmma_ptx, (a.dtype, b.dtype), half, steps, (64, 8))
+    where = _fragments(half)
+    fragments = acc[where].contiguous()
+    out = _launch(name, a, b, fragments, fragments, torch.empty_like(fragments))
+    result = torch.empty_like(acc)
+    result[where] = out
+    return result
+
+
+def tcgen05(a, b, acc, a_scales=None, b_scales=None):
+    """``acc`` (128, 16) plus A (128, K) B (16, K)^T by sm_100a's tcgen05.mma.
+
+    uint8 operands are packed E2M1; scales are as ``tensor_core_gemm`` takes them.
+    """
+    half, scaled, fp4 = acc.dtype == torch.float16, a_scales is not None, a.dtype == torch.uint8
+    steps = a.shape[1] * a.dtype.itemsize // STEP_BYTES
+    scale_words = torch.zeros(steps, 32, 2, 4, 4, dtype=torch.uint8)
+    vectors = {torch.float32: "tf32", torch.float16: "f16", torch.bfloat16: "f16"}
+    kind = "kind::" + vectors.get(a.dtype, "f8f6f4")
+    codes = {torch.bfloat16: 1, torch.float8_e5m2: 1, torch.float32: 2, torch.uint8: 1}
+    idesc = codes.get(a.dtype, 0) << 7 | codes.get(b.dtype, 0) << 10 | 2 << 17 | 8 << 24
+    if not scaled:
+        idesc |= (0 if half else 1) << 4
+    else:
+        e8m0 = a_scales.dtype == torch.float8_e8m0fnu
+        idesc |= e8m0 << 23
+        each = a_scales.shape[1] // steps
+        kind = "kind::" + ("mxf8f6f4" if not fp4 else "mxf4" if e8m0 else "mxf4nvf4")
+        kind += f".block_scale.scale_vec::{each}X"
+        for side, scales in enumerate((a_scales, b_scales)):
+            words = scales.view(torch.uint8).unflatten(1, (steps, each)).transpose(0, 1)
+            for first in range(0, words.shape[1], 32):
+                rows = words[:, first : first + 32]
+                scale_words[:, : rows.shape[1], side, first // 32, :each] = rows
+    name = _load(_tcgen05_ptx, kind, idesc, scaled, steps, (128, 16))
+    cells = acc.view(torch.int16 if half else torch.int32).int()
+    out = _launch(name, a, b, cells, scale_words, torch.empty_like(cells))
+    return (out.short() if half else out).view(acc.dtype)

@@ -1,0 +1,310 @@
+"""Compiling toy kernels for GPUs that need not be there."""
+
+import contextlib
+import itertools
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import cute_kernels
+import cute_kernels.precompile
+from cute_kernels.capability import UnsupportedError
+from cute_kernels.runtime import aot, architecture, cache, compile_kernel, forget_kernels
+from cute_kernels.runtime import compile as compile_module
+from cute_kernels.runtime.compile import compile_to_disk, is_on_disk
+from cute_kernels.runtime.worker import Worker
+from tests.runtime import toy_kernels
+from tests.runtime.toy_kernels import Scale
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+
+SM90, SM100, SM103 = map(architecture, ("sm_90a", "sm_100a", "sm_103a"))
+SPEC = Scale(2.0)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Returns how many kernels were compiled since it was last called."""
+    monkeypatch.setattr(toy_kernels, "entries_traced", 0)
+    before = 0
+
+    def count():
+        nonlocal before
+        new, before = toy_kernels.entries_traced - before, toy_kernels.entries_traced
+        return new
+
+    return count
+
+
+def object_path(spec=SPEC, arch=SM90):
+    return cache.default_cache().load(cache.cache_key(spec, arch))["o"]
+
+
+def test_memory_then_disk_then_compiler(traced):
+    kernel = compile_kernel(SPEC, SM90)
+    assert traced() == 1
+    assert compile_kernel(Scale(2.0), SM90) is kernel
+    forget_kernels()
+    assert callable(compile_kernel(SPEC, SM90))
+    assert traced() == 0
+
+
+def test_variants_and_targets_are_kernels_of_their_own(traced):
+    variants = list(itertools.product((SPEC, Scale(3.0)), (SM90, SM100, SM103)))
+    assert len({compile_kernel(spec, arch) for spec, arch in variants}) == 6
+    assert traced() == 6
+    objects = [object_path(spec, arch).read_bytes() for spec, arch in variants]
+    assert len(set(objects)) == 6
+
+
+def test_kernels_are_named_after_their_variant():
+    compile_kernel(SPEC, SM90)
+    compile_kernel(Scale(3.0), SM100)
+    name = f"{cache.short_name(SPEC)}_sm_90a_kernel_".encode()
+    assert name in object_path().read_bytes()
+    assert b"_sm_90a_kernel_" not in object_path(Scale(3.0), SM100).read_bytes()
+
+
+def test_who_waited_for_another_process_does_not_compile(traced, monkeypatch):
+    compile_kernel(SPEC, SM90)
+    marker = object_path().with_suffix(".json")
+    held = marker.rename(marker.with_suffix(".held"))
+
+    @contextlib.contextmanager
+    def lock_after_another(self, key):
+        held.rename(marker)
+        yield
+
+    monkeypatch.setattr(cache.DiskCache, "lock", lock_after_another)
+    forget_kernels()
+    traced()
+    compile_kernel(SPEC, SM90)
+    assert traced() == 0
+
+
+def test_what_does_not_load_is_compiled_again(traced):
+    compile_kernel(SPEC, SM90)
+    disk, key = cache.default_cache(), cache.cache_key(SPEC, SM90)
+    disk.store(key, {"o": b"complete, but not an object file"})
+    forget_kernels()
+    traced()
+    with pytest.warns(RuntimeWarning, match="compiled anew"):
+        compile_kernel(SPEC, SM90)
+    assert traced() == 1
+    forget_kernels()
+    compile_kernel(SPEC, SM90)
+    assert traced() == 0
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b"\0" + data[1:]])
+def test_a_damaged_object_is_compiled_again(traced, damage):
+    compile_kernel(SPEC, SM90)
+    path = object_path()
+    good = path.read_bytes()
+    path.write_bytes(damage(good))
+    forget_kernels()
+    traced()
+    compile_kernel(SPEC, SM90)
+    assert traced() == 1
+    assert len(object_path().read_bytes()) == len(good)
+
+
+@pytest.mark.parametrize("what", ["_source_digest", "installed_versions"])
+def test_after_a_change_of_sources_or_versions_all_is_compiled_again(traced, monkeypatch, what):
+    compile_kernel(SPEC, SM90)
+    forget_kernels()
+    traced()
+    monkeypatch.setattr(cache, what, lambda *module: "changed" if module else ("changed-1",))
+    compile_kernel(SPEC, SM90)
+    assert traced() == 1
+
+
+def test_the_disk_cache_can_be_turned_off(traced, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUTE_KERNELS_CACHE", "0")
+    kernel = compile_kernel(SPEC, SM90)
+    assert compile_kernel(SPEC, SM90) is kernel
+    assert compile_to_disk(SPEC, SM90) is None
+    assert traced() == 1
+    assert not (tmp_path / "kernels").exists()
+
+
+def test_without_a_folder_to_write_kernels_still_run(traced, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "file" / "kernels"))
+    with pytest.warns(RuntimeWarning, match="not kept on disk") as caught:
+        assert callable(compile_kernel(SPEC, SM90))
+        assert callable(compile_kernel(SPEC, SM100))
+    assert len(caught) == 1
+    assert traced() == 2
+
+
+def test_a_kernel_that_cannot_be_exported_still_runs(monkeypatch):
+    from cutlass.cutlass_dsl.tvm_ffi_provider import TVMFFIJitCompiledFunctionBase
+
+    def fail(self, path, function_name=None):
+        raise RuntimeError("no exporter")
+
+    monkeypatch.setattr(TVMFFIJitCompiledFunctionBase, "export_to_c", fail)
+    with pytest.warns(RuntimeWarning, match="export failed.*no exporter") as caught:
+        assert callable(compile_kernel(SPEC, SM90))
+        assert callable(compile_kernel(SPEC, SM100))
+    assert len(caught) == 1
+    assert not is_on_disk(SPEC, SM90)
+
+
+def test_threads_compile_a_kernel_once(traced):
+    start = threading.Barrier(4)
+    kernels = []
+
+    def ask():
+        start.wait()
+        kernels.append(compile_kernel(SPEC, SM90))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(kernels) == 4 and len(set(kernels)) == 1
+    assert traced() == 1
+
+
+def test_arguments_are_checked_by_the_compiled_function():
+    import torch
+
+    kernel = compile_kernel(SPEC, SM90)
+    with pytest.raises(ValueError, match="device_type=cuda"):
+        kernel(torch.zeros(4), torch.zeros(4))
+    with pytest.raises(TypeError):
+        kernel(torch.zeros(4))
+
+
+def test_without_the_dsl_the_reason_is_raised(monkeypatch):
+    def refuse():
+        raise UnsupportedError("nvidia-cutlass-dsl>=4.7,<4.9 (not installed)")
+
+    monkeypatch.setattr(compile_module, "require_dsl", refuse)
+    for call in (compile_kernel, compile_to_disk):
+        with pytest.raises(UnsupportedError, match="not installed"):
+            call(SPEC, SM90)
+
+
+def test_processes_that_compile_together_compile_once(traced):
+    answers = []
+    with Worker() as first, Worker() as second:
+        threads = [
+            threading.Thread(target=lambda w=worker: answers.append(w.compile(SPEC, SM90)))
+            for worker in (first, second)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(answers) == [False, True]
+        assert is_on_disk(SPEC, SM90)
+        assert traced() == 0
+        assert "no attribute 'Nonsense'" in first.compile(Scale(2.0, "Nonsense"), SM90)
+        assert first.compile(SPEC, SM100) is True
+
+
+def test_a_compiler_process_that_dies_costs_one_kernel(monkeypatch):
+    programs = [
+        "import os; os.kill(os.getpid(), 9)",
+        "import pickle, sys\n"
+        "pickle.load(sys.stdin.buffer); pickle.dump(True, sys.stdout.buffer); sys.stdout.flush()",
+    ]
+
+    def start():
+        command = [sys.executable, "-S", "-c", programs.pop(0)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    monkeypatch.setattr(Worker, "_start", staticmethod(start))
+    with Worker() as worker:
+        assert worker.compile(SPEC, SM90) == "the compiler process died with status -9"
+        assert worker.compile(SPEC, SM90) is True
+
+
+# Ahead of time
+
+
+def test_precompile_in_processes(traced, capsys):
+    specs = [Scale(float(factor)) for factor in range(3)]
+    result = cute_kernels.precompile(specs + specs, arch="sm_100a", jobs=2, load=False)
+    assert (result.compiled, result.cached) == (3, 0)
+    assert traced() == 0
+    assert "3/3" in capsys.readouterr().err
+    result = cute_kernels.precompile(specs, arch=SM100)
+    assert (result.compiled, result.cached) == (0, 3)
+    assert traced() == 0
+    for spec in specs:
+        compile_kernel(spec, SM100)
+    assert traced() == 0
+
+
+def test_precompile_reports_every_failure(traced, capsys):
+    specs = [Scale(1.0, "Bad"), Scale(2.0), Scale(3.0, "Worse")]
+    with pytest.raises(aot.PrecompileError, match=r"(?s)'Bad'.*'Worse'") as error:
+        cute_kernels.precompile(specs, arch="sm_90a", jobs=1, progress=False)
+    assert "dtype='Float32'" not in str(error.value)
+    assert is_on_disk(Scale(2.0), SM90)
+    assert capsys.readouterr().err == ""
+
+
+def test_precompile_without_a_disk_cache(traced, monkeypatch):
+    monkeypatch.setenv("CUTE_KERNELS_CACHE", "0")
+    specs = [Scale(1.0), Scale(2.0)]
+    assert cute_kernels.precompile(specs, arch="sm_90a", jobs=2).compiled == 2
+    compile_kernel(Scale(1.0), SM90)
+    assert traced() == 2
+    with pytest.raises(aot.PrecompileError, match="cannot be kept on disk"):
+        cute_kernels.precompile(specs, arch="sm_90a", load=False)
+
+
+def test_precompile_needs_a_device_or_an_architecture(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match="name an arch"):
+        cute_kernels.precompile([SPEC])
+
+
+@pytest.fixture
+def family(monkeypatch):
+    monkeypatch.setattr(aot, "FAMILIES", ("tests.runtime.toy_kernels",))
+    monkeypatch.setattr(
+        toy_kernels,
+        "kernel_specs",
+        lambda arch: [Scale(1.0), Scale(2.0, "Float16")] if arch == "sm_100a" else [Scale(3.0)],
+        raising=False,
+    )
+
+
+def test_command_line(family, capsys):
+    assert aot.main(["--arch", "sm_103a", "--arch", "sm_90a", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "tests.runtime.toy_kernels.Scale(factor=1.0, dtype='Float32')",
+        "tests.runtime.toy_kernels.Scale(factor=2.0, dtype='Float16')",
+        "tests.runtime.toy_kernels.Scale(factor=3.0, dtype='Float32')",
+    ]
+    arguments = ["--arch", "sm_103a", "--match", "Float16", "--jobs", "1"]
+    for expected in ("1 compiled, 0 cached", "0 compiled, 1 cached"):
+        assert aot.main(arguments) == 0
+        assert f"sm_103a: {expected}" in capsys.readouterr().out
+    assert is_on_disk(Scale(2.0, "Float16"), SM103)
+    assert not is_on_disk(Scale(1.0), SM103)
+
+
+def test_command_line_errors(family, capsys):
+    assert aot.main(["--arch", "sm_80"]) == 1
+    assert "arch must be one of" in capsys.readouterr().err
+
+
+def test_progress_without_tqdm(family, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert aot.main(["--arch", "sm_90a", "--jobs", "1"]) == 0
+    assert f"1/1 {cache.short_name(Scale(3.0))} compiled" in capsys.readouterr().err
+
+
+def test_importing_the_command_leaves_the_function():
+    assert callable(cute_kernels.precompile)

@@ -1,0 +1,389 @@
+"""The demo: its model, its measurements, and the whole program at a tiny size."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import io
+import itertools
+import json
+import math
+import runpy
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import cute_kernels
+import grouped
+from grouped.demo import __main__ as command
+from grouped.demo import report
+from grouped.demo import train as training
+from grouped.demo.data import Batch, Corpus, load_corpus, sample_batch, unigram_entropy
+from grouped.demo.model import LanguageModel, MixtureOfExperts, ModelConfig
+from grouped.demo.snr import NoiseProbe, snr_db
+from grouped.demo.train import ExpertLoad, Run, TrainConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RECIPES = ("BF16", "NVFP4", "NVFP4RowScaled")
+STEPS = 3
+SMALL = ModelConfig(hidden=32, intermediate=48, layers=1, heads=2, experts=4, context=16)
+#: The same on the command line.
+TINY = (
+    *("--steps", str(STEPS), "--batch", "2", "--context", "16", "--hidden", "32"),
+    *("--intermediate", "48", "--layers", "1", "--heads", "2", "--experts", "4"),
+)
+
+
+def run_demo(out: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    """Exit status, standard output and results.json of a tiny run."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = command.main([*TINY, "--out", str(out), *arguments])
+    return status, printed.getvalue(), json.loads((out / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("demo") / "new" / "folder"
+    # Another order than the one that they run in.
+    status, printed, results = run_demo(out, "--plot", "always", "--recipe", *reversed(RECIPES))
+    assert status == 0
+    return out, printed, results
+
+
+def test_results(everything: tuple[Path, str, dict[str, Any]]) -> None:
+    _, _, results = everything
+    runs = {run["recipe"]: run for run in results["runs"]}
+    assert tuple(runs) == RECIPES
+    assert results["backend"] == "reference"
+    assert results["model"] == dataclasses.asdict(SMALL)
+    assert results["training"]["steps"] == STEPS
+    assert 3.2 < results["unigram_entropy"] < 3.4
+    for run in runs.values():
+        assert len(run["losses"]) == len(run["step_seconds"]) == STEPS
+        assert not run["interrupted"]
+        # Untrained logits are close to zero, so all 256 bytes are about equally likely.
+        assert run["start_loss"] == pytest.approx(math.log(256), abs=0.1)
+        assert run["end_loss"] < run["start_loss"] - 0.01
+        gap = 100 * (run["end_loss"] / runs["BF16"]["end_loss"] - 1)
+        assert run["gap_to_bf16_percent"] == pytest.approx(gap)
+        assert 1 <= run["load"]["max_over_mean"] <= SMALL.experts / SMALL.top_k
+    assert runs["BF16"]["snr_db"]["weights"] > 50
+    assert runs["BF16"]["snr_db"]["activations"] is runs["BF16"]["snr_db"]["gradients"] is None
+    for name in RECIPES[1:]:
+        assert all(15 < ratio < 25 for ratio in runs[name]["snr_db"].values())
+
+
+def test_table(everything: tuple[Path, str, dict[str, Any]]) -> None:
+    out, printed, results = everything
+    lines = printed.splitlines()
+    for run in results["runs"]:
+        (line,) = [line for line in lines if line.startswith(run["recipe"] + " ")]
+        assert f"{run['start_loss']:.3f}" in line and f"{run['end_loss']:.3f}" in line
+        assert f"{run['gap_to_bf16_percent']:+.2f}" in line
+        assert f"{run['snr_db']['weights']:.1f}" in line
+    width = max(line.count("|") for line in lines)
+    assert [line.count("|") for line in lines].count(width) == 2 + len(RECIPES)
+    assert f"{results['unigram_entropy']:.3f}" in printed
+    for name in ("results.json", "loss.csv", "loss.png"):
+        assert str(out / name) in printed
+
+
+def test_files(everything: tuple[Path, str, dict[str, Any]]) -> None:
+    out, _, results = everything
+    with (out / "loss.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
+    for run in results["runs"]:
+        assert [float(row[run["recipe"]]) for row in rows] == run["losses"]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_seed_fixes_the_losses(
+    everything: tuple[Path, str, dict[str, Any]], tmp_path: Path
+) -> None:
+    _, _, results = everything
+    arguments = ("--plot", "never", "--recipe", "NVFP4RowScaled")
+    _, printed, again = run_demo(tmp_path, *arguments)
+    (run,) = again["runs"]
+    for key in ("losses", "start_loss", "end_loss", "snr_db", "load"):
+        assert run[key] == results["runs"][2][key]
+    # Alone, it has nothing to be compared with, and no plot was asked for.
+    assert run["gap_to_bf16_percent"] is None and " n/a " in printed
+    assert not (tmp_path / "loss.png").exists() and "loss.png" not in printed
+    _, _, other = run_demo(tmp_path, *arguments, "--seed", "1")
+    assert other["runs"][0]["losses"] != run["losses"]
+    assert other["runs"][0]["start_loss"] != run["start_loss"]
+
+
+def test_batches_come_from_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    corpus = load_corpus()
+
+    def record(*arguments: Any) -> Batch:
+        inputs, targets = sample_batch(*arguments)
+        seen.append(inputs)
+        return inputs, targets
+
+    monkeypatch.setattr(training, "sample_batch", record)
+
+    def batches(recipe: str, seed: int) -> torch.Tensor:
+        seen.clear()
+        training.train(recipe, corpus, SMALL, TrainConfig(steps=2, batch=1, seed=seed))
+        return torch.stack(seen)
+
+    first, same, other = batches("BF16", 0), batches("NVFP4", 0), batches("BF16", 1)
+    assert torch.equal(first, same)
+    # The held-out batch comes first and is the same for all seeds.
+    assert (first == other).all(-1).flatten().tolist() == [True, False, False]
+
+
+def test_learns() -> None:
+    corpus = load_corpus()
+    config = TrainConfig(steps=120, batch=8)
+    run = training.train("BF16", corpus, dataclasses.replace(SMALL, context=32), config)
+    assert run.end_loss is not None
+    assert run.end_loss < unigram_entropy(corpus.held_out) - 0.2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--steps", "0"), "steps must be positive, got 0"),
+        (("--batch", "-1"), "batch must be positive, got -1"),
+        (("--hidden", "40"), "hidden must be a multiple of 16, got 40"),
+        (("--intermediate", "8"), "intermediate must be a multiple of 16, got 8"),
+        (("--heads", "5"), "heads must divide hidden = 32, got 5"),
+        (("--top-k", "9"), "top_k must be at most experts = 4, got 9"),
+        (("--context", "1000000"), "context must be less than the"),
+        (("--learning-rate", "nan"), "learning_rate must be positive, got nan"),
+        (("--seed", "-1"), "seed must be in [0, 2**63), got -1"),
+        (("--threads", "0"), "threads must be positive, got 0"),
+        (("--device", "abacus"), "device 'abacus' cannot be used"),
+        (("--device", "meta"), "device must be cpu or cuda, got meta"),
+        (("--recipe", "FP3"), "invalid choice: 'FP3'"),
+    ],
+)
+def test_bad_arguments(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command.main([*TINY, "--out", str(tmp_path), *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_out_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").touch()
+    with pytest.raises(SystemExit) as stop:
+        command.main([*TINY, "--out", str(tmp_path / "taken")])
+    assert stop.value.code == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rate = TrainConfig.learning_rate_at
+
+    def interrupt(config: TrainConfig, step: int) -> float:
+        if step == 2:
+            raise KeyboardInterrupt
+        return rate(config, step)
+
+    monkeypatch.setattr(TrainConfig, "learning_rate_at", interrupt)
+    status, printed, results = run_demo(tmp_path, "--recipe", *RECIPES, "--plot", "always")
+    assert status == 130
+    (run,) = results["runs"]
+    assert run["recipe"] == "BF16" and run["interrupted"] and len(run["losses"]) == 2
+    assert run["end_loss"] < run["start_loss"]
+    assert "BF16 (stopped at step 2)" in printed
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_interrupted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "_evaluate", interrupt)
+    run = training.train("BF16", load_corpus(), SMALL, TrainConfig(steps=2, batch=1))
+    assert run == Run("BF16", interrupted=True)
+    assert report.table([run]).splitlines()[-1].count("n/a") == 9
+
+
+def test_unsupported_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise cute_kernels.UnsupportedError("no kernel of it")
+
+    monkeypatch.setattr("grouped.nn.linear.quantize_weight", refuse)
+    monkeypatch.setattr("grouped.autograd.quantize_weight", refuse)
+    status, printed, results = run_demo(tmp_path, "--recipe", "BF16", "NVFP4", "--plot", "never")
+    assert status == 1
+    assert [run["recipe"] for run in results["runs"]] == ["BF16"]
+    assert "NVFP4" in (message := capsys.readouterr().err) and "no kernel of it" in message
+    assert "BF16 " in printed
+
+
+def test_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "can_plot", lambda: False)
+    status, printed, _ = run_demo(tmp_path, "--recipe", "BF16", "--steps", "1")
+    assert status == 0 and "max/mean" in printed and "loss.png" not in printed
+    assert "pip install 'grouped-kernels[demo]'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        command.main([*TINY, "--out", str(tmp_path), "--plot", "always"])
+    assert stop.value.code == 2
+    assert "pip install 'grouped-kernels[demo]'" in capsys.readouterr().err
+
+
+def test_without_tqdm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    _, _, results = run_demo(tmp_path, "--recipe", "BF16", "--plot", "never")
+    expected = f"BF16 3/3 loss {results['runs'][0]['losses'][-1]:.3f}\n"
+    assert capsys.readouterr().err.endswith(expected)
+
+
+def test_runs_as_a_module(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["grouped.demo", "--help"])
+    with pytest.raises(SystemExit) as stop, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the module is imported already
+        runpy.run_module("grouped.demo", run_name="__main__", alter_sys=True)
+    assert stop.value.code == 0
+    assert "--recipe" in capsys.readouterr().out
+
+
+def test_unigram_entropy() -> None:
+    data = torch.tensor(list(b"aabc"), dtype=torch.uint8)
+    # p = 1/2, 1/4, 1/4
+    assert unigram_entropy(data) == pytest.approx(1.5 * math.log(2))
+    assert unigram_entropy(data[:2]) == 0
+
+
+def test_batches() -> None:
+    corpus = load_corpus()
+    assert len(corpus.held_out) == pytest.approx(len(corpus.train) / 9, rel=0.1)
+    inputs, targets = sample_batch(corpus.train, 5, 7, torch.Generator().manual_seed(0))
+    assert inputs.shape == targets.shape == (5, 7)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    text = bytes(corpus.train.tolist())
+    assert all(
+        bytes([*row.tolist(), last]) in text
+        for row, last in zip(inputs, targets[:, -1], strict=True)
+    )
+    # The longest context leaves room for one target.
+    short = Corpus(torch.arange(4, dtype=torch.uint8), torch.arange(4, dtype=torch.uint8))
+    short.check_context(3)
+    inputs, targets = sample_batch(short.train, 2, 3, torch.Generator().manual_seed(0))
+    assert targets.tolist() == [[1, 2, 3]] * 2
+    with pytest.raises(ValueError, match="less than the 4 bytes of text, got 4"):
+        short.check_context(4)
+
+
+# Not with NVFP4: a group's second-level scale comes from all of its tokens, later ones too.
+@pytest.mark.parametrize("recipe", [grouped.recipes.BF16(), grouped.recipes.NVFP4RowScaled()])
+def test_model_is_causal(recipe: grouped.recipes.Recipe) -> None:
+    torch.manual_seed(0)
+    config = dataclasses.replace(SMALL, layers=2)
+    model = LanguageModel(config, recipe).requires_grad_(False)
+    inputs = torch.randint(256, (2, 16))
+    changed = inputs.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    before, after = model(inputs).logits, model(changed).logits
+    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=1e-5)
+    assert (before[:, 9:] - after[:, 9:]).abs().amax(-1).min() > 1e-4
+
+
+def test_mixture_of_experts_is_a_loop_over_experts() -> None:
+    torch.manual_seed(0)
+    moe = MixtureOfExperts(SMALL, grouped.recipes.BF16()).requires_grad_(False)
+    x = torch.randn(37, SMALL.hidden)
+    got, balance, counts = moe(x)
+
+    probability = F.softmax(x @ moe.router.weight.T, dim=-1)
+    chosen = torch.zeros_like(probability)
+    best = probability.topk(2).indices
+    chosen.scatter_(1, best, probability.gather(1, best))
+    chosen /= chosen.sum(-1, keepdim=True)
+    want = torch.zeros_like(x)
+    for expert in range(SMALL.experts):
+        gate_up = x.bfloat16() @ moe.experts.gate_up.weight[expert].bfloat16().T
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        hidden = (F.silu(gate) * up).bfloat16()
+        y = hidden @ moe.experts.down.weight[expert].bfloat16().T
+        want += chosen[:, expert, None] * y.float()
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.002)
+
+    assert torch.equal(counts, (chosen > 0).sum(0))
+    share = (chosen > 0).float().mean(0) / 2
+    torch.testing.assert_close(balance, 4 * (share * probability.mean(0)).sum())
+
+
+def test_gradients_reach_all_parameters() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(SMALL, grouped.recipes.NVFP4())
+    output = model(torch.randint(256, (4, 16)))
+    (output.logits.square().mean() + output.balance_loss).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+def test_learning_rate() -> None:
+    config = TrainConfig(steps=100, learning_rate=1.0)
+    rates = [config.learning_rate_at(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == pytest.approx(1.0, abs=0.03)
+    assert all(a > b for a, b in itertools.pairwise(rates[9:]))
+    assert rates[-1] == pytest.approx(0.05, abs=0.001)
+    assert [TrainConfig(steps=n).held_out_batches for n in (1, 19, 20, 1000)] == [1, 1, 2, 8]
+
+
+def test_expert_load() -> None:
+    load = ExpertLoad.of(torch.tensor([[4, 0, 2, 2], [3, 3, 6, 0]]))
+    assert load == ExpertLoad(max_over_mean=2.0, idle=2)
+
+
+def test_snr() -> None:
+    # bf16 has 8 significant bits: 1 + 2^-9 rounds to 1.
+    x = torch.tensor([[1 + 2**-9]])
+    assert snr_db(x, None) == pytest.approx(20 * math.log10((1 + 2**-9) * 2**9))
+    assert snr_db(x.round(), None) is None
+    assert snr_db(torch.zeros(1, 16), grouped.NVFP4(), torch.tensor([1])) is None
+    # amax 6 * 448 makes every scale exact; 5.0 is a tie that goes to 4, everything else is exact.
+    x = torch.tensor([[6.0] + [5.0] + [0.0] * 14]) * 448
+    assert snr_db(x, grouped.NVFP4(), torch.tensor([1])) == pytest.approx(10 * math.log10(61))
+
+
+def test_noise_probe_sees_each_layer_once() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(SMALL, grouped.recipes.NVFP4())
+    inputs = torch.randint(256, (2, 16))
+    probe = NoiseProbe(model)
+    with probe:
+        model(inputs).logits.sum().backward()
+    weights = [
+        layer.weight.detach().clone()
+        for layer in model.modules()
+        if isinstance(layer, grouped.nn.GroupedLinear)
+    ]
+    before = probe.mean_db()
+    ratios = [snr_db(weight, grouped.NVFP4(block=(16, 16))) for weight in weights]
+    assert len(ratios) == 2 and before["weights"] == pytest.approx(sum(ratios) / 2)
+    # Neither later passes nor later changes of the weights count.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(torch.rand_like(parameter))
+    model(inputs).logits.sum().backward()
+    assert probe.mean_db() == before

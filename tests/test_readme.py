@@ -1,0 +1,47 @@
+"""What the README says is what the package does."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from cute_kernels import capability
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_support_table_is_the_capability_table():
+    start = README.index("markdown_table() -->\n") + len("markdown_table() -->\n")
+    end = README.index("\n<!-- end of support table -->")
+    assert README[start:end] == capability.markdown_table()
+
+
+def test_example_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    names: dict[str, object] = {}
+    torch.manual_seed(0)
+    exec(example, names)
+    assert names["y"].shape == (256, 1024)
+    x, decoded = names["x"].float(), names["x2"].float()
+    assert (x - decoded).norm() < 0.1 * x.norm()
+    assert names["layer"].weight.grad[2].count_nonzero() == 0  # the empty expert
+    assert names["layer"].weight.grad[3].count_nonzero() > 0
+
+
+def test_ci_runs_the_second_command():
+    commands = re.findall(r"```bash\n(.*?)\n```", README, flags=re.DOTALL)
+    assert len(commands) == 2
+    script = (ROOT / ".ci" / "run").read_text()
+    pattern = re.search(r"grep -m1 '(.*?)' README.md", script).group(1)
+    found = subprocess.run(
+        ["grep", "-m1", pattern, "README.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == commands[1]
+
+
+@pytest.mark.parametrize("folder", ["cute_kernels", "grouped", "tests", "perf"])
+def test_folders_are_named(folder):
+    assert f"| `{folder}/` |" in README

@@ -1,0 +1,152 @@
+"""Which backend serves a call: device, environment, context manager."""
+
+import threading
+
+import pytest
+import torch
+
+import cute_kernels
+from cute_kernels import UnsupportedError, active_backend, backend
+from cute_kernels.ops import registry
+from cute_kernels.ops.quantize import GroupedDbias
+from cute_kernels.runtime import architecture
+from cute_kernels.runtime import backend as backend_module
+from cute_kernels.runtime.backend import BACKENDS, Backend
+
+CPU, CUDA, META = (torch.device(name) for name in ("cpu", "cuda", "meta"))
+VARIABLE = "CUTE_KERNELS_BACKEND"
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    backend_module._resolve.cache_clear()
+    registry._warn_no_kernel.cache_clear()
+    yield
+    backend_module._resolve.cache_clear()
+
+
+def offsets():
+    return torch.ops.cute_kernels.compute_offsets(torch.tensor([1, 2, 3]))
+
+
+def test_names():
+    assert BACKENDS == (
+        "reference",
+        "reference:sm_90a",
+        "reference:sm_100a",
+        "cuda",
+        "emulated:sm_90a",
+        "emulated:sm_100a",
+    )
+    assert cute_kernels.backend is backend
+
+
+def test_default_follows_the_device(monkeypatch):
+    assert active_backend(CPU) == Backend("reference", "reference")
+    monkeypatch.setattr(
+        backend_module, "device_architecture", lambda device: architecture("sm_103a")
+    )
+    assert active_backend(CUDA) == Backend("cuda", "sm_100a")
+
+
+def test_reference_backends_name_a_tensor_core():
+    with backend("reference:sm_90a"):
+        assert active_backend(CPU) == Backend("reference:sm_90a", "reference", "sm_90a")
+
+
+def test_emulator_options():
+    with backend("emulated:sm_100a", seed=3, mode="chaos"):
+        assert active_backend(CPU).emulation == (("mode", "chaos"), ("seed", 3))
+        with backend("emulated:sm_100a"):
+            assert active_backend(CPU).emulation == ()
+    for name, option in (("reference", "seed"), ("cuda", "mode"), ("emulated:sm_90a", "speed")):
+        with pytest.raises(TypeError, match=rf"{name}.*{option}"), backend(name, **{option: 1}):
+            pytest.fail("entered the block")
+    assert active_backend(CPU).name == "reference"
+
+
+def test_environment_chooses(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "emulated:sm_90a")
+    assert active_backend(CPU) == Backend("emulated:sm_90a", "sm_90a")
+    monkeypatch.setenv(VARIABLE, "reference")
+    assert active_backend(CUDA) == Backend("reference", "reference")
+    monkeypatch.setenv(VARIABLE, "")
+    assert active_backend(CPU) == Backend("reference", "reference")
+
+
+def test_environment_is_checked(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "emulated:sm_80")
+    with pytest.raises(ValueError) as caught:
+        offsets()
+    for word in (VARIABLE, "'emulated:sm_80'", *BACKENDS):
+        assert word in str(caught.value)
+
+
+def test_context_beats_environment_and_nests(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "emulated:sm_90a")
+    with backend("emulated:sm_100a"):
+        assert active_backend(CPU).arch == "sm_100a"
+        with backend("reference"):
+            assert active_backend(CPU).arch == "reference"
+            with backend("emulated:sm_90a"):
+                assert active_backend(CPU).arch == "sm_90a"
+            assert active_backend(CPU).arch == "reference"
+        assert active_backend(CPU).arch == "sm_100a"
+    assert active_backend(CPU).arch == "sm_90a"
+
+
+def test_context_ends_with_an_exception():
+    with pytest.raises(KeyError), backend("emulated:sm_90a"), backend("emulated:sm_100a"):
+        raise KeyError
+    assert active_backend(CPU).name == "reference"
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "emulated", "emulated:reference", "Reference", None])
+def test_unknown_names_raise_and_change_nothing(name):
+    with pytest.raises(ValueError) as caught, backend(name):
+        pytest.fail("entered the block")
+    for word in ("backend", repr(name), *BACKENDS):
+        assert word in str(caught.value)
+    assert active_backend(CPU).name == "reference"
+
+
+def test_all_threads_see_the_choice():
+    seen = []
+    with backend("emulated:sm_100a"):
+        thread = threading.Thread(target=lambda: seen.append(active_backend(CPU).name))
+        thread.start()
+        thread.join()
+    assert seen == ["emulated:sm_100a"]
+
+
+def test_backend_and_device_must_fit():
+    with backend("cuda"), pytest.raises(UnsupportedError, match=r"CUDA tensors.*cpu"):
+        offsets()
+    with backend("emulated:sm_90a"), pytest.raises(UnsupportedError, match=r"emulated.*cuda"):
+        active_backend(CUDA)
+
+
+def test_a_gpu_without_a_kernel_is_an_error(monkeypatch):
+    monkeypatch.setattr(
+        backend_module, "device_architecture", lambda device: architecture("sm_100a")
+    )
+    op = GroupedDbias(torch.ones(4, 32), torch.tensor([4], dtype=torch.int32))
+    with pytest.raises(UnsupportedError, match="no sm_100a kernel of grouped_dbias"):
+        op.plan(active_backend(CUDA))
+
+
+def test_an_emulated_backend_without_a_kernel_says_that_it_uses_the_reference():
+    x, offs = torch.ones(4, 32), torch.tensor([4], dtype=torch.int32)
+    assert not cute_kernels.support("grouped_dbias", None, "sm_100a")
+    with (
+        backend("emulated:sm_100a"),
+        pytest.warns(UserWarning, match="grouped_dbias has no kernel yet"),
+    ):
+        dbias = cute_kernels.ops.grouped_dbias(x, offs)
+    assert (dbias == 4).all()
+
+
+def test_reference_serves_any_device():
+    with backend("reference"):
+        assert active_backend(META) == Backend("reference", "reference")

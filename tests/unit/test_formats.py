@@ -1,0 +1,105 @@
+"""Format records: what they hold, and which ones cannot be made."""
+
+import copy
+import dataclasses
+import itertools
+import pickle
+
+import pytest
+import torch
+
+from cute_kernels.formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, FP8Block
+
+EVERY = (NVFP4(), NVFP4(row_scaled=True), MXFP8(), FP8Block(), FP8())
+
+
+@pytest.mark.parametrize("fmt", EVERY, ids=str)
+def test_records_are_values(fmt):
+    again = dataclasses.replace(fmt)
+    assert again == fmt and again is not fmt and hash(again) == hash(fmt)
+    assert {fmt: 1}[again] == 1
+    assert copy.deepcopy(fmt) == fmt
+    assert pickle.loads(pickle.dumps(fmt)) == fmt
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        fmt.name = "other"
+
+
+def test_no_two_records_are_equal():
+    assert all(a != b for a, b in itertools.combinations(EVERY, 2))
+
+
+def test_element_types():
+    assert [e.max for e in (E2M1, E4M3, E5M2)] == [6.0, 448.0, 57344.0]
+    assert [e.per_byte for e in (E2M1, E4M3, E5M2)] == [2, 1, 1]
+    assert torch.finfo(torch.float8_e4m3fn).max == E4M3.max
+    assert torch.finfo(torch.float8_e5m2).max == E5M2.max
+
+
+def test_nvfp4_constants():
+    assert NVFP4.element is E2M1 and NVFP4.scale_element is E4M3
+    assert NVFP4.sf_vec_size == 16
+    assert NVFP4().tensor_max == 2688.0
+    assert not NVFP4().is_2d and NVFP4(block=(16, 16)).is_2d
+
+
+def test_a_list_is_taken_as_block():
+    assert NVFP4(block=[16, 16]) == NVFP4(block=(16, 16))
+    hash(NVFP4(block=[16, 16]))
+
+
+@pytest.mark.parametrize("cls", [MXFP8, FP8Block, FP8])
+@pytest.mark.parametrize(
+    ("dtype", "element"), [(torch.float8_e4m3fn, E4M3), (torch.float8_e5m2, E5M2)]
+)
+def test_fp8_element_follows_the_dtype(cls, dtype, element):
+    assert cls(dtype=dtype).element is element
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: NVFP4(block=(1, 32)), ValueError, ["block", "(1, 16) or (16, 16)", "(1, 32)"]),
+        (lambda: NVFP4(block=(16, 1)), ValueError, ["block", "(16, 1)"]),
+        (lambda: NVFP4(row_scaled=1), TypeError, ["row_scaled", "bool", "1"]),
+        (lambda: NVFP4(hadamard="yes"), TypeError, ["hadamard", "bool", "'yes'"]),
+        (lambda: NVFP4(stochastic_rounding=None), TypeError, ["stochastic_rounding", "None"]),
+        (lambda: NVFP4(four_over_six=0), TypeError, ["four_over_six", "0"]),
+        (
+            lambda: NVFP4(row_scaled=True, block=(16, 16)),
+            ValueError,
+            ["row_scaled", "block=(1, 16)", "block=(16, 16)"],
+        ),
+        (lambda: NVFP4(row_scaled=True, hadamard=True), ValueError, ["row_scaled", "hadamard"]),
+        (
+            lambda: NVFP4(row_scaled=True, stochastic_rounding=True),
+            ValueError,
+            ["row_scaled", "stochastic_rounding"],
+        ),
+        (lambda: NVFP4(block=(16, 16), hadamard=True), ValueError, ["hadamard", "block=(1, 16)"]),
+        (
+            lambda: NVFP4(four_over_six=True, hadamard=True),
+            ValueError,
+            ["four_over_six", "hadamard"],
+        ),
+        (
+            lambda: NVFP4(four_over_six=True, stochastic_rounding=True),
+            ValueError,
+            ["four_over_six", "stochastic_rounding"],
+        ),
+        (lambda: MXFP8(block=(1, 16)), ValueError, ["block", "(1, 32) or (32, 32)", "(1, 16)"]),
+        (lambda: MXFP8(dtype=torch.float16), ValueError, ["dtype", "torch.float16"]),
+        (lambda: FP8Block(block=(128, 1)), ValueError, ["block", "(128, 1)"]),
+        (lambda: FP8Block(dtype=torch.int8), ValueError, ["dtype", "torch.int8"]),
+        (lambda: FP8Block(pow2_scales=1), TypeError, ["pow2_scales", "1"]),
+        (lambda: FP8Block(amax_epsilon=-1.0), ValueError, ["amax_epsilon", "-1.0"]),
+        (lambda: FP8Block(amax_epsilon=float("nan")), ValueError, ["amax_epsilon", "nan"]),
+        (lambda: FP8Block(amax_epsilon=float("inf")), ValueError, ["amax_epsilon", "inf"]),
+        (lambda: FP8(scaling="later"), ValueError, ["scaling", "current or delayed", "'later'"]),
+        (lambda: FP8(dtype=torch.bfloat16), ValueError, ["dtype", "torch.bfloat16"]),
+    ],
+)
+def test_meaningless_records_raise_and_say_why(make, error, words):
+    with pytest.raises(error) as caught:
+        make()
+    for word in words:
+        assert word in str(caught.value)

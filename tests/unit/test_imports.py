@@ -1,0 +1,145 @@
+"""Imports go one way, and the packages load without the CuTe DSL."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+#: A module may import modules of lower layers and of its own subpackage. ``cute_kernels`` itself,
+#: which only gathers the public names, and its other top-level modules are the layer "front".
+LAYERS = {
+    "formats": 0,
+    "shapes": 0,
+    "capability": 1,
+    "reference": 2,
+    "emulator": 2,
+    "device": 2,
+    "quantize": 3,
+    "gemm": 3,
+    "runtime": 4,
+    "ops": 5,
+    "front": 6,
+    "grouped": 7,
+}
+REFERENCE_NEEDS_ONLY = {"formats", "shapes", "reference"}
+
+
+def modules():
+    """Every module of both packages by dotted name."""
+    found = {}
+    for package in ("cute_kernels", "grouped"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def layer(name):
+    package, *rest = name.split(".")
+    if package == "grouped":
+        return "grouped"
+    return rest[0] if rest and rest[0] in LAYERS else "front"
+
+
+def is_type_checking(node):
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imported_names(nodes):
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import of {node.module}"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else node.module
+
+
+def all_imports(tree):
+    """Names imported anywhere in a module, except for type checkers only."""
+    pending, found = [tree], []
+    while pending:
+        node = pending.pop()
+        if is_type_checking(node):
+            pending.extend(node.orelse)
+            continue
+        found.append(node)
+        pending.extend(ast.iter_child_nodes(node))
+    return set(imported_names(found))
+
+
+def imports_at_load(tree):
+    """Names imported when the module is: those outside functions."""
+    pending, found = list(tree.body), []
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if is_type_checking(node):
+            pending.extend(node.orelse)
+            continue
+        found.append(node)
+        pending.extend(ast.iter_child_nodes(node))
+    return set(imported_names(found))
+
+
+def parse(name):
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+def test_the_walk_sees_imports():
+    tree = ast.parse(
+        "import a\nfrom b import c\nif TYPE_CHECKING:\n    import d\n"
+        "try:\n    import e\nexcept ImportError:\n    pass\ndef f():\n    import g\n"
+    )
+    assert all_imports(tree) == {"a", "b", "e", "g"}
+    assert imports_at_load(tree) == {"a", "b", "e"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_down(name):
+    own = layer(name)
+    for target in all_imports(parse(name)):
+        if target.split(".")[0] not in ("cute_kernels", "grouped"):
+            continue
+        other = layer(target)
+        assert other == own or LAYERS[other] < LAYERS[own], f"{name} ({own}) imports {target}"
+        if own == "reference":
+            assert other in REFERENCE_NEEDS_ONLY, f"{name} imports {target}"
+
+
+def test_loading_the_packages_does_not_load_the_dsl():
+    """Follows imports from both packages; no module on the way imports cutlass when it loads."""
+    pending, seen = ["cute_kernels", "grouped"], set()
+    while pending:
+        name = pending.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for target in imports_at_load(parse(name)):
+            assert target.split(".")[0] not in ("cutlass", "cuda", "tvm_ffi"), name
+            parts = target.split(".")
+            parents = (".".join(parts[: i + 1]) for i in range(len(parts)))
+            pending.extend(parent for parent in parents if parent in MODULES)
+    assert {"cute_kernels.ops.gemm", "cute_kernels.reference.nvfp4", "grouped.tensor"} <= seen
+
+
+def test_both_packages_work_where_the_dsl_cannot_be_imported():
+    code = """
+import sys
+for name in ("cutlass", "cuda", "tvm_ffi", "hypothesis", "pytest"):
+    sys.modules[name] = None  # importing it raises ImportError
+import torch, cute_kernels, grouped
+x = torch.ones(4, 32, dtype=torch.bfloat16)
+q = grouped.quantize(x, grouped.NVFP4(), offs=[1, 4])
+assert q.dequantize().equal(x)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

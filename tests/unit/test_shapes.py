@@ -1,0 +1,139 @@
+"""The layout as integer maths, for any size."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cute_kernels import shapes
+from cute_kernels.reference.groups import Groups, tile_scales, untile_scales
+
+sizes = st.integers(0, 1 << 40)
+splits_of_rows = st.lists(st.one_of(st.just(0), st.integers(0, 700)), min_size=1, max_size=20)
+
+
+@given(sizes, st.integers(1, 1 << 20))
+def test_round_up_is_the_smallest_multiple_that_is_not_less(a, b):
+    rounded = shapes.round_up(a, b)
+    assert rounded % b == 0
+    assert rounded - b < a <= rounded
+    assert shapes.ceil_div(a, b) * b == rounded
+
+
+@given(sizes)
+def test_code_pitch_is_the_next_size_that_tma_takes(row_bytes):
+    assert shapes.code_pitch(row_bytes) % 16 == 0
+    assert 0 <= shapes.code_pitch(row_bytes) - row_bytes < 16
+
+
+@given(splits_of_rows, st.integers(0, 300))
+def test_slots_never_overlap_and_fit(splits, tail):
+    end_of_previous, start = 0, 0
+    for group, rows in enumerate(splits):
+        first = shapes.slot_tile(start, group)
+        assert first >= end_of_previous
+        end_of_previous = first + shapes.ceil_div(rows, shapes.TILE_ROWS)
+        start += rows
+    assert end_of_previous <= shapes.num_slot_tiles(start + tail, len(splits))
+
+
+@given(st.integers(1, 1 << 31), st.integers(1, 5000))
+def test_slot_buffer_is_no_larger_than_the_layout_needs(rows, num_groups):
+    last = shapes.slot_tile(rows - 1, num_groups - 1)  # the last group holds one row
+    needed = last + 1
+    assert shapes.num_slot_tiles(rows, num_groups) == needed + (rows % shapes.TILE_ROWS == 0)
+
+
+@given(st.integers(1, 4), st.integers(1, 9))
+def test_each_scale_has_a_byte_of_its_own_and_they_fill_the_tiles(row_tiles, tiles_along_k):
+    rows, blocks = row_tiles * shapes.SF_TILE_ROWS, tiles_along_k * shapes.SF_TILE_COLS
+    seen = {
+        shapes.scale_offset(row, block, tiles_along_k)
+        for row in range(rows)
+        for block in range(blocks)
+    }
+    assert seen == set(range(rows * blocks))
+    assert shapes.SF_TILE_BYTES * row_tiles * tiles_along_k == rows * blocks
+
+
+def test_scale_offset_by_hand():
+    # One tile is 32 lines of 16 bytes; a line holds rows i, i + 32, i + 64, i + 96, 4 scales each.
+    assert shapes.scale_offset(0, 0, 3) == 0
+    assert shapes.scale_offset(0, 3, 3) == 3
+    assert shapes.scale_offset(1, 0, 3) == 16
+    assert shapes.scale_offset(32, 0, 3) == 4
+    assert shapes.scale_offset(127, 3, 3) == 511
+    assert shapes.scale_offset(0, 4, 3) == 512  # the next tile along K is adjacent
+    assert shapes.scale_offset(128, 0, 3) == 3 * 512
+    assert shapes.scale_offset(133, 6, 3) == 4 * 512 + 5 * 16 + 2
+
+
+@given(st.integers(1, 1 << 20), st.sampled_from([16, 32]))
+def test_scale_tiles_hold_every_block_and_waste_less_than_a_tile(elements, sf_vec_size):
+    held = shapes.scale_tiles(elements, sf_vec_size) * shapes.SF_TILE_COLS * sf_vec_size
+    assert 0 <= held - elements < shapes.SF_TILE_COLS * sf_vec_size
+
+
+@given(st.integers(0, 1 << 20))
+def test_uniform_tiles_hold_every_row(rows):
+    assert 0 <= shapes.uniform_tiles(rows) * shapes.TILE_ROWS - rows < shapes.TILE_ROWS
+
+
+@given(st.integers(1, 3), st.integers(1, 19), st.booleans())
+def test_tiling_follows_scale_offset_and_inverts(row_tiles, cols, batched):
+    rows, width = row_tiles * 128, shapes.scale_tiles(cols, 1)
+    linear = torch.randint(1, 256, (rows, cols), dtype=torch.uint8)
+    tiles = tile_scales(linear[None])[0] if batched else tile_scales(linear)
+    assert tiles.shape == (row_tiles, width, shapes.SF_TILE_BYTES)
+    flat = tiles.flatten()
+    at = torch.tensor(
+        [[shapes.scale_offset(row, col, width) for col in range(cols)] for row in range(rows)]
+    )
+    assert torch.equal(flat[at], linear)
+    assert int((flat != 0).sum()) == rows * cols  # the rest is zero padding
+    assert torch.equal(untile_scales(tiles, cols), linear)
+
+
+@given(splits_of_rows, st.integers(0, 300))
+def test_reference_places_groups_by_the_slot_rule(splits, tail):
+    ends = torch.tensor(splits).cumsum(0)
+    rows = int(ends[-1]) + tail
+    groups = Groups.ragged(ends.int(), rows)
+    starts = [0, *ends.tolist()][:-1]
+    assert groups.first_tile.tolist() == [shapes.slot_tile(s, g) for g, s in enumerate(starts)]
+    assert groups.num_tiles == shapes.num_slot_tiles(rows, len(splits))
+    tile, group, row = groups.used_tiles()
+    assert tile.unique().numel() == tile.numel()
+    held = row[row >= 0]
+    assert held.tolist() == list(range(int(ends[-1])))  # each live row once, in order, no tail
+    live, slot = groups.slot_of_row()
+    assert live.tolist() == held.tolist()
+    expected = (tile[:, None] * shapes.TILE_ROWS + torch.arange(shapes.TILE_ROWS))[row >= 0]
+    assert slot.tolist() == expected.tolist()
+    assert group.tolist() == sorted(group.tolist())
+
+
+@given(
+    st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=8),
+    st.integers(0, 600),
+)
+def test_any_offsets_stay_inside_the_buffers(offs, rows):
+    groups = Groups.ragged(torch.tensor(offs, dtype=torch.int32), rows)
+    tile, _, row = groups.used_tiles()
+    assert ((tile >= 0) & (tile < groups.num_tiles)).all()
+    assert tile.unique().numel() == tile.numel()
+    assert row.numel() == 0 or int(row.max()) < rows
+    assert (groups.rows >= 0).all()
+    live, slot = groups.slot_of_row()
+    assert len(live) <= rows
+    assert ((slot >= 0) & (slot < groups.num_tiles * shapes.TILE_ROWS)).all()
+
+
+@given(st.integers(1, 5), st.integers(0, 300))
+def test_uniform_groups_take_whole_tiles_each(num_groups, rows):
+    groups = Groups.uniform(num_groups, rows, torch.device("cpu"))
+    each = shapes.uniform_tiles(rows)
+    assert groups.num_tiles == num_groups * each
+    tile, group, row = groups.used_tiles()
+    assert tile.tolist() == list(range(num_groups * each))
+    assert group.tolist() == [g for g in range(num_groups) for _ in range(each)]
+    assert row[row >= 0].tolist() == list(range(num_groups * rows))
