@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from cute_kernels.formats import NVFP4
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles, uniform_tiles
+from perf.compiled import compile_for_emulator
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import GemmConfig
@@ -29,20 +29,12 @@ _POISON = 0xFF
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("needs the CuTe DSL", allow_module_level=True)
 # Before the DSL is first imported.
-emulator.install(arch=ARCH, num_sms=NUM_SMS)
+emulator.install(arch=ARCH)
 
 
-@functools.cache
 def compiled(config: GemmConfig) -> Any:
     """The compiled kernel of a configuration, one a process."""
-    from cutlass import cute
-
-    entry, args = config.entry()
-    # Kernels are known by name: give those of each variant one of their own.
-    for member in vars(type(entry)).values():
-        if hasattr(member, "set_name_prefix"):
-            member.set_name_prefix(f"test_{abs(hash(config))}")
-    return cute.compile[cute.GPUArch(ARCH), cute.EnableTVMFFI(True)](entry, *args)
+    return compile_for_emulator(config, ARCH).run
 
 
 @dataclasses.dataclass
