@@ -92,6 +92,7 @@ class _PlainLinear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, offs = ctx.saved_tensors
         low = dy.to(x.dtype)

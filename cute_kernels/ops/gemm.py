@@ -6,6 +6,7 @@ ragged operands multiplied over their common rows (wgrad). Names follow DeepGEMM
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from cute_kernels import reference
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.formats import NVFP4, Format
+from cute_kernels.ops import gemm_kernels
 from cute_kernels.ops.checks import (
     INPUT_DTYPES,
     check_dtype,
@@ -38,10 +40,14 @@ from cute_kernels.shapes import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cute_kernels.ops.registry import Runner
+    from cute_kernels.runtime.launch import Launcher
+
 __all__ = ["KGroupedGemm", "KGroupedGemmNVFP4", "MGroupedGemm", "MGroupedGemmNVFP4"]
 
 _BLOCK = NVFP4.sf_vec_size
 _BYTE = (torch.uint8,)
+Parts = tuple[Tensor, "Tensor | None", "Tensor | None"]
 _FP32 = (torch.float32,)
 
 
@@ -74,6 +80,10 @@ class _GroupedGemm(Op):
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_gemm", self.operand_format
 
+    @abc.abstractmethod
+    def operands(self) -> tuple[Parts, Parts]:
+        """Codes, scales and amax of A and of B; plain operands have only the first."""
+
 
 @register
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +111,7 @@ class MGroupedGemm(_GroupedGemm):
     transpose_b: bool = False
     out_dtype: torch.dtype | None = None
 
+    row_scaled: ClassVar[bool] = False
     name: ClassVar[str] = "m_grouped_gemm"
 
     @property
@@ -126,6 +137,17 @@ class MGroupedGemm(_GroupedGemm):
         return [
             OutputSpec((self.a.shape[0], self.cols), self.out_dtype or self.a.dtype, zeroed=True)
         ]
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.a.shape[1]
+
+    def operands(self) -> tuple[Parts, Parts]:
+        return (self.a, None, None), (self.b, None, None)
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return gemm_kernels.m_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
@@ -205,7 +227,18 @@ class KGroupedGemm(_GroupedGemm):
 
     def outputs(self) -> list[OutputSpec | None]:
         shape = (self.offs.shape[0], self.a.shape[1], self.b.shape[1])
-        return [OutputSpec(shape, self.out_dtype or self.a.dtype, zeroed=True)]
+        return [OutputSpec(shape, self.out_dtype or self.a.dtype)]
+
+    @property
+    def rows(self) -> int:
+        """T."""
+        return self.a.shape[0]
+
+    def operands(self) -> tuple[Parts, Parts]:
+        return (self.a, None, None), (self.b, None, None)
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return gemm_kernels.k_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
@@ -275,6 +308,7 @@ class MGroupedGemmNVFP4(_GroupedGemm):
     row_scaled: bool = False
     out_dtype: torch.dtype | None = None
 
+    transpose_b: ClassVar[bool] = False
     name: ClassVar[str] = "m_grouped_gemm_nvfp4"
     operand_format: ClassVar[Format | None] = NVFP4()
 
@@ -311,6 +345,21 @@ class MGroupedGemmNVFP4(_GroupedGemm):
 
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_gemm", NVFP4(row_scaled=self.row_scaled)
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.a_codes.shape[1] * 2
+
+    def operands(self) -> tuple[Parts, Parts]:
+        return (self.a_codes, self.a_scales, self.a_amax), (
+            self.b_codes,
+            self.b_scales,
+            self.b_amax,
+        )
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return gemm_kernels.m_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
@@ -396,14 +445,27 @@ class KGroupedGemmNVFP4(_GroupedGemm):
 
     def outputs(self) -> list[OutputSpec | None]:
         shape = (self.offs.shape[0], self.a_codes_t.shape[0], self.b_codes_t.shape[0])
-        return [OutputSpec(shape, self.out_dtype or torch.bfloat16, zeroed=True)]
+        return [OutputSpec(shape, self.out_dtype or torch.bfloat16)]
+
+    @property
+    def rows(self) -> int:
+        """The most rows that the slots hold; T itself is not known here, and has the same slots."""
+        tiles = self.a_codes_t.shape[1] * 2 // TILE_ROWS
+        return (tiles - self.offs.shape[0] + 1) * TILE_ROWS - 1
+
+    def operands(self) -> tuple[Parts, Parts]:
+        return (self.a_codes_t, self.a_scales_t, self.a_amax_t), (
+            self.b_codes_t,
+            self.b_scales_t,
+            self.b_amax_t,
+        )
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return gemm_kernels.k_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
         assert out is not None
-        # T itself is not known here; the most rows that the slots hold give the same slots.
-        groups = self.offs.shape[0]
-        most = (self.a_codes_t.shape[1] * 2 // TILE_ROWS - groups + 1) * TILE_ROWS - 1
         reference.k_grouped_gemm_nvfp4(
             self.a_codes_t,
             self.a_scales_t,
@@ -411,7 +473,7 @@ class KGroupedGemmNVFP4(_GroupedGemm):
             self.b_codes_t,
             self.b_scales_t,
             self.b_amax_t,
-            Groups.ragged(self.offs, most),
+            Groups.ragged(self.offs, self.rows),
             out,
             alpha=self.alpha,
             accumulate=options.get("accumulate", False),

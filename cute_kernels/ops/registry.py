@@ -302,7 +302,8 @@ def _invoker(cls: type[Op], compute: Callable[[Op], list[Tensor | None]]) -> Cal
     """The op without the dispatcher, whose Python boundary costs more than a launch.
 
     Calls that something else must see go through the dispatcher after all: traced and compiled
-    ones, tensor subclasses, dispatch modes, transforms, and operands that require gradients.
+    ones, tensor subclasses, dispatch modes, transforms, and operands that require gradients or have
+    no data.
     """
     dispatched = getattr(torch.ops.cute_kernels, cls.name).default
 
@@ -319,7 +320,8 @@ def _is_observed(args: tuple[Any, ...]) -> bool:
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
         return True
     tensors = [a for a in args if isinstance(a, Tensor)]
-    if any(type(t) is not Tensor and type(t) is not torch.nn.Parameter for t in tensors):
+    plain = (Tensor, torch.nn.Parameter)
+    if any(type(t) not in plain or t.is_meta for t in tensors):
         return True
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 

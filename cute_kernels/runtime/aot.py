@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import os
 import queue
+import re
 import sys
 import time
 import traceback
@@ -42,9 +43,9 @@ __all__ = [
     "precompile",
 ]
 
-#: Packages of kernels. Each has ``kernel_specs(arch: str) -> Iterable[KernelSpec]``, which lists
-#: the variants that the ops use on ``"sm_90a"`` or ``"sm_100a"`` and needs no CuTe DSL.
-FAMILIES = ("cute_kernels.quantize", "cute_kernels.gemm")
+#: Modules that list the kernels of a family, each by ``kernel_specs(arch: str)``: an iterable of
+#: the specs that the ops use on ``"sm_90a"`` or ``"sm_100a"``. Listing needs no CuTe DSL.
+FAMILIES = ("cute_kernels.quantize.variants",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,14 +214,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="sm_90a, sm_100a, sm_103a or emulated:<arch>; may be repeated; default: the "
         "architecture of the current CUDA device",
     )
-    parser.add_argument("--match", default="", help="only kernels whose spec contains this text")
+    parser.add_argument(
+        "--match",
+        default="",
+        help="only kernels whose spec (see --list) has a match of this regular expression",
+    )
     parser.add_argument("--jobs", type=int, help="processes; default: one for each usable CPU")
     parser.add_argument("--list", action="store_true", help="list the kernels, compile nothing")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     options = parser.parse_args(arguments)
     try:
         for arch in map(_target, options.arch or [None]):
-            specs = [s for s in declared_specs(arch) if options.match in canonical_text(s)]
+            specs = [s for s in declared_specs(arch) if re.search(options.match, canonical_text(s))]
             if options.list:
                 print(*map(canonical_text, specs), sep="\n")
                 continue

@@ -170,7 +170,8 @@ class GroupedLinear(nn.Module):
             raise RuntimeError(
                 "is_first_microbatch=False uses the weight that a call with True kept; none was"
             )
-        if needs_dx and not self._cached_weight[3].numel():
+        columnwise_codes = self._cached_weight[3]
+        if needs_dx and (columnwise_codes is None or not columnwise_codes.numel()):
             raise RuntimeError(
                 "is_first_microbatch=False needs the columnwise weight for the gradient of x, "
                 "which the call with True did not keep: it ran under no_grad"

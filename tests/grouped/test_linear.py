@@ -196,23 +196,13 @@ def test_two_backward_passes_and_accumulation(recipe):
         y.backward(dy)
 
 
-@pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_second_derivative_is_refused(recipe):
     x = sample(40, K).requires_grad_()
     y = layer_of(recipe)(x, [13, 13, 35])
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
         dx.sum().backward()
-
-
-def test_the_second_derivative_of_bf16():
-    layer = layer_of(RECIPES["bf16"], bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(layer.weight.bfloat16())
-    x = torch.randn(20, K).bfloat16().float().requires_grad_()
-    (dx,) = torch.autograd.grad(layer(x, [20, 20, 20]).sum(), layer.weight, create_graph=True)
-    (got,) = torch.autograd.grad(dx.sum(), x)
-    torch.testing.assert_close(got, torch.full_like(got, N))
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -392,16 +382,16 @@ def test_a_quantized_weight_gives_what_the_dense_one_does(recipe):
 
 def test_training_a_quantized_weight_lowers_the_loss():
     layer = quantized_layer(RECIPES["row-scaled"])
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=5.0)
     x, target = torch.randn(60, K).bfloat16(), torch.randn(60, N).bfloat16()
     losses = []
-    for _ in range(8):
+    for _ in range(4):
         loss = (layer(x, [20, 40, 60]) - target).float().square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    assert losses[-1] < 0.95 * losses[0]
+    assert losses[-1] < 0.5 * losses[0]
     assert type(layer.weight.data) is grouped.GroupedTensor
 
 

@@ -12,8 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cute_kernels.reference.tensor_core import tensor_core_gemm
+from cute_kernels.reference import tensor_core
+from cute_kernels.reference.tensor_core import instruction_k, tensor_core_gemm, tensor_core_mma
 from tests.helpers import assert_same_bytes
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -285,3 +288,190 @@ def test_equals_the_emulator(kind, sort):
     a, b, options = arguments(kind, rows, cols, 3 * kind.k, sort)
     got, want = tensor_core_gemm(kind.arch, a, b, **options), emulated(kind, a, b, options)
     assert_same_bytes(got, want)
+
+
+# ------------------------------------------------------------------------------ by hand, errors
+def one(arch, a, b, acc=0.0, dtype=F16, acc_dtype=F32):
+    """The single result for rows ``a`` and ``b``."""
+    rows = (torch.tensor([x]).to(dtype) for x in (a, b))
+    return tensor_core_gemm(arch, *rows, acc=torch.tensor([[acc]], dtype=acc_dtype)).item()
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_small_terms_are_cut_off_toward_zero(arch):
+    # Beside 2^12 a product keeps its bits down to 2^-13, so 2^-14 goes, however many there are.
+    big, small = [64.0], [2.0**-7] * 15
+    for sign in (1, -1):
+        assert one(arch, big + [sign * x for x in small], big + small) == 2.0**12
+    # 15 * 2^-13 is kept until the sum is truncated to 23 fraction bits.
+    twice = [2.0**-6] * 15
+    assert one(arch, big + twice, big + small) == 2.0**12 + 3 * 2.0**-11
+    assert one(arch, big + [-x for x in twice], big + small) == 2.0**12 - 8 * 2.0**-12
+
+
+def test_order_of_instructions_decides():
+    # 1 + 2^-24 + 2^-24 loses both small terms, 2^-24 + 2^-24 + 1 loses none.
+    x, ones = torch.zeros(1, 48, dtype=F16), torch.ones(1, 48, dtype=F16)
+    x[0, [0, 16, 32]] = torch.tensor([1.0, 2.0**-24, 2.0**-24], dtype=F16)
+    assert tensor_core_gemm("sm_90a", x, ones).item() == 1.0
+    assert tensor_core_gemm("sm_90a", x.flip(1), ones).item() == 1.0 + 2.0**-23
+
+
+def test_fp8_of_hopper_keeps_13_bits():
+    a = [1.0] + [0.0] * 30 + [2.0**-7]
+    b = [1.0] + [0.0] * 30 + [2.0**-7]
+    assert one("sm_90a", a, b, dtype=E4M3) == 1.0
+    assert one("sm_100a", a, b, dtype=E4M3) == 1.0 + 2.0**-14
+    assert one("sm_90a", [0.0], [0.0], acc=1.0 + 2.0**-14, dtype=E4M3) == 1.0
+
+
+def test_fp4_adds_sixteen_products_first():
+    def result(first_scale, count):
+        """``count`` products of 2^-20 in the second block; the first holds zeros."""
+        codes = torch.zeros(1, 32, dtype=torch.int64)
+        codes[0, 16 : 16 + count] = 1
+        scales = torch.tensor([[first_scale, 2.0**-9]]).to(E4M3)
+        operand = from_bits(codes, E2M1)
+        return tensor_core_gemm("sm_100a", operand, operand, a_scales=scales, b_scales=scales)
+
+    # The scales of the zeros, 2^8 * 2^8, decide what is cut off: below 2^(16 - 35).
+    assert result(2.0**8, 1).item() == 0
+    assert result(2.0**8, 16).item() == 2.0**-16
+    assert result(2.0**7, 1).item() == 2.0**-20
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("acc", [F32, F16])
+def test_nan_has_one_pattern(arch, acc):
+    inf, nan = math.inf, math.nan
+    rows = torch.tensor([[nan, 0.0], [inf, 0.0], [inf, inf], [inf, -inf]], dtype=F16)
+    out = tensor_core_gemm(
+        arch, rows, torch.tensor([[1.0, 1.0], [0.0, 1.0]], dtype=F16), acc_dtype=acc
+    )
+    bits = out.view(torch.int32 if acc == F32 else torch.int16)
+    assert (bits == NAN[acc]).tolist() == [[True, True], [False, True], [False, True], [True, True]]
+    assert out[1:3, 0].tolist() == [inf, inf]
+
+
+def with_zeros(x, cols):
+    """``x`` with zero bytes to its right, up to ``cols`` columns."""
+    codes = x.view(torch.uint8)
+    missing = cols * x.itemsize - codes.shape[1]
+    return torch.nn.functional.pad(codes, (0, missing)).view(x.dtype)
+
+
+@every_kind
+def test_k_is_filled_up_with_zeros(kind):
+    a, b, options = arguments(kind, 3, 2, kind.k + kind.k // 2, "near")
+    wide = [with_zeros(x, 2 * kind.k * width(kind.a) // (8 * x.itemsize)) for x in (a, b)]
+    filled = {
+        name: x if name == "acc" else with_zeros(x, 2 * kind.k // kind.block)
+        for name, x in options.items()
+    }
+    want = tensor_core_gemm(kind.arch, *wide, **filled)
+    assert_same_bytes(tensor_core_gemm(kind.arch, a, b, **options), want)
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_bits_do_not_depend_on_the_cut(data):
+    kind = data.draw(st.sampled_from(KINDS))
+    sort = data.draw(st.sampled_from(SORTS))
+    torch.manual_seed(data.draw(st.integers(0, 2**32)))
+    m, n = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    i, j = data.draw(st.integers(0, m - 1)), data.draw(st.integers(0, n - 1))
+    steps = data.draw(st.integers(1, 4))
+    a, b, options = arguments(kind, m, n, steps * kind.k, sort)
+    whole = tensor_core_gemm(kind.arch, a, b, **options)
+
+    # Fewer rows and columns.
+    part = {
+        name: (x[i:, j:] if name == "acc" else x[i:] if name[0] == "a" else x[j:])
+        for name, x in options.items()
+    }
+    assert_same_bytes(tensor_core_gemm(kind.arch, a[i:], b[j:], **part), whole[i:, j:])
+
+    # Other tiles inside.
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in (("_TILE_M", 4), ("_TILE_N", 3), ("_TILE_K", 64)):
+            patch.setattr(tensor_core, name, size)
+        assert_same_bytes(tensor_core_gemm(kind.arch, a, b, **options), whole)
+
+    # Instruction by instruction.
+    acc = options["acc"]
+    for s in range(steps):
+        pieces = [x.chunk(steps, dim=1)[s] for x in (a, b)]
+        scales = {name: x.chunk(steps, dim=1)[s] for name, x in options.items() if name != "acc"}
+        acc = tensor_core_mma(kind.arch, *pieces, acc, **scales)
+    assert_same_bytes(acc, whole)
+
+
+def test_arguments_are_left_alone():
+    acc = torch.zeros(2, 2)
+    a = torch.randn(2, 16, dtype=F16)
+    tensor_core_gemm("sm_90a", a, a, acc=acc)
+    assert not acc.any()
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 16), (3, 0, 16), (3, 2, 0)])
+def test_empty(m, n, k):
+    acc = torch.randn(m, n)
+    got = tensor_core_gemm(
+        "sm_100a", torch.zeros(m, k, dtype=F16), torch.zeros(n, k, dtype=F16), acc=acc
+    )
+    assert_same_bytes(got, acc)
+
+
+def zeros(rows, cols, dtype):
+    return torch.zeros(rows, cols, dtype=torch.uint8).view(dtype)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("sm_80", F16, F16), {}, "arch must be one of sm_90a, sm_100a, got 'sm_80'"),
+        (("sm_90a", F16, BF16), {}, "one dtype"),
+        (("sm_90a", torch.float64, torch.float64), {}, "multiplies no torch.float64"),
+        (("sm_90a", E4M3, E4M3), {"a_scales": E8M0, "b_scales": E8M0}, "with block scales"),
+        (("sm_90a", E2M1, E2M1), {"a_scales": E4M3, "b_scales": E4M3}, "sm_90a multiplies no"),
+        (("sm_100a", E2M1, E2M1), {}, "without block scales"),
+        (("sm_100a", E2M1, E2M1), {"a_scales": E4M3}, "both be None"),
+        (("sm_100a", E2M1, E2M1), {"a_scales": E4M3, "b_scales": E8M0}, "of one dtype"),
+        (
+            ("sm_100a", E4M3, E4M3),
+            {"a_scales": E4M3, "b_scales": E4M3},
+            "a_scales must be torch.float8_e8m0fnu",
+        ),
+        (("sm_100a", BF16, BF16), {"acc_dtype": F16}, "no torch.float16 accumulator"),
+        (("sm_100a", F16, F16), {"acc_dtype": BF16}, "no torch.bfloat16 accumulator"),
+        (("sm_100a", F16, F16), {"acc": torch.zeros(2, 2)}, r"shape \(2, 3\), got \(2, 2\)"),
+    ],
+)
+def test_errors(arguments, options, message):
+    arch, *dtypes = arguments
+    operands = [
+        torch.zeros(r, 64 * t.itemsize, dtype=torch.uint8).view(t)
+        for r, t in zip((2, 3), dtypes, strict=True)
+    ]
+    blocks = {E8M0: 4 if E2M1 in dtypes else 2, E4M3: 8}
+    rows = {"a_scales": 2, "b_scales": 3}
+    options = {k: zeros(rows[k], blocks[v], v) if k in rows else v for k, v in options.items()}
+    with pytest.raises(ValueError, match=message):
+        tensor_core_gemm(arch, *operands, **options)
+
+
+def test_shape_errors():
+    x = torch.zeros(2, 32, dtype=F16)
+    with pytest.raises(ValueError, match="one K, got 32 and 16"):
+        tensor_core_gemm("sm_90a", x, x[:, :16])
+    with pytest.raises(ValueError, match="K must be 16, that of one instruction, got 32"):
+        tensor_core_mma("sm_90a", x, x, torch.zeros(2, 2))
+    codes = torch.zeros(2, 32, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"a_scales must have shape \(2, 4\), got \(2, 3\)"):
+        scales = {"a_scales": zeros(2, 3, E4M3), "b_scales": zeros(2, 4, E4M3)}
+        tensor_core_gemm("sm_100a", codes, codes, **scales)
+
+
+def test_instruction_k():
+    for kind in KINDS:
+        assert instruction_k(kind.arch, kind.a) == kind.k

@@ -1,0 +1,140 @@
+"""The grouped GEMM ops on CuTe DSL kernels: the choice of a kernel, and its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, TypeAlias
+
+from cute_kernels.capability import UnsupportedError
+from cute_kernels.gemm.config import OPERANDS, GemmConfig, GemmProblem
+from cute_kernels.gemm.heuristics import choose_config
+from cute_kernels.shapes import PITCH_ALIGNMENT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+    from cute_kernels.ops.gemm import (
+        KGroupedGemm,
+        KGroupedGemmNVFP4,
+        MGroupedGemm,
+        MGroupedGemmNVFP4,
+    )
+    from cute_kernels.ops.registry import Runner
+    from cute_kernels.runtime.launch import Launcher
+
+    AnyGemm: TypeAlias = MGroupedGemm | MGroupedGemmNVFP4 | KGroupedGemm | KGroupedGemmNVFP4
+
+__all__ = ["k_grouped", "m_grouped"]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _operand(op: AnyGemm) -> str:
+    """Name of the kind of the operands, as GEMM configurations have it."""
+    if op.operand_format is not None:
+        return op.operand_format.name
+    name = _name(op.operands()[0][0].dtype)
+    if name not in OPERANDS:
+        raise UnsupportedError(
+            f"grouped_gemm kernels take bf16 and fp16 operands, got {name}: a tensor core would "
+            "cut fp32 to tf32; convert them, or use the backend reference"
+        )
+    return name
+
+
+def m_grouped(op: MGroupedGemm | MGroupedGemmNVFP4, launch: Launcher) -> Runner:
+    """How ``m_grouped_gemm`` and ``m_grouped_gemm_nvfp4`` run."""
+    (spec,) = op.outputs()
+    assert spec is not None
+    rows, cols = spec.shape
+    if rows == 0 or cols == 0:
+        return _nothing
+    base = GemmConfig(
+        _operand(op),
+        out_dtype=_name(spec.dtype),
+        row_scaled=op.row_scaled,
+        bias_dtype=None if op.bias is None else _name(op.bias.dtype),
+        has_alpha=op.alpha is not None,
+        transpose_b=op.transpose_b,
+    )
+    problem = GemmProblem(
+        base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth
+    )
+    return _runner(_choose(base, problem, launch), launch)
+
+
+def k_grouped(op: KGroupedGemm | KGroupedGemmNVFP4, launch: Launcher) -> Runner:
+    """How ``k_grouped_gemm`` and ``k_grouped_gemm_nvfp4`` run."""
+    (spec,) = op.outputs()
+    assert spec is not None
+    groups, m, n = spec.shape
+    if op.rows == 0 or m == 0 or n == 0:
+        return _zero
+    base = GemmConfig(
+        _operand(op), "k_grouped", out_dtype=_name(spec.dtype), has_alpha=op.alpha is not None
+    )
+    problem = GemmProblem(base.operand, "k_grouped", base.out_dtype, groups, op.rows, n, m=m)
+    return _runner(_choose(base, problem, launch), launch)
+
+
+def _nothing(op: object, outputs: Sequence[Tensor | None], accumulate: bool = False) -> None:
+    """There is nothing to write."""
+
+
+def _zero(op: object, outputs: Sequence[Tensor | None], accumulate: bool = False) -> None:
+    """All groups are empty."""
+    if outputs[0] is not None and not accumulate:
+        outputs[0].zero_()
+
+
+def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmConfig:
+    try:
+        return choose_config(base, problem, launch.num_sms)
+    except ValueError as error:
+        raise UnsupportedError(str(error)) from None
+
+
+def _runner(config: GemmConfig, launch: Launcher) -> Runner:
+    kernel = launch.kernel(config)
+
+    def run(
+        op: AnyGemm,
+        outputs: Sequence[Tensor | None],
+        accumulate: bool = False,
+    ) -> None:
+        chosen = kernel
+        if accumulate:
+            chosen = launch.kernel(dataclasses.replace(config, accumulate=True))
+        left, right = op.operands()
+        bias: Tensor | None = getattr(op, "bias", None)
+        chosen(
+            *map(_addressable, left),
+            *map(_addressable, right),
+            op.offs,
+            None if bias is None else bias.contiguous(),
+            op.alpha,
+            outputs[0],
+            launch.num_sms,
+        )
+
+    return run
+
+
+def _addressable(x: Tensor | None) -> Tensor | None:
+    """``x``, copied if TMA cannot address its rows where they are."""
+    if x is None:
+        return None
+    size = x.element_size()
+    if (
+        x.stride(-1) == 1
+        and x.data_ptr() % PITCH_ALIGNMENT == 0
+        and all(stride * size % PITCH_ALIGNMENT == 0 for stride in x.stride()[:-1])
+    ):
+        return x
+    pitch = -(-x.shape[-1] * size // PITCH_ALIGNMENT) * PITCH_ALIGNMENT // size
+    return x.new_empty(*x.shape[:-1], pitch)[..., : x.shape[-1]].copy_(x)

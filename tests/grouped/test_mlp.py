@@ -1,0 +1,96 @@
+"""``GroupedMLP``: SwiGLU experts."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from grouped.nn import GroupedMLP
+from tests.grouped.cases import RECIPES
+from tests.helpers import assert_same_bytes, sample
+
+HIDDEN, WIDTH, ENDS = 64, 32, [13, 13, 35]
+
+
+def mlp_of(recipe, **options):
+    return GroupedMLP(3, HIDDEN, WIDTH, recipe=recipe, **options)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_bf16_against_one_expert_at_a_time(bias):
+    """Parameters and inputs are bf16 numbers in fp32; only the two activations are rounded."""
+    mlp = mlp_of(RECIPES["bf16"], bias=bias)
+    with torch.no_grad():
+        for p in mlp.parameters():
+            p.copy_(p.bfloat16())
+    x = torch.randn(40, HIDDEN).bfloat16().float().requires_grad_()
+    y = mlp(x, ENDS)
+    dy = torch.randn_like(y).bfloat16().float()
+    leaves = [x, *mlp.parameters()]
+    got = torch.autograd.grad(y, leaves, dy)
+    parts = []
+    for g, (start, end) in enumerate(((0, 13), (13, 13), (13, 35))):
+        up_bias = mlp.gate_up.bias[g] if bias else None
+        gate, up = F.linear(x[start:end], mlp.gate_up.weight[g], up_bias).chunk(2, dim=-1)
+        down_bias = mlp.down.bias[g] if bias else None
+        parts.append(F.linear(F.silu(gate) * up, mlp.down.weight[g], down_bias))
+    want = torch.cat(parts)
+    torch.testing.assert_close(y[:35], want, rtol=0, atol=2e-2 * float(want.abs().max()))
+    assert not y[35:].any()
+    for a, b in zip(got, torch.autograd.grad(want, leaves, dy[:35]), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-2 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_it_is_two_layers_and_a_gate(recipe):
+    mlp = mlp_of(recipe, dtype=torch.bfloat16)
+    x = sample(40, HIDDEN)
+    gate, up = mlp.gate_up(x, ENDS).chunk(2, dim=-1)
+    want = mlp.down((F.silu(gate.float()) * up.float()).bfloat16(), ENDS)
+    assert_same_bytes(mlp(x, ENDS).detach(), want.detach())
+    assert mlp.gate_up.out_features == 2 * WIDTH and mlp.down.in_features == WIDTH
+    assert not mlp.gate_up.has_bias and not mlp.down.has_bias
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("single", [True, False])
+def test_tail_and_empty_groups(recipe, single):
+    mlp = mlp_of(recipe, single_parameter=single, bias=True)
+    x, dy = sample(40, HIDDEN), sample(40, HIDDEN)
+    x[35:] = torch.nan
+    dy[35:] = torch.nan
+    x.requires_grad_()
+    y = mlp(x, torch.tensor(ENDS))
+    y.backward(dy)
+    assert not y[35:].any() and not x.grad[35:].any()
+    assert torch.isfinite(y).all() and torch.isfinite(x.grad).all()
+    grads = [p.grad if single else p.grad[None] for p in mlp.parameters()]
+    assert all(torch.isfinite(g).all() for g in grads)
+    names = [name for name, _ in mlp.named_parameters()]
+    for name, p in mlp.named_parameters():
+        empty = p.grad[1] if single else p.grad
+        assert bool(empty.any()) == (not single and not name.endswith("1")), names
+
+
+def test_no_tokens():
+    mlp = mlp_of(RECIPES["row-scaled"])
+    x = torch.zeros(0, HIDDEN, requires_grad=True)
+    mlp(x, [0, 0, 0]).sum().backward()
+    assert x.grad.shape == (0, HIDDEN) and not mlp.down.weight.grad.any()
+
+
+def test_microbatches():
+    mlp = mlp_of(RECIPES["nvfp4"])
+    x = sample(40, HIDDEN)
+    want = mlp(x, ENDS)
+    assert_same_bytes(mlp(x, ENDS, is_first_microbatch=True).detach(), want.detach())
+    with torch.no_grad():
+        mlp.down.weight.zero_()
+    assert_same_bytes(mlp(x, ENDS, is_first_microbatch=False).detach(), want.detach())
+    assert not mlp(x, ENDS).any()
+
+
+def test_errors_come_from_the_layers():
+    with pytest.raises(ValueError, match="in_features must be a multiple of 16"):
+        GroupedMLP(3, HIDDEN, 24, recipe=RECIPES["nvfp4"])
+    with pytest.raises(ValueError, match="x must have shape"):
+        mlp_of(RECIPES["bf16"])(sample(40, 32), ENDS)

@@ -1,0 +1,239 @@
+"""Backends ``reference:sm_90a`` and ``reference:sm_100a``: GEMMs with a tensor core's bits."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cute_kernels import UnsupportedError, active_backend, backend
+from cute_kernels.reference.groups import untile_scales
+from cute_kernels.reference.nvfp4 import block_values
+from cute_kernels.reference.tensor_core import tensor_core_gemm
+from tests.helpers import assert_same_bytes, end_rows, offsets, ops, poisoned, sample
+
+CORES = ("sm_90a", "sm_100a")
+SPLITS = (37, 0, 129, 5)
+TAIL = 3
+OFFS = offsets(SPLITS)
+SPANS = list(zip([0, *end_rows(SPLITS)], end_rows(SPLITS), strict=False))
+RCP_TENSOR_MAX = torch.tensor(1.0 / 2688.0)
+
+every_core = pytest.mark.parametrize("core", CORES)
+
+
+def member(x):
+    """Codes, scale bytes and amax of one matrix by itself, blocks along its rows."""
+    codes, scales, amax = ops.grouped_quantize_nvfp4(x, offsets((len(x),)))[:3]
+    used = scales[: -(-len(x) // 128), :, :]
+    linear = untile_scales(used.unsqueeze(1), x.shape[1] // 16).flatten(0, 1)[: len(x)]
+    return codes, linear, amax
+
+
+def transposed_member(x):
+    """The same of its columnwise copy, blocks along its columns; rows up to a multiple of 16."""
+    codes, scales, amax = ops.grouped_quantize_nvfp4(x, offsets((len(x),)), columnwise=True)[3:]
+    linear = untile_scales(scales, codes.shape[1] // 8)[: x.shape[1]]
+    blocks = -(-len(x) // 16)
+    return codes[:, : 8 * blocks], linear[:, :blocks], amax
+
+
+def nvfp4_product(core, a, b):
+    if core == "sm_100a":
+        a_scales, b_scales = (x[1].view(torch.float8_e4m3fn) for x in (a, b))
+        return tensor_core_gemm(core, a[0], b[0], a_scales=a_scales, b_scales=b_scales)
+    return tensor_core_gemm(core, *(block_values(*x[:2]).half() for x in (a, b)))
+
+
+def nvfp4_factor(a, b):
+    return (a[2] * RCP_TENSOR_MAX) * (b[2] * RCP_TENSOR_MAX)
+
+
+def assert_differs_from_the_plain_reference(call, got):
+    """Or the test would not see which order was used."""
+    assert not torch.equal(call(), got)
+
+
+@every_core
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_m_grouped_gemm(core, transpose_b, dtype):
+    depth, cols = 200, 24
+    a = sample(sum(SPLITS) + TAIL, depth, dtype=dtype)
+    b = sample(len(SPLITS), *((depth, cols) if transpose_b else (cols, depth)), dtype=dtype)
+
+    def call():
+        return ops.m_grouped_gemm(a, b, OFFS, None, None, transpose_b, torch.float32)
+
+    with backend(f"reference:{core}"):
+        got = call()
+    for g, (start, end) in enumerate(SPANS):
+        weight = b[g].T if transpose_b else b[g]
+        assert_same_bytes(got[start:end], tensor_core_gemm(core, a[start:end], weight))
+    assert not got[SPANS[-1][1] :].any()
+    assert_differs_from_the_plain_reference(call, got)
+
+
+@every_core
+def test_k_grouped_gemm(core):
+    a, b = (sample(sum(SPLITS) + TAIL, cols) for cols in (20, 9))
+
+    def call():
+        return ops.k_grouped_gemm(a, b, OFFS, None, torch.float32)
+
+    with backend(f"reference:{core}"):
+        got = call()
+    for g, (start, end) in enumerate(SPANS):
+        assert_same_bytes(got[g], tensor_core_gemm(core, a[start:end].T, b[start:end].T))
+    assert_differs_from_the_plain_reference(call, got)
+
+
+@every_core
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_m_grouped_gemm_nvfp4(core, transpose_b):
+    depth, cols = 208, 48  # the depth is no multiple of 64
+    x = sample(sum(SPLITS) + TAIL, depth)
+    w = sample(len(SPLITS), *((depth, cols) if transpose_b else (cols, depth)))
+    a = ops.grouped_quantize_nvfp4(x, OFFS)[:3]
+    b = ops.grouped_quantize_nvfp4(w, columnwise=True)[3 if transpose_b else 0 :][:3]
+
+    def call():
+        return ops.m_grouped_gemm_nvfp4(*a, *b, OFFS, None, None, False, torch.float32)
+
+    with backend(f"reference:{core}"):
+        got = call()
+    for g, (start, end) in enumerate(SPANS):
+        if start == end:
+            continue
+        pair = member(x[start:end]), (transposed_member if transpose_b else member)(w[g])
+        want = nvfp4_product(core, *pair) * nvfp4_factor(*pair)
+        assert_same_bytes(got[start:end], want, f"group {g}")
+    assert_differs_from_the_plain_reference(call, got)
+
+
+@every_core
+def test_k_grouped_gemm_nvfp4(core):
+    dy, x = (sample(sum(SPLITS) + TAIL, cols) for cols in (48, 32))
+    operands = [ops.grouped_quantize_nvfp4(t, OFFS, columnwise=True)[3:] for t in (dy, x)]
+
+    def call():
+        return ops.k_grouped_gemm_nvfp4(*operands[0], *operands[1], OFFS, None, torch.float32)
+
+    with backend(f"reference:{core}"):
+        got = call()
+    for g, (start, end) in enumerate(SPANS):
+        if start == end:
+            assert not got[g].any()
+            continue
+        pair = transposed_member(dy[start:end]), transposed_member(x[start:end])
+        want = nvfp4_product(core, *pair) * nvfp4_factor(*pair)
+        assert_same_bytes(got[g], want, f"group {g}")
+    assert_differs_from_the_plain_reference(call, got)
+
+
+@every_core
+def test_epilogue_is_that_of_the_reference(core):
+    a, b = sample(sum(SPLITS) + TAIL, 64), sample(len(SPLITS), 8, 64)
+    bias, alpha = sample(len(SPLITS), 8), torch.rand(len(SPLITS))
+    held = torch.randn(len(a), 8).bfloat16()
+    out = held.clone()
+    with backend(f"reference:{core}"):
+        operands = (a, b, OFFS, bias, alpha, False, torch.bfloat16)
+        ops.m_grouped_gemm_out(*operands, out=out, accumulate=True)
+    for g, (start, end) in enumerate(SPANS):
+        acc = tensor_core_gemm(core, a[start:end], b[g])
+        want = acc * alpha[g] + bias[g].float() + held[start:end].float()
+        assert_same_bytes(out[start:end], want.bfloat16())
+    assert_same_bytes(out[SPANS[-1][1] :], held[SPANS[-1][1] :])
+
+
+@given(
+    splits=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    core=st.sampled_from(CORES),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+@settings(max_examples=25)
+def test_permuting_groups_permutes_results(splits, core, seed, data):
+    torch.manual_seed(seed)
+    order = data.draw(st.permutations(range(len(splits))))
+    x, dy = sample(sum(splits), 32), sample(sum(splits), 16)
+    w = sample(len(splits), 16, 32)
+
+    def permuted(rows):
+        parts = rows.split(splits)
+        return torch.cat([parts[g] for g in order])
+
+    def products(x, dy, w, splits):
+        offs = offsets(splits)
+        weight = ops.grouped_quantize_nvfp4(w)[:3]
+        a, b = (ops.grouped_quantize_nvfp4(t, offs, columnwise=True) for t in (x, dy))
+        with backend(f"reference:{core}"):
+            options = (offs, None, None, False, torch.float32)
+            return (
+                ops.m_grouped_gemm(x, w, *options),
+                ops.m_grouped_gemm_nvfp4(*a[:3], *weight, *options),
+                ops.k_grouped_gemm(dy, x, offs, None, torch.float32),
+                ops.k_grouped_gemm_nvfp4(*b[3:], *a[3:], offs, None, torch.float32),
+            )
+
+    rows, rows_nvfp4, *per_group = products(x, dy, w, splits)
+    again = products(permuted(x), permuted(dy), w[order], [splits[g] for g in order])
+    assert_same_bytes(again[0], permuted(rows))
+    assert_same_bytes(again[1], permuted(rows_nvfp4))
+    for got, was in zip(again[2:], per_group, strict=True):
+        assert_same_bytes(got, was[order])
+
+
+@every_core
+def test_fp32_operands_are_refused(core):
+    a, b = torch.ones(4, 16), torch.ones(1, 8, 16)
+    out = poisoned(torch.empty(4, 8))
+    before = out.clone()
+    with backend(f"reference:{core}"):
+        for name, operands in (
+            ("m_grouped_gemm", (a, b, offsets((4,)), None, None, False, torch.float32)),
+            ("k_grouped_gemm", (a, a, offsets((4,)), None, torch.float32)),
+        ):
+            with pytest.raises(UnsupportedError, match=rf"fp32 operands on reference:{core}.*tf32"):
+                getattr(ops, name)(*operands)
+        with pytest.raises(UnsupportedError, match="fp32 operands"):
+            ops.m_grouped_gemm_out(a, b, offsets((4,)), out=out)
+    assert_same_bytes(out, before)
+
+
+@every_core
+def test_backend_names_its_tensor_core(core):
+    device = torch.device("cpu")
+    assert active_backend(device).tensor_core is None
+    with backend(f"reference:{core}"):
+        chosen = active_backend(device)
+        assert (chosen.arch, chosen.tensor_core) == ("reference", core)
+        # Everything that is no GEMM is the reference's.
+        x = sample(20, 32)
+        got = ops.grouped_quantize_nvfp4(x, offsets((20,)), columnwise=True)
+    for part, want in zip(
+        got, ops.grouped_quantize_nvfp4(x, offsets((20,)), columnwise=True), strict=True
+    ):
+        assert_same_bytes(part, want)
+
+
+def quantized_values(rows, depth):
+    codes, linear, _ = member(torch.randn(rows, depth))
+    return block_values(codes, linear)
+
+
+def scaled_product(x, w, exponent):
+    """The sm_90a product with ``w`` times 2^exponent, and the power taken out again."""
+    scale = 2.0**exponent
+    return tensor_core_gemm("sm_90a", x.half(), (w * scale).half()) / scale
+
+
+def test_weights_times_a_power_of_two_on_hopper():
+    """What ``reference.gemm`` says of kernels that multiply the weights by 2^-14."""
+    x, w = quantized_values(64, 512), quantized_values(64, 512)
+    assert_same_bytes(scaled_product(x, w, -14), scaled_product(x, w, 0))
+    # A tiny accumulator, then tiny weights that meet large activations.
+    x, w = torch.zeros(1, 32), torch.zeros(1, 32)
+    x[0, 0], x[0, 16], w[0, 0], w[0, 16] = 2.0**-10, 2.0**11, 2.0**-10, 2.0**-10
+    assert scaled_product(x, w, 0).item() == 2.0 + 2.0**-20
+    assert scaled_product(x, w, -14).item() == 2.0

@@ -1,0 +1,70 @@
+"""What is compiled ahead of time is what the ops ask for."""
+
+import itertools
+
+import pytest
+import torch
+
+from cute_kernels.ops.quantize import ComputeOffsets, GroupedAmax, GroupedQuantizeNVFP4
+from cute_kernels.runtime import aot, architecture
+from cute_kernels.runtime.cache import CacheKey, cache_key
+
+SM100 = architecture("sm_100a")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Recorder:
+    """A launcher that notes which kernels it is asked for."""
+
+    num_sms = 1
+
+    def __init__(self):
+        self.specs = set()
+
+    def kernel(self, spec):
+        self.specs.add(spec)
+        return lambda *arguments: None
+
+
+def inputs():
+    """Ragged and uniform inputs of every dtype, with rows from short to very long."""
+    for dtype, cols in itertools.product(DTYPES, (16, 2048, 4096, 8192, 16384, 32768, 1 << 20)):
+        yield torch.empty(2, cols, dtype=dtype), torch.tensor([1, 2], dtype=torch.int32)
+        yield torch.empty(1, 2, cols, dtype=dtype), None
+
+
+def quantizations():
+    directions = ((True, False), (False, True), (True, True))
+    for (x, offs), (rowwise, columnwise) in itertools.product(inputs(), directions):
+        groups = x.shape[0] if offs is None else offs.shape[0]
+        for amax in (None, torch.ones(groups)):
+            for row_scaled, block_2d in ((False, False), (True, False), (False, True)):
+                yield GroupedQuantizeNVFP4(x, offs, amax, row_scaled, block_2d, rowwise, columnwise)
+
+
+@pytest.fixture(scope="module")
+def used():
+    """The kernels that any quantization op may ask for."""
+    recorder = Recorder()
+    ops = list(quantizations())
+    ops += [GroupedAmax(x, offs) for x, offs in inputs()]
+    ops += [
+        ComputeOffsets(torch.ones(3, dtype=splits), 1, out)
+        for splits, out in itertools.product((torch.int32, torch.int64), (None, torch.int64))
+    ]
+    for op in ops:
+        op.kernels(recorder)
+    return recorder.specs
+
+
+def test_every_kernel_in_use_is_listed_and_no_other(used):
+    listed = aot.declared_specs(SM100)
+    assert len(listed) == len(set(listed))
+    quantizers = {spec for spec in listed if type(spec).__module__.startswith("cute_kernels.quan")}
+    assert quantizers == used
+
+
+def test_listed_kernels_have_keys_of_their_own():
+    keys = [cache_key(spec, SM100) for spec in aot.declared_specs(SM100)]
+    assert all(isinstance(key, CacheKey) for key in keys)
+    assert len({key.name for key in keys}) == len(keys)
