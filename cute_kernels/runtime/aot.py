@@ -45,7 +45,7 @@ __all__ = [
 
 #: Modules that list the kernels of a family, each by ``kernel_specs(arch: str)``: an iterable of
 #: the specs that the ops use on ``"sm_90a"`` or ``"sm_100a"``. Listing needs no CuTe DSL.
-FAMILIES = ("cute_kernels.quantize.variants",)
+FAMILIES = ("cute_kernels.quantize.variants", "cute_kernels.gemm.variants")
 
 
 @dataclasses.dataclass(frozen=True)
