@@ -76,7 +76,7 @@ Kernels are recognised by their cubin: an object file from a disk cache runs onl
 got its PTX and cubin in this process. The engine is not thread-safe.
 """
 
-from cute_kernels.emulator.build import build
+from cute_kernels.emulator.compilation import build
 from cute_kernels.emulator.cutlass_hooks import install, installed, uninstall
 from cute_kernels.emulator.engine import (
     launch,

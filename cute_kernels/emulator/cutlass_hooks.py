@@ -16,7 +16,7 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from cute_kernels.emulator import engine
-from cute_kernels.emulator.build import build
+from cute_kernels.emulator.compilation import build
 from cute_kernels.emulator.errors import EmulatorError
 
 if TYPE_CHECKING:
