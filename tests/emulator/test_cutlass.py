@@ -195,6 +195,46 @@ def test_errors_reach_the_caller():
     assert (x == 4).all()
 
 
+def test_object_files(tmp_path):
+    """A function of an object file runs where its PTX and cubin are known."""
+    pytest.importorskip("tvm_ffi")
+    emulator.install("sm_100a")
+    x = torch.zeros(32)
+    compiled = cute.compile(AddConstant(1.0), from_dlpack(x), options="--enable-tvm-ffi")
+    compiled.export_to_c(str(tmp_path / "add.o"), function_name="add")
+    module = cute.runtime.load_module(str(tmp_path / "add.o"), enable_tvm_ffi=True)
+    emulator.call(module.add, x)
+    assert (x == 1).all()
+    emulator.watch(torch.zeros(4))
+    with pytest.raises(emulator.EmulatorError, match="global load out of bounds"):
+        emulator.call(module.add, x)
+
+
+def test_any_size_and_the_environment_stream():
+    """Compiled from fake tensors with a symbolic size, called with tensors of several sizes."""
+    pytest.importorskip("tvm_ffi")
+    from cuda.bindings.driver import CUstream
+
+    @cute.kernel
+    def kernel(x: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        x[block * 32 + thread] = cutlass.Float32(3)
+
+    @cute.jit
+    def fill(x: cute.Tensor, stream: CUstream):
+        kernel(x).launch(grid=[cute.size(x) // 32, 1, 1], block=[32, 1, 1], stream=stream)
+
+    emulator.install("sm_90a")
+    fake = cute.runtime.make_fake_compact_tensor(cutlass.Float32, (cute.sym_int(),))
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    compiled = cute.compile(fill, fake, stream, options="--enable-tvm-ffi")
+    for size in (32, 96):
+        x = torch.zeros(size)
+        compiled(x)
+        assert (x == 3).all()
+
+
 def test_invalid_architecture():
     with pytest.raises(ValueError, match="arch must be like"):
         emulator.install("hopper")

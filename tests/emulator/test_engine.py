@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -222,27 +223,52 @@ def test_a_failed_build_says_why(monkeypatch, tmp_path):
         compilation._compile(compilation.compiler(), tmp_path)
 
 
-def test_two_processes_find_one_library():
-    code = "from cute_kernels import emulator; print(emulator.build())"
+_STUB = """
+import sys, types
+package = types.ModuleType("cute_kernels")  # whose own modules import torch
+package.__path__ = ["cute_kernels"]
+sys.modules["cute_kernels"] = package
+"""
+
+
+def test_two_processes_build_one_library(tmp_path):
+    source, cache = tmp_path / "src", tmp_path / "cache"
+    source.mkdir()
+    (source / "machine.h").write_text("#pragma once\n")
+    (source / "api.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    code = f"""{_STUB}
+from pathlib import Path
+from cute_kernels.emulator import compilation
+compilation._SOURCES = Path({str(source)!r})
+print(compilation.build())"""
+    environment = {**os.environ, "CUTE_KERNELS_CACHE_DIR": str(cache)}
     processes = [
-        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(2)
     ]
-    assert {p.communicate()[0].strip() for p in processes} == {str(emulator.build())}
+    printed = {p.communicate()[0].strip() for p in processes}
+    libraries = list((cache / "emulator").glob("*.so"))
+    assert printed == {str(libraries[0])}
+    assert len(libraries) == 1
+    assert ctypes.CDLL(str(libraries[0])).answer() == 42
+    assert not list((cache / "emulator").glob("build-*"))
 
 
 def test_import_needs_neither_torch_nor_the_dsl():
-    code = """
-import sys, types
+    code = f"""{_STUB}
 sys.modules["torch"] = sys.modules["cutlass"] = None
-package = types.ModuleType("cute_kernels")  # whose own modules do import torch
-package.__path__ = ["cute_kernels"]
-sys.modules["cute_kernels"] = package
 from cute_kernels import emulator
 import numpy as np
 emulator.load_ptx('''.version 8.8
 .target sm_100a
-.visible .entry k(.param .u64 p) { .reg .b64 %d; ld.param.u64 %d, [p]; st.global.b32 [%d], 7; }''')
+.visible .entry k(.param .u64 p) {{
+.reg .b64 %d; ld.param.u64 %d, [p]; st.global.b32 [%d], 7; }}''')
 x = np.zeros(1, np.uint32)
 emulator.launch("k", (1,), (1,), (x,))
 assert x[0] == 7 and emulator.installed() is None
