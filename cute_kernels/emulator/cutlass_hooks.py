@@ -320,10 +320,10 @@ def _device_view(value: Any) -> Any:
 def call(function: Any, *args: Any) -> Any:
     """Call an emulated TVM-FFI function that did not come from ``cute.compile``.
 
-    That is one of ``cute.runtime.load_module``: it knows nothing of the emulator, so its CPU tensors
-    must be made to look like CUDA tensors, and its errors become ``EmulatorError``. The module must
-    have been loaded while the emulator was installed, and ``load_ptx`` must have got its PTX and
-    cubin.
+    That is one of ``cute.runtime.load_module``: it knows nothing of the emulator, so its CPU
+    tensors must be made to look like CUDA tensors, and its errors become ``EmulatorError``. The
+    module must have been loaded while the emulator was installed, and ``load_ptx`` must have got
+    its PTX and cubin.
 
     Raises:
         EmulatorError: The kernel failed, or a tensor is not on the CPU.

@@ -9,6 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 cutlass = pytest.importorskip("cutlass")
 
+from cuda.bindings.driver import CUstream  # noqa: E402, TC002
+
 import cutlass.cute as cute  # noqa: E402
 from cutlass.cute.nvgpu import cpasync  # noqa: E402
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
@@ -213,7 +215,6 @@ def test_object_files(tmp_path):
 def test_any_size_and_the_environment_stream():
     """Compiled from fake tensors with a symbolic size, called with tensors of several sizes."""
     pytest.importorskip("tvm_ffi")
-    from cuda.bindings.driver import CUstream
 
     @cute.kernel
     def kernel(x: cute.Tensor):
