@@ -155,11 +155,12 @@ def test_compare_and_swap_and_counters():
 
 @pytest.mark.parametrize("op", ["add", "min", "max"])
 def test_reductions_of_packed_halves(op):
-    values = RNG.integers(-50, 50, (33, 2)).astype(np.float16)
-    result = values[32:].copy()
-    body = f"""mul.wide.u32 %d0, %t, 4; add.u64 %d1, %p0, %d0; ld.global.b32 %r0, [%d1];
-    red.global.{op}.noftz.f16x2 [%p1], %r0;"""
-    run(body, values, result)
+    values = RNG.integers(-50, 50, (33, 4)).astype(np.float16)
+    result = _aligned(values[32:])
+    body = f"""mul.wide.u32 %d0, %t, 8; add.u64 %d1, %p0, %d0;
+    ld.global.v2.b32 {{%r0, %r1}}, [%d1];
+    red.global.{op}.noftz.v2.f16x2 [%p1], {{%r0, %r1}};"""
+    run(body, _aligned(values), result)
     reference = {"add": np.sum, "min": np.min, "max": np.max}[op]
     assert (result[0] == reference(values, axis=0)).all()
 
