@@ -361,9 +361,12 @@ class TileQuantizer(AmaxKernels):
                 if cutlass.const_expr(config.columnwise or config.square_blocks):
                     if count < TILE_ROWS:
                         self.clear_rows(tile_at, count, team)
-                    self.convert_columns(
-                        groups, cols, level, codes_t, what, part, tile_at, scales_at, squares_at
-                    )
+                    if part // 2 * (TILE_ROWS // 2) < count:
+                        self.convert_columns(
+                            groups, cols, level, codes_t, what, part, tile_at, scales_at, squares_at
+                        )
+                    elif cutlass.const_expr(config.columnwise):
+                        self.clear_columns(groups, cols, codes_t, what, part, scales_at)
                     self.sync_team(team)
                 if cutlass.const_expr(config.rowwise):
                     lane = cute.arch.lane_idx()
@@ -393,9 +396,9 @@ class TileQuantizer(AmaxKernels):
 
     @cute.jit
     def clear_rows(self, tile_at: Int32, count: Int32, team: Int32) -> None:
-        """Zero the tile's rows from ``count`` on, for the whole team."""
+        """Zero the rows from ``count`` to the end of the half tile, for the whole team."""
         thread = cute.arch.thread_idx()[0] - team * self.team_threads
-        chunks = (TILE_ROWS - count) * (_BOX_BYTES // 16)
+        chunks = (TILE_ROWS - count) % (TILE_ROWS // 2) * (_BOX_BYTES // 16)
         for b in cutlass.range_constexpr(self.num_boxes):
             base = tile_at + (b * _BOX_SIZE + count * _BOX_BYTES)
             for i in cutlass.range(thread, chunks, self.team_threads, unroll=1):
@@ -456,20 +459,56 @@ class TileQuantizer(AmaxKernels):
                             for part_ in (words[:8], words[8:]):
                                 codes_of[c].append(encode_column(part_, enc, self.dtype, c))
             if cutlass.const_expr(config.columnwise):
-                store_shared(
-                    scales_at + (half * _TILE_COLS + col) * 4,
-                    [_pack_halves(*pair) for pair in scales_of],
+                scale_words = [_pack_halves(*pair) for pair in scales_of]
+                self.store_columns(
+                    groups, cols, codes_t, what, half, col, codes_of, scale_words, scales_at
                 )
-                k = what.col_tile * _TILE_COLS + col
-                if k < cols:
-                    pitch = codes_t.stride[len(codes_t.stride) - 2]
-                    tile = groups.local_tile(what.tile, what.group)
-                    target = codes_t.iterator.toint() + (tile * (TILE_ROWS // 2) + half * 32)
-                    if cutlass.const_expr(groups.offs is None):
-                        target += what.group * codes_t.stride[0]
-                    target += k * pitch
-                    for c in cutlass.range_constexpr(self.cols_per_word):
-                        store_global(target + c * pitch, codes_of[c])
+
+    @cute.jit
+    def clear_columns(
+        self,
+        groups: Grouping,
+        cols: Int32,
+        codes_t: cute.Tensor,
+        what: Descriptor,
+        part: Int32,
+        scales_at: Int32,
+    ) -> None:
+        """What ``convert_columns`` writes for 64 rows that do not exist: zeros."""
+        for u in cutlass.range_constexpr(self.num_boxes // 2):
+            box = (part % 2) * (self.num_boxes // 2) + u
+            col = box * self.box_cols + cute.arch.lane_idx() * self.cols_per_word
+            codes_of = [[Uint32(0)] * 8] * self.cols_per_word
+            scale_words = [Uint32(0)] * self.cols_per_word
+            self.store_columns(
+                groups, cols, codes_t, what, part // 2, col, codes_of, scale_words, scales_at
+            )
+
+    @cute.jit
+    def store_columns(
+        self,
+        groups: Grouping,
+        cols: Int32,
+        codes_t: cute.Tensor,
+        what: Descriptor,
+        half: Int32,
+        col: Int32,
+        codes_of: list,
+        scale_words: list,
+        scales_at: Int32,
+    ) -> None:
+        """A lane's columns of half a tile: 32 bytes of codes each, and scales to shared memory."""
+        store_shared(scales_at + (half * _TILE_COLS + col) * 4, scale_words)
+        k = what.col_tile * _TILE_COLS + col
+        if k < cols:
+            pitch = codes_t.stride[len(codes_t.stride) - 2]
+            tile = groups.local_tile(what.tile, what.group)
+            target = codes_t.iterator.toint() + (tile * (TILE_ROWS // 2) + half * 32)
+            if cutlass.const_expr(groups.offs is None):
+                target += what.group * codes_t.stride[0]
+            target += Int64(k) * pitch
+            for c in cutlass.range_constexpr(self.cols_per_word):
+                store_global(target + c * pitch, codes_of[c])
 
     def column_amaxes(self, words: list[Uint32]) -> list[Float32]:
         """Amax of each of a lane's columns over a block of rows; of the 16x16 block if square."""
@@ -541,9 +580,13 @@ class TileQuantizer(AmaxKernels):
         scales_at = scales.iterator.toint() + Int64(what.tile) * tiles_along_k * SF_TILE_BYTES
         scales_at += row % 32 * 16 + row // 32 * SF_TILE_COLS
         boxes = 64 // self.box_cols
+        # The first row of the warp's is the lowest: without it there are only scales to clear.
+        idle = row % 32 // 8 * 8 >= what.count
         for u in cutlass.range_constexpr(_TILE_COLS // 64):
             col = what.col_tile * _TILE_COLS + u * 64
-            if col < cols:
+            if col < cols and idle:
+                store_global(scales_at + (col // 64) * SF_TILE_BYTES, [Uint32(0)])
+            elif col < cols:
                 words = []
                 for chunk in cutlass.range_constexpr(8 * boxes):
                     box = u * boxes + chunk // 8
