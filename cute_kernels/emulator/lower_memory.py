@@ -29,6 +29,9 @@ def _load(op: Opcode, operands: list[str]) -> None:
     to = b.value(operands[0])
     if _is_call_param(op, operands[1]):
         return op.emit("MOV", [to, immediate(0)])
+    first = operands[0].strip("{} ").split(",")[0]
+    if op.types[0] in ("s8", "s16", "s32") and b.register_type(first).endswith("64"):
+        raise NotModelledError("sign extension to 64 bits")
     op.emit("LD", [to, b.address(operands[1])], vec=op.vector_width)
 
 
@@ -79,7 +82,7 @@ def _copy_async(op: Opcode, operands: list[str]) -> None:
     if any("cache_hint" in m for m in op.modifiers):
         operands = operands[:-1]
     to, source, *sizes = operands
-    ignore = len(sizes) > 1 and b.is_predicate(sizes[1])
+    ignore = len(sizes) > 1 and b.register_type(sizes[1]) == "pred"
     op.emit(
         "CP_ASYNC",
         [b.address(to), b.address(source), *map(b.value, sizes)],

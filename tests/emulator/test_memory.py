@@ -50,6 +50,11 @@ def test_narrow_loads_extend():
     assert (out[:, 1] == source).all()
 
 
+def test_extension_to_64_bits_is_not_modelled():
+    with pytest.raises(emulator.EmulatorError, match="not modelled"):
+        run("ld.global.s32 %d0, [%p0];", np.zeros(32, np.int32))
+
+
 def test_shared_static_and_dynamic_do_not_overlap():
     """The dynamic part follows a static variable that is declared after it."""
     out = np.zeros((32, 2), np.uint32)
