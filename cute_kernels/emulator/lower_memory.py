@@ -30,9 +30,9 @@ def _load(op: Opcode, operands: list[str]) -> None:
     if _is_call_param(op, operands[1]):
         return op.emit("MOV", [to, immediate(0)])
     first = operands[0].strip("{} ").split(",")[0]
-    if op.types[0] in ("s8", "s16", "s32") and b.register_type(first).endswith("64"):
-        raise NotModelledError("sign extension to 64 bits")
-    op.emit("LD", [to, b.address(operands[1])], vec=op.vector_width)
+    # A signed value fills the register, however wide it is.
+    wide = Flag.WIDE if b.register_type(first).endswith("64") else Flag(0)
+    op.emit("LD", [to, b.address(operands[1])], vec=op.vector_width, flags=op.flags | wide)
 
 
 def _store(op: Opcode, operands: list[str]) -> None:
