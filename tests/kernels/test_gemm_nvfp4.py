@@ -23,6 +23,7 @@ FPROP_ALL = GemmConfig(
 FPROP_FP32 = GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16")
 WGRAD = GemmConfig("nvfp4", grouping="k_grouped", out_dtype="float32")
 WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True)
+WGRAD_SCALED = dataclasses.replace(WGRAD, has_alpha=True, out_dtype="bfloat16")
 
 #: One product for each of the other tiles, with the options spread over them.
 TILED = {
@@ -105,6 +106,10 @@ def test_every_tile(name: str) -> None:
 def test_wgrad_of_an_empty_group_is_zero_or_untouched() -> None:
     zeros = k_grouped(WGRAD, [4, 0], 8, 16).run()[1]
     assert torch.equal(zeros, torch.zeros(8, 16)) and not zeros.signbit().any()
+    # Neither a negative factor nor an infinite one makes it anything else.
+    product = k_grouped(WGRAD_SCALED, [4, 0, 0, 9], 8, 16)
+    product.alpha[1], product.a.amax[2] = -1.0, float("inf")
+    assert_same_bits(product.run(), product.expected())
     product = k_grouped(WGRAD_ADD, [4, 0], 8, 16)
     product.before[1, 0, 0] = float("nan")
     assert_same_bits(product.run()[1], product.before[1])
