@@ -69,6 +69,8 @@ class RowScaledConfig:
     num_compute_warps = 16
     #: 4096 bytes of input a warp: four 1x16 blocks a lane for 16-bit types, two for fp32.
     bytes_per_warp = 4096
+    #: What ``choose`` chooses from, by rising ``max_cols``: (warps_per_row, rows_per_warp).
+    teams = ((1, 8), (1, 4), (1, 2), (1, 1), (2, 1), (4, 1), (8, 1), (16, 1))
 
     @property
     def num_teams(self) -> int:
@@ -84,7 +86,7 @@ class RowScaledConfig:
     @classmethod
     def choose(cls, problem: QuantizeProblem) -> RowScaledConfig:
         """The configuration with the fewest lanes a row that holds the row."""
-        for warps, rows in ((1, 8), (1, 4), (1, 2), (1, 1), (2, 1), (4, 1), (8, 1), (16, 1)):
+        for warps, rows in cls.teams:
             config = cls(problem.dtype, problem.grouping, warps, rows_per_warp=rows)
             if problem.cols <= config.max_cols:
                 break
