@@ -153,7 +153,7 @@ class TileConfig:
 
     @property
     def num_teams(self) -> int:
-        """Tiles that a CTA converts at the same time."""
+        """Tiles that a CTA converts at the same time; at least half of ``num_stages``."""
         return 4 if self.num_stages > 4 else 2
 
     @property

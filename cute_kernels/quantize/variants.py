@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from cute_kernels.capability import support
 from cute_kernels.formats import NVFP4
 from cute_kernels.quantize.config import (
     DTYPE_BYTES,
     AmaxConfig,
+    Grouping,
     OffsetsConfig,
+    QuantizeProblem,
     RowScaledConfig,
     TileConfig,
 )
@@ -22,7 +24,8 @@ __all__ = ["kernel_specs"]
 
 Config = AmaxConfig | OffsetsConfig | RowScaledConfig | TileConfig
 
-_WARPS_PER_ROW = (1, 2, 4, 8, 16)
+#: Lengths of rows among which each choice of ``RowScaledConfig`` has one.
+_ROW_LENGTHS = tuple(16 << i for i in range(13))
 _DIRECTIONS = ((True, False), (False, True), (True, True))
 
 
@@ -31,18 +34,23 @@ def kernel_specs(arch: str) -> Iterator[Config]:
     if support("compute_offsets", None, arch):
         for splits, out in itertools.product(("int32", "int64"), repeat=2):
             yield OffsetsConfig(splits, out)
-    for dtype, grouping in itertools.product(DTYPE_BYTES, ("ragged", "uniform")):
+    for dtype, grouping in itertools.product(DTYPE_BYTES, get_args(Grouping)):
         if support("grouped_amax", None, arch):
             yield AmaxConfig(dtype, grouping)
         if support("grouped_quantize", NVFP4(), arch):
             # For row-scaled tiles whose amaxes of groups are given.
             yield AmaxConfig(dtype, grouping, per_row=True, per_group=False)
-            for warps in _WARPS_PER_ROW:
-                yield RowScaledConfig(dtype, grouping, warps)
+            yield from _row_scaled(dtype, grouping)
             yield from _tiles(dtype, grouping)
 
 
-def _tiles(dtype: str, grouping: str) -> Iterator[TileConfig]:
+def _row_scaled(dtype: str, grouping: Grouping) -> Iterator[RowScaledConfig]:
+    problems = (QuantizeProblem(dtype, cols, grouping) for cols in _ROW_LENGTHS)
+    chosen = ((RowScaledConfig.choose(problem), problem) for problem in problems)
+    yield from dict.fromkeys(config for config, problem in chosen if config.can_implement(problem))
+
+
+def _tiles(dtype: str, grouping: Grouping) -> Iterator[TileConfig]:
     flags = itertools.product(_DIRECTIONS, ((False, False), (True, False), (False, True)), (0, 1))
     for (rowwise, columnwise), (row_scaled, square_blocks), compute_amax in flags:
         if rowwise or not row_scaled:

@@ -49,6 +49,13 @@ def test_arithmetic_is_exact(config: object) -> None:
         assert "cvt.rn.satfinite.e2m1x2.f32" in ptx
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_tile_barriers_are_enough(dtype: str) -> None:
+    """A team has two arrival barriers, so no more tiles than that may be in flight."""
+    config = TileConfig(dtype)
+    assert config.num_teams <= config.num_stages <= 2 * config.num_teams
+
+
 def test_configurations_are_keys() -> None:
     for config in [*CONFIGS, OffsetsConfig()]:
         assert pickle.loads(pickle.dumps(config)) == config

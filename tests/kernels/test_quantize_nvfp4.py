@@ -186,6 +186,20 @@ def test_tiles_in_any_order(variant: str, mode: dict) -> None:
         check_tiles(config, problem)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_loads_that_land_out_of_order(dtype: str) -> None:
+    """Rowwise teams never meet, so a team can be ahead of a load that another one waits for."""
+    config = TileConfig(dtype, compute_amax=True)
+    problem = Problem(
+        random_input((520, 528), DTYPES[dtype]),
+        torch.tensor([6, 6, 134, 262, 390, 519], dtype=torch.int32),
+    )
+    want = expected(problem, NVFP4(), True, False)
+    for seed in range(12):
+        with emulator.options(mode="chaos", seed=seed, num_sms=1):
+            assert_same(run_tiles(config, problem), want)
+
+
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 @pytest.mark.parametrize(("warps", "rows"), [(1, 1), (4, 1), (1, 4)])
 def test_rows_in_any_order(warps: int, rows: int, mode: dict) -> None:
