@@ -53,8 +53,8 @@ def m_grouped(op: MGroupedGemm | MGroupedGemmNVFP4, launch: Launcher) -> Runner:
     (spec,) = op.outputs()
     assert spec is not None
     rows, cols = spec.shape
-    if rows == 0 or cols == 0 or op.offs.shape[0] == 0:
-        return _tail_only
+    if rows == 0 or cols == 0:
+        return _nothing
     base = GemmConfig(
         _operand(op),
         out_dtype=_name(spec.dtype),
@@ -83,12 +83,10 @@ def k_grouped(op: KGroupedGemm | KGroupedGemmNVFP4, launch: Launcher) -> Runner:
     return _runner(_choose(base, problem, launch), launch)
 
 
-def _tail_only(
+def _nothing(
     op: object, outputs: Sequence[Tensor | None], accumulate: bool = False, fresh: bool = False
 ) -> None:
-    """No group has an element of the output."""
-    if outputs[0] is not None and fresh:
-        outputs[0].zero_()
+    """There is nothing to write."""
 
 
 def _zero(op: object, outputs: Sequence[Tensor | None], accumulate: bool = False) -> None:
