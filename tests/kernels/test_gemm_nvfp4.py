@@ -124,6 +124,19 @@ def test_more_than_a_thousand_groups() -> None:
     assert_same_bits(product.run(), product.expected())
 
 
+@pytest.mark.parametrize("tile", [TileShape(256, 128, 2), TileShape(128, 32, swap_ab=True)])
+def test_the_tail_can_be_zeroed(tile: TileShape) -> None:
+    config = dataclasses.replace(FPROP_FP32, zero_tail=True, tile=tile)
+    for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
+        product = m_grouped(config, sizes, 72, 96, tail=tail)
+        product.a.amax[sum(sizes) :] = float("nan")
+        want = product.expected()
+        want[sum(sizes) :] = 0.0
+        for mode in ({}, MODES[1], MODES[-1]):
+            with emulator.options(**mode):
+                assert_same_bits(product.run(2), want)
+
+
 @pytest.mark.parametrize("num_sms", [1, 3, 7])
 def test_bits_do_not_depend_on_the_grid(num_sms: int) -> None:
     for product in (
