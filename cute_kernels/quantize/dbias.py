@@ -66,9 +66,7 @@ class DbiasReducer:
                 dsl_dtype(config.dtype), (rows, cols), stride_order=order, assumed_align=align
             ),
             make_fake_compact_tensor(Int32, (groups,), assumed_align=4),
-            make_fake_compact_tensor(
-                Float32, (groups, cols), stride_order=order, assumed_align=4
-            ),
+            make_fake_compact_tensor(Float32, (groups, cols), stride_order=order, assumed_align=4),
             Int32(1),
             env_stream(),
         )
