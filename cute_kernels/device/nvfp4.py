@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cutlass import Float32, Uint16, Uint32, cute
 
+from cute_kernels.device.convert import unpack_pair
 from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits
 from cute_kernels.formats import NVFP4
 
@@ -50,21 +51,9 @@ def absmax_pairs(words: Sequence[Uint32], dtype: str) -> Uint32:
     return words[0]
 
 
-def _unpack_bf16(word: Uint32) -> tuple[Float32, Float32]:
-    return bits_as_f32(word << 16), bits_as_f32(word & Uint32(0xFFFF0000))
-
-
-def _unpack_f16(word: Uint32) -> tuple[Float32, Float32]:
-    return asm(
-        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.f32.f16 $0, lo; cvt.f32.f16 $1, hi; }",
-        [Float32, Float32],
-        [word],
-    )
-
-
 def split_absmax(pair: Uint32, dtype: str) -> tuple[Float32, Float32]:
     """The two magnitudes of a packed pair of maxima, as fp32; 0 for NaN."""
-    low, high = _unpack_bf16(pair) if dtype == "bfloat16" else _unpack_f16(pair)
+    low, high = unpack_pair(pair, dtype)
     zero = Float32(0.0)
     text = "max.abs.f32 $0, $1, $2, $2;"
     return asm(text, [Float32], [low, zero]), asm(text, [Float32], [high, zero])
@@ -88,7 +77,7 @@ def unpack_absmax(packed: Uint32, dtype: str) -> Float32:
     """The number that ``absmax_packed`` stands for."""
     if dtype == "float32":
         return bits_as_f32(packed)
-    low, high = _unpack_bf16(packed) if dtype == "bfloat16" else _unpack_f16(packed)
+    low, high = unpack_pair(packed, dtype)
     return asm("max.abs.f32 $0, $1, $2, $3;", [Float32], [low, high, Float32(0.0)])
 
 

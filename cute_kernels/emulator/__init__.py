@@ -61,7 +61,7 @@ bits, and the shape of the tile does not.
   ``wgmma.fence``, ``fence.proxy.tensormap`` or memory fence may go unseen. Several warps that
   write the same value to the same place are reported; shared flags that are polled by ordinary
   loads are, too.
-- A spin on ordinary loads or ``mbarrier.test_wait`` is found when ``max_insns`` is used up.
+- A spin on ordinary loads or ``mbarrier.test_wait`` is found after ``max_idle_insns``.
 
 **How far it is checked.** ``tests/emulator`` compares 228 integer, floating-point, conversion,
 packed-half and warp-exchange instructions with the answers of an H200 (random bits, special

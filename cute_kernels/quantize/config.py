@@ -13,7 +13,15 @@ from typing import Any, Literal
 from cute_kernels.capability import Support
 from cute_kernels.formats import NVFP4
 
-__all__ = ["AmaxConfig", "OffsetsConfig", "QuantizeProblem", "RowScaledConfig", "TileConfig"]
+__all__ = [
+    "AmaxConfig",
+    "DbiasConfig",
+    "DequantizeConfig",
+    "OffsetsConfig",
+    "QuantizeProblem",
+    "RowScaledConfig",
+    "TileConfig",
+]
 
 Grouping = Literal["ragged", "uniform"]
 #: Bytes of one element, by the dtype names that configurations use.
@@ -249,3 +257,84 @@ class OffsetsConfig:
         from cute_kernels.quantize.offsets import OffsetsKernel
 
         return OffsetsKernel(self), OffsetsKernel.fake_args(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class DbiasConfig:
+    """Column sums of ragged groups.
+
+    Attributes:
+        dtype: name of the input's dtype.
+        vectorized: rows are a multiple of 16 bytes long and are read 16 bytes at a time; otherwise
+            element by element.
+    """
+
+    dtype: str
+    vectorized: bool = True
+
+    @property
+    def columns_per_lane(self) -> int:
+        """Columns that one load covers."""
+        return 16 // DTYPE_BYTES[self.dtype] if self.vectorized else 1
+
+    @classmethod
+    def choose(cls, dtype: str, cols: int) -> DbiasConfig:
+        """The configuration for rows of ``cols`` elements."""
+        return cls(dtype, cols * DTYPE_BYTES[dtype] % 16 == 0)
+
+    def can_implement(self, dtype: str, cols: int) -> Support:
+        """Whether the kernel takes rows of ``cols`` elements of ``dtype``."""
+        if dtype != self.dtype:
+            return Support(False, f"compiled for {self.dtype}")
+        if dtype not in DTYPE_BYTES:
+            return Support(False, f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype}")
+        if cols <= 0 or cols % self.columns_per_lane:
+            multiple = self.columns_per_lane
+            return Support(False, f"N must be a positive multiple of {multiple}, got {cols}")
+        return Support(True)
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments.
+
+        The compiled function takes (dy, offs, dbias, num_sms): dy (T, N) contiguous, offs (G,)
+        int32, dbias (G, N) fp32.
+        """
+        from cute_kernels.quantize.dbias import DbiasReducer
+
+        return DbiasReducer(self), DbiasReducer.fake_args(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class DequantizeConfig:
+    """One direction of an NVFP4 tensor back to a plain one.
+
+    Attributes:
+        dtype: name of the result's dtype.
+        grouping: how the rows fall into groups.
+        row_scaled: the second level is per row; rowwise only.
+        columnwise: which direction.
+    """
+
+    dtype: str
+    grouping: Grouping = "ragged"
+    row_scaled: bool = False
+    columnwise: bool = False
+
+    def can_implement(self, problem: QuantizeProblem) -> Support:
+        """Whether the kernel takes ``problem``, whose dtype is the result's."""
+        if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):
+            return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
+        if self.row_scaled and self.columnwise:
+            return Support(False, "the columnwise copy has no second level per row")
+        return _supported_input(problem.dtype, problem.cols)
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments.
+
+        The compiled function takes (codes, scales, amax, offs, out, num_sms): codes, scales and
+        amax as the quantizers write them, rowwise or columnwise; offs (G,) int32, None when
+        uniform; out (T, K) or (G, N, K) contiguous.
+        """
+        from cute_kernels.quantize.dequantize import Dequantizer
+
+        return Dequantizer(self), Dequantizer.fake_args(self)

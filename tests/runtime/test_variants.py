@@ -72,6 +72,7 @@ def test_every_kernel_in_use_is_listed_and_no_other(used):
     assert quantizers == used
 
 
+@pytest.mark.filterwarnings("ignore:.* has no kernel yet")
 @pytest.mark.parametrize("recipe", [grouped.recipes.BF16, NVFP4, NVFP4RowScaled])
 @pytest.mark.parametrize("features", [256, 2048])
 def test_training_with_a_recipe_needs_no_other_kernel(monkeypatch, recipe, features):
