@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cutlass import Float32, Uint16, Uint32, cute
 
+from cute_kernels.device.convert import unpack_pair
 from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits
 from cute_kernels.formats import NVFP4
 
@@ -50,18 +51,6 @@ def absmax_pairs(words: Sequence[Uint32], dtype: str) -> Uint32:
     return words[0]
 
 
-def _unpack_bf16(word: Uint32) -> tuple[Float32, Float32]:
-    return bits_as_f32(word << 16), bits_as_f32(word & Uint32(0xFFFF0000))
-
-
-def _unpack_f16(word: Uint32) -> tuple[Float32, Float32]:
-    return asm(
-        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.f32.f16 $0, lo; cvt.f32.f16 $1, hi; }",
-        [Float32, Float32],
-        [word],
-    )
-
-
 def _fmax_abs(numbers: Sequence[Float32], arch: str) -> Float32:
     """The largest magnitude; a NaN is dropped. sm_100a has a maximum of three."""
     text, step = "max.abs.f32 $0, $1, $2, $3;", 2
@@ -76,7 +65,7 @@ def _fmax_abs(numbers: Sequence[Float32], arch: str) -> Float32:
 
 def split_absmax(pair: Uint32, dtype: str, arch: str) -> tuple[Float32, Float32]:
     """The two magnitudes of a packed pair of maxima, as fp32; 0 for NaN."""
-    low, high = _unpack_bf16(pair) if dtype == "bfloat16" else _unpack_f16(pair)
+    low, high = unpack_pair(pair, dtype)
     return _fmax_abs([low], arch), _fmax_abs([high], arch)
 
 
@@ -91,7 +80,7 @@ def unpack_absmax(packed: Uint32, dtype: str, arch: str) -> Float32:
     """The number that ``absmax_packed`` stands for."""
     if dtype == "float32":
         return bits_as_f32(packed)
-    low, high = _unpack_bf16(packed) if dtype == "bfloat16" else _unpack_f16(packed)
+    low, high = unpack_pair(packed, dtype)
     return _fmax_abs([low, high], arch)
 
 

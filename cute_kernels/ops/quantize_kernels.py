@@ -12,6 +12,8 @@ from torch import Tensor
 
 from cute_kernels.quantize.config import (
     AmaxConfig,
+    DbiasConfig,
+    DequantizeConfig,
     OffsetsConfig,
     QuantizeProblem,
     RowScaledConfig,
@@ -22,11 +24,23 @@ from cute_kernels.shapes import PITCH_ALIGNMENT, code_pitch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cute_kernels.ops.quantize import ComputeOffsets, GroupedAmax, GroupedQuantizeNVFP4
+    from cute_kernels.ops.quantize import (
+        ComputeOffsets,
+        GroupedAmax,
+        GroupedDbias,
+        GroupedDequantizeNVFP4,
+        GroupedQuantizeNVFP4,
+    )
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["compute_offsets", "grouped_amax", "quantize_nvfp4"]
+__all__ = [
+    "compute_offsets",
+    "dequantize_nvfp4",
+    "grouped_amax",
+    "grouped_dbias",
+    "quantize_nvfp4",
+]
 
 #: Alignment that the kernels' vector accesses need.
 _ALIGNMENT = 32
@@ -153,3 +167,48 @@ def _padded(codes: Tensor) -> Tensor:
         return codes
     pitch = code_pitch(codes.shape[-1])
     return codes.new_empty(*codes.shape[:-1], pitch)[..., : codes.shape[-1]]
+
+
+def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
+    """How ``grouped_dbias`` runs."""
+    if not op.dy.numel():
+        return _zero
+    kernel = launch.kernel(DbiasConfig.choose(_dtype_name(op.dy.dtype), op.dy.shape[1]))
+
+    def run(op: GroupedDbias, outputs: Sequence[Tensor | None]) -> None:
+        kernel(_readable(op.dy), op.offs.contiguous(), outputs[0], launch.num_sms)
+
+    return run
+
+
+def dequantize_nvfp4(op: GroupedDequantizeNVFP4, launch: Launcher) -> Runner:
+    """How ``grouped_dequantize_nvfp4`` runs."""
+    if not op.rows:
+        return lambda op, outputs: None
+    grouping = "uniform" if op.offs is None else "ragged"
+    config = DequantizeConfig(_dtype_name(op.dtype), grouping, op.row_scaled, op.columnwise)
+    kernel = launch.kernel(config)
+
+    def run(op: GroupedDequantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
+        (out,) = outputs
+        assert out is not None
+        codes = _readable(op.codes) if op.columnwise else _readable_rows(op.codes)
+        offs = None if op.offs is None else op.offs.contiguous()
+        # A copy has what the kernel leaves alone, too.
+        target = out if out.data_ptr() % _ALIGNMENT == 0 else out.clone()
+        amax = op.amax.contiguous().view(-1)
+        kernel(codes, _readable(op.scales), amax, offs, target, launch.num_sms)
+        if target is not out:
+            out.copy_(target)
+
+    return run
+
+
+def _readable_rows(codes: Tensor) -> Tensor:
+    """Rowwise codes, copied unless all rows are equally far apart, and as far as kernels ask."""
+    pitch, aligned = codes.stride(-2), codes.data_ptr() % _ALIGNMENT == 0
+    even = codes.dim() == 2 or codes.stride(0) == codes.shape[1] * pitch
+    if aligned and even and codes.stride(-1) == 1 and pitch % PITCH_ALIGNMENT == 0:
+        return codes
+    padded = codes.new_empty(*codes.shape[:-1], code_pitch(codes.shape[-1]))
+    return padded[..., : codes.shape[-1]].copy_(codes)

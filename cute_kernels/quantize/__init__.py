@@ -2,10 +2,20 @@
 
 from cute_kernels.quantize.config import (
     AmaxConfig,
+    DbiasConfig,
+    DequantizeConfig,
     OffsetsConfig,
     QuantizeProblem,
     RowScaledConfig,
     TileConfig,
 )
 
-__all__ = ["AmaxConfig", "OffsetsConfig", "QuantizeProblem", "RowScaledConfig", "TileConfig"]
+__all__ = [
+    "AmaxConfig",
+    "DbiasConfig",
+    "DequantizeConfig",
+    "OffsetsConfig",
+    "QuantizeProblem",
+    "RowScaledConfig",
+    "TileConfig",
+]

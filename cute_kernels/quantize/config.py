@@ -13,7 +13,15 @@ from typing import Any, Literal
 from cute_kernels.capability import Support
 from cute_kernels.formats import NVFP4
 
-__all__ = ["AmaxConfig", "OffsetsConfig", "QuantizeProblem", "RowScaledConfig", "TileConfig"]
+__all__ = [
+    "AmaxConfig",
+    "DbiasConfig",
+    "DequantizeConfig",
+    "OffsetsConfig",
+    "QuantizeProblem",
+    "RowScaledConfig",
+    "TileConfig",
+]
 
 Grouping = Literal["ragged", "uniform"]
 #: Bytes of one element, by the dtype names that configurations use.
@@ -48,26 +56,31 @@ def _supported_input(dtype: str, cols: int) -> Support:
 class RowScaledConfig:
     """Row-scaled rowwise NVFP4 from one read of the input.
 
-    A team of ``warps_per_row`` warps holds one row in registers at a time.
+    A team of ``warps_per_row`` warps holds one row in registers at a time, or a team of one warp
+    holds several short rows.
 
     Attributes:
         dtype: name of the input's dtype.
         grouping: how the rows fall into groups.
         warps_per_row: warps of a team: 1, 2, 4, 8 or 16.
-        num_stages: rows of each team that are in flight.
-        arch: whose instructions it uses.
+        num_stages: how many times what a team holds is in flight.
+        rows_per_warp: rows that a team of one warp holds: 1, 2, 4 or 8.
+        arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
     """
 
     dtype: str
     grouping: Grouping = "ragged"
     warps_per_row: int = 4
     num_stages: int = 3
+    rows_per_warp: int = 1
     arch: str = "sm_100a"
 
     #: Warps that convert; one more loads.
     num_compute_warps = 16
     #: 4096 bytes of input a warp: four 1x16 blocks a lane for 16-bit types, two for fp32.
     bytes_per_warp = 4096
+    #: What ``choose`` chooses from, by rising ``max_cols``: (warps_per_row, rows_per_warp).
+    teams = ((1, 8), (1, 4), (1, 2), (1, 1), (2, 1), (4, 1), (8, 1), (16, 1))
 
     @property
     def num_teams(self) -> int:
@@ -77,13 +90,14 @@ class RowScaledConfig:
     @property
     def max_cols(self) -> int:
         """The longest row that a team holds."""
-        return self.warps_per_row * self.bytes_per_warp // DTYPE_BYTES[self.dtype]
+        held = self.warps_per_row * self.bytes_per_warp // DTYPE_BYTES[self.dtype]
+        return held // self.rows_per_warp
 
     @classmethod
     def choose(cls, problem: QuantizeProblem, arch: str = "sm_100a") -> RowScaledConfig:
-        """The configuration with the fewest warps a row that holds the row."""
-        for warps in (1, 2, 4, 8, 16):
-            config = cls(problem.dtype, problem.grouping, warps, arch=arch)
+        """The configuration with the fewest lanes a row that holds the row."""
+        for warps, rows in cls.teams:
+            config = cls(problem.dtype, problem.grouping, warps, rows_per_warp=rows, arch=arch)
             if problem.cols <= config.max_cols:
                 break
         return config
@@ -92,6 +106,8 @@ class RowScaledConfig:
         """Whether the kernel takes ``problem``."""
         if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):
             return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
+        if self.rows_per_warp > 1 and self.warps_per_row > 1:
+            return Support(False, "only a team of one warp holds several rows")
         supported = _supported_input(problem.dtype, problem.cols)
         if supported and problem.cols > self.max_cols:
             return Support(
@@ -124,7 +140,7 @@ class TileConfig:
         square_blocks: one scale for each 16x16 block, the same in both directions.
         compute_amax: the amaxes are results: a first kernel computes them, so the input is read
             twice, the second time from L2 where it fits.
-        arch: whose instructions it uses.
+        arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
     """
 
     dtype: str
@@ -151,7 +167,7 @@ class TileConfig:
 
     @property
     def num_teams(self) -> int:
-        """Tiles that a CTA converts at the same time."""
+        """Tiles that a CTA converts at the same time; at least half of ``num_stages``."""
         return 4 if self.num_stages > 4 else 2
 
     @property
@@ -191,7 +207,7 @@ class AmaxConfig:
         grouping: how the rows fall into groups.
         per_row: write one amax a row.
         per_group: write one amax a group.
-        arch: whose instructions it uses.
+        arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
     """
 
     dtype: str
@@ -247,3 +263,84 @@ class OffsetsConfig:
         from cute_kernels.quantize.offsets import OffsetsKernel
 
         return OffsetsKernel(self), OffsetsKernel.fake_args(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class DbiasConfig:
+    """Column sums of ragged groups.
+
+    Attributes:
+        dtype: name of the input's dtype.
+        vectorized: rows are a multiple of 16 bytes long and are read 16 bytes at a time; otherwise
+            element by element.
+    """
+
+    dtype: str
+    vectorized: bool = True
+
+    @property
+    def columns_per_lane(self) -> int:
+        """Columns that one load covers."""
+        return 16 // DTYPE_BYTES[self.dtype] if self.vectorized else 1
+
+    @classmethod
+    def choose(cls, dtype: str, cols: int) -> DbiasConfig:
+        """The configuration for rows of ``cols`` elements."""
+        return cls(dtype, cols * DTYPE_BYTES[dtype] % 16 == 0)
+
+    def can_implement(self, dtype: str, cols: int) -> Support:
+        """Whether the kernel takes rows of ``cols`` elements of ``dtype``."""
+        if dtype != self.dtype:
+            return Support(False, f"compiled for {self.dtype}")
+        if dtype not in DTYPE_BYTES:
+            return Support(False, f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype}")
+        if cols <= 0 or cols % self.columns_per_lane:
+            multiple = self.columns_per_lane
+            return Support(False, f"N must be a positive multiple of {multiple}, got {cols}")
+        return Support(True)
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments.
+
+        The compiled function takes (dy, offs, dbias, num_sms): dy (T, N) contiguous, offs (G,)
+        int32, dbias (G, N) fp32.
+        """
+        from cute_kernels.quantize.dbias import DbiasReducer
+
+        return DbiasReducer(self), DbiasReducer.fake_args(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class DequantizeConfig:
+    """One direction of an NVFP4 tensor back to a plain one.
+
+    Attributes:
+        dtype: name of the result's dtype.
+        grouping: how the rows fall into groups.
+        row_scaled: the second level is per row; rowwise only.
+        columnwise: which direction.
+    """
+
+    dtype: str
+    grouping: Grouping = "ragged"
+    row_scaled: bool = False
+    columnwise: bool = False
+
+    def can_implement(self, problem: QuantizeProblem) -> Support:
+        """Whether the kernel takes ``problem``, whose dtype is the result's."""
+        if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):
+            return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
+        if self.row_scaled and self.columnwise:
+            return Support(False, "the columnwise copy has no second level per row")
+        return _supported_input(problem.dtype, problem.cols)
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments.
+
+        The compiled function takes (codes, scales, amax, offs, out, num_sms): codes, scales and
+        amax as the quantizers write them, rowwise or columnwise; offs (G,) int32, None when
+        uniform; out (T, K) or (G, N, K) contiguous.
+        """
+        from cute_kernels.quantize.dequantize import Dequantizer
+
+        return Dequantizer(self), Dequantizer.fake_args(self)

@@ -10,6 +10,8 @@ from cute_kernels.formats import NVFP4
 from cute_kernels.quantize.config import (
     DTYPE_BYTES,
     AmaxConfig,
+    DbiasConfig,
+    DequantizeConfig,
     OffsetsConfig,
     RowScaledConfig,
     TileConfig,
@@ -20,9 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["kernel_specs"]
 
-Config = AmaxConfig | OffsetsConfig | RowScaledConfig | TileConfig
+Config = AmaxConfig | DbiasConfig | DequantizeConfig | OffsetsConfig | RowScaledConfig | TileConfig
 
-_WARPS_PER_ROW = (1, 2, 4, 8, 16)
 _DIRECTIONS = ((True, False), (False, True), (True, True))
 
 
@@ -31,14 +32,20 @@ def kernel_specs(arch: str) -> Iterator[Config]:
     if support("compute_offsets", None, arch):
         for splits, out in itertools.product(("int32", "int64"), repeat=2):
             yield OffsetsConfig(splits, out)
+    if support("grouped_dbias", None, arch):
+        for dtype, vectorized in itertools.product(DTYPE_BYTES, (True, False)):
+            yield DbiasConfig(dtype, vectorized)
     for dtype, grouping in itertools.product(DTYPE_BYTES, ("ragged", "uniform")):
         if support("grouped_amax", None, arch):
             yield AmaxConfig(dtype, grouping, arch=arch)
+        if support("grouped_dequantize", NVFP4(), arch):
+            for row_scaled, columnwise in ((False, False), (True, False), (False, True)):
+                yield DequantizeConfig(dtype, grouping, row_scaled, columnwise)
         if support("grouped_quantize", NVFP4(), arch):
             # For row-scaled tiles whose amaxes of groups are given.
             yield AmaxConfig(dtype, grouping, per_row=True, per_group=False, arch=arch)
-            for warps in _WARPS_PER_ROW:
-                yield RowScaledConfig(dtype, grouping, warps, arch=arch)
+            for warps, rows in RowScaledConfig.teams:
+                yield RowScaledConfig(dtype, grouping, warps, rows_per_warp=rows, arch=arch)
             yield from _tiles(dtype, grouping, arch)
 
 

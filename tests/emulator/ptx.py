@@ -88,6 +88,6 @@ def store_words(base: str, words: list[str]) -> str:
     return "\n".join(lines)
 
 
-def registers(prefix: str, count: int) -> str:
+def registers(prefix: str, count: int, first: int = 0) -> str:
     """``{%r0, %r1, ...}``."""
-    return "{" + ", ".join(f"%{prefix}{i}" for i in range(count)) + "}"
+    return "{" + ", ".join(f"%{prefix}{first + i}" for i in range(count)) + "}"

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
@@ -35,11 +34,10 @@ NUM_SMS = 3
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("needs the CuTe DSL", allow_module_level=True)
+
+
 #: Run what this GPU can run on it; for configurations of its architecture.
 ON_GPU = bool(os.environ.get("CUTE_KERNELS_TEST_GPU"))
-if not ON_GPU:
-    # Before the DSL is first imported.
-    emulator.install(arch=ARCH)
 
 
 def compiled(config: Any) -> Any:
@@ -50,7 +48,6 @@ def compiled(config: Any) -> Any:
     if ON_GPU:
         return functools.partial(_run_on_gpu, config)
     arch = getattr(config, "arch", ARCH)
-    emulator.install(arch=arch)
     return compile_for_emulator(config, arch).run
 
 

@@ -1,7 +1,7 @@
 """Instructions whose answers on an H200 are kept in ``h200.xz``: PTX by name.
 
-A snippet reads the 32-bit registers %a, %b, %c (as floats %fa, %fb, %fc) and the 64-bit registers %A
-and %B ({a, b} and {c, d}) and leaves its result in %r (32 bits) or %R (64 bits).
+A snippet reads the 32-bit registers %a, %b, %c (as floats %fa, %fb, %fc) and the 64-bit registers
+%A and %B ({a, b} and {c, d}) and leaves its result in %r (32 bits) or %R (64 bits).
 """
 
 from __future__ import annotations
