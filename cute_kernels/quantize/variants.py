@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["kernel_specs"]
 
-Config = (
-    AmaxConfig | DbiasConfig | DequantizeConfig | OffsetsConfig | RowScaledConfig | TileConfig
-)
+Config = AmaxConfig | DbiasConfig | DequantizeConfig | OffsetsConfig | RowScaledConfig | TileConfig
 
 _WARPS_PER_ROW = (1, 2, 4, 8, 16)
 _DIRECTIONS = ((True, False), (False, True), (True, True))
