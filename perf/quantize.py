@@ -93,7 +93,8 @@ class Workload:
     def arguments(self, config: Any, num_sms: int) -> tuple[Any, ...]:
         """What the compiled function of ``config`` takes."""
         if isinstance(config, RowScaledConfig):
-            return self.x, self.offs, self.row_amax, self.codes, self.scales, num_sms
+            amax = self.group_amax if config.group_amax else self.row_amax
+            return self.x, self.offs, amax, self.codes, self.scales, num_sms
         if isinstance(config, AmaxConfig):
             return self.x, self.offs, None, self.group_amax, num_sms
         amaxes = (
@@ -120,7 +121,8 @@ class Workload:
         """Compare what the last run wrote."""
         row = isinstance(config, RowScaledConfig)
         square = not row and config.square_blocks
-        fmt = NVFP4(row or config.row_scaled, (16, 16) if square else (1, 16))
+        row_scaled = not config.group_amax if row else config.row_scaled
+        fmt = NVFP4(row_scaled, (16, 16) if square else (1, 16))
         columnwise = not row and config.columnwise
         want = self.expected(fmt, columnwise)
         for name, value in want.items():
@@ -168,8 +170,10 @@ def _peers(work: Workload) -> dict[str, Candidate]:
 
 def _ours(cols: int, arch: str) -> dict[str, Any]:
     tiles = functools.partial(TileConfig, "bfloat16", arch=arch)
+    problem = QuantizeProblem("bfloat16", cols)
     return {
-        "row-scaled": RowScaledConfig.choose(QuantizeProblem("bfloat16", cols), arch),
+        "row-scaled": RowScaledConfig.choose(problem, arch),
+        "rowwise by rows, amax given": RowScaledConfig.choose(problem, arch, group_amax=True),
         "amax of groups": AmaxConfig("bfloat16", arch=arch),
         "rowwise, amax given": tiles(),
         "rowwise, two phases": tiles(compute_amax=True),
