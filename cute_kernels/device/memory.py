@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cutlass import Int32, Int64, Uint8, Uint32, cute
+from cutlass import Int32, Int64, Uint8, Uint16, Uint32, cute
 
 from cute_kernels.device.ptx import asm, asm_volatile
 
@@ -23,6 +23,7 @@ __all__ = [
     "store_global",
     "store_shared",
     "store_shared_byte",
+    "store_shared_half",
     "wait_each",
 ]
 
@@ -89,6 +90,12 @@ def store_shared_byte(address: Int32, value: Uint32) -> None:
     """Store the low byte of ``value``."""
     pointer = cute.make_ptr(Uint8, address, cute.AddressSpace.smem)
     cute.make_tensor(pointer, cute.make_layout(1))[0] = value.to(Uint8)
+
+
+def store_shared_half(address: Int32, value: Uint16) -> None:
+    """Store 16 bits at an even shared address."""
+    pointer = cute.make_ptr(Uint16, address, cute.AddressSpace.smem)
+    cute.make_tensor(pointer, cute.make_layout(1))[0] = value
 
 
 def wait_each(mbar: cute.Pointer, parity: Int32) -> None:

@@ -70,7 +70,8 @@ class RowConverter:
         boxes = 64 // self.tile.box_cols
         # The first row of the warp's is the lowest: without it there are only scales to clear.
         idle = row % 32 // 8 * 8 >= what.count
-        for u in cutlass.range_constexpr(TILE_COLS // 64):
+        # sm_90a takes twice the instructions, too many for its instruction cache if unrolled.
+        for u in cutlass.range(TILE_COLS // 64, unroll=1, unroll_full=self.arch == "sm_100a"):
             col = what.col_tile * TILE_COLS + u * 64
             if col < cols and idle:
                 store_global(scales_at + (col // 64) * SF_TILE_BYTES, [Uint32(0)])
