@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         GroupedQuantizeNVFP4,
     )
     from cute_kernels.ops.registry import Runner
+    from cute_kernels.quantize.config import Grouping
     from cute_kernels.runtime.launch import Launcher
 
 __all__ = [
@@ -184,7 +185,7 @@ def dequantize_nvfp4(op: GroupedDequantizeNVFP4, launch: Launcher) -> Runner:
     """How ``grouped_dequantize_nvfp4`` runs."""
     if not op.rows:
         return lambda op, outputs: None
-    grouping = "uniform" if op.offs is None else "ragged"
+    grouping: Grouping = "uniform" if op.offs is None else "ragged"
     config = DequantizeConfig(_dtype_name(op.dtype), grouping, op.row_scaled, op.columnwise)
     kernel = launch.kernel(config)
 

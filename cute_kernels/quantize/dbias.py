@@ -166,12 +166,16 @@ class DbiasReducer:
                 self.tree(source, pitch, row, end, start, 2 * step)
                 for start in (first, first + step)
             ]
-            return [a + b for a, b in zip(*halves, strict=True)]
+            return _added(*halves)
         places = range(first, TILE_ROWS, step)
         num_bytes = self.columns * DTYPE_BYTES[self.dtype]
         loaded = [load_global_if(source + pitch * i, num_bytes, row + i, end) for i in places]
         rows = [unpack_words(words, self.dtype)[: self.columns] for words in loaded]
         while len(rows) > 1:
             half = len(rows) // 2
-            rows = [[a + b for a, b in zip(*pair)] for pair in zip(rows[:half], rows[half:])]
+            rows = [_added(rows[i], rows[i + half]) for i in range(half)]
         return rows[0]
+
+
+def _added(a: list[Float32], b: list[Float32]) -> list[Float32]:
+    return [x + y for x, y in zip(a, b, strict=True)]

@@ -164,7 +164,7 @@ class Dequantizer:
                 for i in cutlass.range_constexpr(0, len(rows), 2):
                     operands = [words[i], words[i + 1], selector]
                     pair = asm("prmt.b32 $0, $1, $2, $3;", [Uint32], operands)
-                    for s, n in zip(decode_e4m3_pair(pair), (i, i + 1)):
+                    for s, n in zip(decode_e4m3_pair(pair), (i, i + 1), strict=True):
                         if rows[n] < count:
                             factor = _factor(s, levels[n])
                             numbers = [code * factor for code in decode_e2m1(packed[n])]

@@ -9,7 +9,13 @@ import cute_kernels
 import grouped
 from cute_kernels.gemm.config import GemmConfig
 from cute_kernels.ops import registry
-from cute_kernels.ops.quantize import ComputeOffsets, GroupedAmax, GroupedQuantizeNVFP4
+from cute_kernels.ops.quantize import (
+    ComputeOffsets,
+    GroupedAmax,
+    GroupedDbias,
+    GroupedDequantizeNVFP4,
+    GroupedQuantizeNVFP4,
+)
 from cute_kernels.runtime import aot, architecture
 from cute_kernels.runtime.cache import CacheKey, cache_key
 from cute_kernels.runtime.plan import PlanCache
@@ -50,12 +56,25 @@ def quantizations():
                 yield GroupedQuantizeNVFP4(x, offs, amax, row_scaled, block_2d, rowwise, columnwise)
 
 
+def dequantizations():
+    codes, scales, amax = (torch.empty(2, 8, dtype=torch.uint8), torch.empty(0), torch.empty(0))
+    for offs, dtype in itertools.product((None, torch.tensor([1, 2], dtype=torch.int32)), DTYPES):
+        rest = (codes if offs is not None else codes[None], scales, amax, offs, 2, dtype)
+        for row_scaled, columnwise in ((False, False), (True, False), (False, True)):
+            yield GroupedDequantizeNVFP4(*rest, row_scaled, columnwise)
+
+
 @pytest.fixture(scope="module")
 def used():
     """The kernels that any quantization op may ask for."""
     recorder = Recorder()
     ops = list(quantizations())
     ops += [GroupedAmax(x, offs) for x, offs in inputs()]
+    ops += dequantizations()
+    ops += [
+        GroupedDbias(torch.empty(2, cols, dtype=dtype), torch.tensor([1, 2], dtype=torch.int32))
+        for dtype, cols in itertools.product(DTYPES, (1, 8))
+    ]
     ops += [
         ComputeOffsets(torch.ones(3, dtype=splits), 1, out)
         for splits, out in itertools.product((torch.int32, torch.int64), (None, torch.int64))
