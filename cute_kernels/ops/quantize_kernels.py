@@ -184,8 +184,12 @@ def dequantize_nvfp4(op: GroupedDequantizeNVFP4, launch: Launcher) -> Runner:
     """How ``grouped_dequantize_nvfp4`` runs."""
     if not op.rows:
         return lambda op, outputs: None
-    grouping = "uniform" if op.offs is None else "ragged"
-    config = DequantizeConfig(_dtype_name(op.dtype), grouping, op.row_scaled, op.columnwise)
+    config = DequantizeConfig(
+        _dtype_name(op.dtype),
+        "uniform" if op.offs is None else "ragged",
+        row_scaled=op.row_scaled,
+        columnwise=op.columnwise,
+    )
     kernel = launch.kernel(config)
 
     def run(op: GroupedDequantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
