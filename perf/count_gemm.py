@@ -1,6 +1,7 @@
 """Count what the sm_100a NVFP4 grouped GEMM executes and moves, on the emulator.
 
-    python -m perf.count_gemm [--rows 256] [--groups 8] [--n 2048] [--k 2048] [--random]
+    python -m perf.count_gemm [--rows 256] [--groups 8] [--n 2048] [--k 2048]
+        [--sizes 432,80,160] [--tiles 256x256 128x32s]
 
 ``work`` is MMA work over useful work: rows of tiles that no group has count as waste. ``load`` and
 ``store`` are megabytes by TMA, ``direct`` megabytes by ordinary stores. ``warp`` is thousands of
@@ -96,13 +97,9 @@ class Operands:
             start = end
 
 
-def random_split(rows: int, groups: int) -> list[int]:
-    """Row counts, multiples of 16, of a random routing."""
-    generator = torch.Generator().manual_seed(1)
-    weights = torch.rand(groups, generator=generator).exp() ** 3
-    sizes = (weights / weights.sum() * rows / 16).round().int() * 16
-    sizes[0] += rows - int(sizes.sum())
-    return sizes.tolist()
+def tile_name(tile: TileShape) -> str:
+    """Size of a tile, and an s if its operands are swapped."""
+    return f"{tile.m}x{tile.n}{'s' * tile.swap_ab}"
 
 
 def report(tile: TileShape, operands: Operands, useful: float) -> None:
@@ -116,7 +113,6 @@ def report(tile: TileShape, operands: Operands, useful: float) -> None:
     stats = emulator.stats()
     operands.check(out)
     resources = read_resources(compile_for_emulator(config, ARCH).cubin).values()
-    name = f"{tile.m}x{tile.n}, {tile.num_ctas} CTA{'s' * (tile.num_ctas > 1)}"
     cells = (
         f"{stats['mma_flops'] / useful:8.2f}",
         f"{stats['tma_load_bytes'] / 1e6:8.1f}",
@@ -126,7 +122,7 @@ def report(tile: TileShape, operands: Operands, useful: float) -> None:
         f"{stats['smem_wavefronts'] / 1e3:8.0f}",
         f"{max(r.registers for r in resources):8d}",
     )
-    print(f"{name + ', swapped' * tile.swap_ab:26}" + "".join(cells), flush=True)
+    print(f"{tile_name(tile):10}" + "".join(cells), flush=True)
 
 
 def main() -> None:
@@ -136,18 +132,21 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--n", type=int, default=2048)
     parser.add_argument("--k", type=int, default=2048)
-    parser.add_argument("--random", action="store_true", help="the same rows, routed at random")
+    parser.add_argument("--sizes", help="rows of each group, instead of --rows and --groups")
+    names = [tile_name(tile) for tile in TILE_SHAPES]
+    parser.add_argument("--tiles", nargs="+", choices=names, default=names)
     options = parser.parse_args()
     emulator.install(arch=ARCH)
     sizes = [options.rows] * options.groups
-    if options.random:
-        sizes = random_split(sum(sizes), options.groups)
+    if options.sizes:
+        sizes = [int(size) for size in options.sizes.split(",")]
     print(f"rows {' '.join(map(str, sizes))}, N {options.n}, K {options.k}, {NUM_SMS} SMs")
     heads = ("work", "load", "store", "direct", "warp", "waves", "regs")
-    print(f"{'tile':26}" + "".join(f"{head:>8}" for head in heads))
+    print(f"{'tile':10}" + "".join(f"{head:>8}" for head in heads))
     operands = Operands.random(sizes, options.n, options.k)
     for tile in TILE_SHAPES:
-        report(tile, operands, 2.0 * sum(sizes) * options.n * options.k)
+        if tile_name(tile) in options.tiles:
+            report(tile, operands, 2.0 * sum(sizes) * options.n * options.k)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, TypeAlias
 
 from cute_kernels.capability import UnsupportedError
@@ -11,7 +12,7 @@ from cute_kernels.gemm.heuristics import choose_config
 from cute_kernels.shapes import PITCH_ALIGNMENT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch import Tensor
@@ -82,7 +83,9 @@ def k_grouped(op: KGroupedGemm | KGroupedGemmNVFP4, launch: Launcher) -> Runner:
     return _runner(_choose(base, problem, launch), launch)
 
 
-def _nothing(op: object, outputs: Sequence[Tensor | None], accumulate: bool = False) -> None:
+def _nothing(
+    op: object, outputs: Sequence[Tensor | None], accumulate: bool = False, fresh: bool = False
+) -> None:
     """There is nothing to write."""
 
 
@@ -100,19 +103,21 @@ def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmCon
 
 
 def _runner(config: GemmConfig, launch: Launcher) -> Runner:
-    kernel = launch.kernel(config)
+    @functools.cache
+    def kernel(accumulate: bool, zero_tail: bool) -> Callable[..., object]:
+        return launch.kernel(
+            dataclasses.replace(config, accumulate=accumulate, zero_tail=zero_tail)
+        )
 
     def run(
         op: AnyGemm,
         outputs: Sequence[Tensor | None],
         accumulate: bool = False,
+        fresh: bool = False,
     ) -> None:
-        chosen = kernel
-        if accumulate:
-            chosen = launch.kernel(dataclasses.replace(config, accumulate=True))
         left, right = op.operands()
         bias: Tensor | None = getattr(op, "bias", None)
-        chosen(
+        kernel(accumulate, fresh)(
             *map(_addressable, left),
             *map(_addressable, right),
             op.offs,

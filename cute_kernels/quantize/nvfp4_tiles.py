@@ -12,6 +12,9 @@ Pipeline:  tiles, loader -> team: full: one arrival and the bytes of the rows th
 A row of a lane's 32x64 unit gives 32 bytes of codes and 4 scale bytes; a column of its 64-row unit
 likewise. Every code store is a whole 32-byte sector; rowwise scales of a warp's 32 rows fill four
 sectors, columnwise scales go through shared memory and leave as 512-byte tiles.
+
+Counted by perf.count_quantize at 1024 x 4096 bf16: 5.4 PTX instructions an element rowwise, 5.6
+columnwise, 10.5 both, 10.0 both with 16x16 blocks; 2.05 bytes read; all stores in full sectors.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ class SharedMemory(NamedTuple):
         scales_t: columnwise scale bytes of each team's tile, two deep.
         squares: amaxes of the 16x16 blocks of each team's tile, two deep.
         descriptors: what each stage holds, see ``Descriptor``.
-        full: arrival barriers of the stages.
+        full: arrival barriers of each team's tiles, two deep, see ``load``.
         empty: release barriers of the stages.
     """
 
@@ -203,12 +206,13 @@ class TileQuantizer(AmaxKernels):
             scales_t=smem.allocate_array(Uint8, copies * _SCALES_T_BYTES, byte_alignment=16),
             squares=smem.allocate_array(Uint8, copies * _SQUARES_BYTES, byte_alignment=16),
             descriptors=smem.allocate_array(Int32, stages * _DESCRIPTOR_WORDS, byte_alignment=16),
-            full=smem.allocate_array(Int64, stages, byte_alignment=8),
+            full=smem.allocate_array(Int64, copies, byte_alignment=8),
             empty=smem.allocate_array(Int64, stages, byte_alignment=8),
         )
         tid = cute.arch.thread_idx()[0]
-        if tid < stages:
+        if tid < copies:
             cute.arch.mbarrier_init(shared.full + tid, 1)
+        if tid < stages:
             cute.arch.mbarrier_init(shared.empty + tid, config.warps_per_team)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -241,8 +245,15 @@ class TileQuantizer(AmaxKernels):
     def load(
         self, groups: Grouping, cols: Int32, boxes: tuple, lines: tuple, shared: SharedMemory
     ) -> None:
-        """Find the tiles that hold rows and load them; rows that do not exist are not read."""
-        stage, phase, group = Int32(0), Int32(1), Int32(0)
+        """Find the tiles that hold rows and load them; rows that do not exist are not read.
+
+        A tile's arrival barrier is its team's, not its stage's: a team waits for its own tiles
+        only, so on a stage's barrier it could be ahead of another team's load that has not landed,
+        and take the parity of an older phase for its own. Two a team are enough: a stage is
+        refilled only after its team has seen its barrier, and that comes before the team's next
+        tile but one is loaded.
+        """
+        stage, phase, group, full = Int32(0), Int32(1), Int32(0), Int32(0)
         col_tiles = (cols + (_TILE_COLS - 1)) // _TILE_COLS
         step = cute.arch.grid_dim()[0]
         item = cute.arch.block_idx()[0]
@@ -258,9 +269,9 @@ class TileQuantizer(AmaxKernels):
                 self.describe(shared, stage, Descriptor(tile, col_tile, first, count, group))
                 with cute.arch.elect_one():
                     size = count * (self.num_boxes * _BOX_BYTES)
-                    cute.arch.mbarrier_arrive_and_expect_tx(shared.full + stage, size)
+                    cute.arch.mbarrier_arrive_and_expect_tx(shared.full + full, size)
                 target = shared.tiles + stage * self.config.tile_bytes
-                bar = shared.full + stage
+                bar = shared.full + full
                 for b in cutlass.range_constexpr(self.num_boxes):
                     col = col_tile * _TILE_COLS + b * self.box_cols
                     if count == TILE_ROWS:
@@ -270,14 +281,24 @@ class TileQuantizer(AmaxKernels):
                             place = target + (b * _BOX_SIZE + r * _BOX_BYTES)
                             self.copy_box(lines, 1, first + r, col, place, bar)
                 stage, phase = self.next_stage(stage, phase, 1)
+                full = self.next_barrier(full)
                 item += step
         for _ in cutlass.range(self.config.num_teams, unroll=1):
             cute.arch.mbarrier_wait(shared.empty + stage, phase)
             zero = Int32(0)
             self.describe(shared, stage, Descriptor(zero, zero, zero, zero, zero))
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(shared.full + stage)
+                cute.arch.mbarrier_arrive(shared.full + full)
             stage, phase = self.next_stage(stage, phase, 1)
+            full = self.next_barrier(full)
+
+    @cute.jit
+    def next_barrier(self, full: Int32) -> Int32:
+        """The arrival barrier of the next tile: first and second of each team in turn."""
+        full += 2
+        if full >= 2 * self.config.num_teams:
+            full = full - 2 * self.config.num_teams ^ 1
+        return full
 
     @cute.jit
     def describe(self, shared: SharedMemory, stage: Int32, what: Descriptor) -> None:
@@ -327,7 +348,7 @@ class TileQuantizer(AmaxKernels):
         stage, phase, copy = team, Int32(0), Int32(0)
         count = Int32(1)
         while count > 0:
-            cute.arch.mbarrier_wait(shared.full + stage, phase)
+            cute.arch.mbarrier_wait(shared.full + (team * 2 + copy), phase)
             what = self.read_descriptor(shared, stage)
             count = what.count
             if count > 0:
@@ -356,8 +377,9 @@ class TileQuantizer(AmaxKernels):
                 if cutlass.const_expr(config.columnwise):
                     if part < 2:
                         self.write_column_scales(groups, cols, scales_t, what, part, scales_at)
-                copy ^= 1
-            stage, phase = self.next_stage(stage, phase, config.num_teams)
+            stage, _ = self.next_stage(stage, phase, config.num_teams)
+            phase ^= copy
+            copy ^= 1
 
     @cute.jit
     def read_descriptor(self, shared: SharedMemory, stage: Int32) -> Descriptor:

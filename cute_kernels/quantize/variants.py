@@ -24,7 +24,6 @@ __all__ = ["kernel_specs"]
 
 Config = AmaxConfig | DbiasConfig | DequantizeConfig | OffsetsConfig | RowScaledConfig | TileConfig
 
-_WARPS_PER_ROW = (1, 2, 4, 8, 16)
 _DIRECTIONS = ((True, False), (False, True), (True, True))
 
 
@@ -45,8 +44,8 @@ def kernel_specs(arch: str) -> Iterator[Config]:
         if support("grouped_quantize", NVFP4(), arch):
             # For row-scaled tiles whose amaxes of groups are given.
             yield AmaxConfig(dtype, grouping, per_row=True, per_group=False)
-            for warps in _WARPS_PER_ROW:
-                yield RowScaledConfig(dtype, grouping, warps)
+            for warps, rows in RowScaledConfig.teams:
+                yield RowScaledConfig(dtype, grouping, warps, rows_per_warp=rows)
             yield from _tiles(dtype, grouping)
 
 

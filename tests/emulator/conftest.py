@@ -1,18 +1,21 @@
 from __future__ import annotations
 
-import os
-import shutil
-
 import pytest
-
-if shutil.which(os.environ.get("CXX") or "g++") is None:
-    pytest.skip("the emulator needs g++", allow_module_level=True)
 
 from cute_kernels import emulator
 
 
+@pytest.fixture(scope="session")
+def engine():
+    """The compiled engine; without a compiler there is nothing to test."""
+    try:
+        return emulator.build()
+    except emulator.BuildError as e:
+        pytest.skip(str(e))
+
+
 @pytest.fixture(autouse=True)
-def clean_emulator():
+def clean_emulator(engine):
     """Every test starts with no watched memory and counts of zero."""
     emulator.unwatch()
     emulator.reset_stats()

@@ -50,6 +50,15 @@ def test_narrow_loads_extend():
     assert (out[:, 1] == source).all()
 
 
+def test_loads_extend_to_64_bits():
+    source = np.array([-3] * 32, np.int32)
+    out = np.zeros((32, 2), np.int64)
+    body = """ld.global.s32 %d0, [%p0]; ld.global.u32 %d1, [%p0]; mul.wide.u32 %d2, %t, 16;
+    add.u64 %d2, %p1, %d2; st.global.b64 [%d2], %d0; st.global.b64 [%d2+8], %d1;"""
+    run(body, source, out)
+    assert (out == [-3, (1 << 32) - 3]).all()
+
+
 def test_shared_static_and_dynamic_do_not_overlap():
     """The dynamic part follows a static variable that is declared after it."""
     out = np.zeros((32, 2), np.uint32)
@@ -155,11 +164,12 @@ def test_compare_and_swap_and_counters():
 
 @pytest.mark.parametrize("op", ["add", "min", "max"])
 def test_reductions_of_packed_halves(op):
-    values = RNG.integers(-50, 50, (33, 2)).astype(np.float16)
-    result = values[32:].copy()
-    body = f"""mul.wide.u32 %d0, %t, 4; add.u64 %d1, %p0, %d0; ld.global.b32 %r0, [%d1];
-    red.global.{op}.noftz.f16x2 [%p1], %r0;"""
-    run(body, values, result)
+    values = RNG.integers(-50, 50, (33, 4)).astype(np.float16)
+    result = _aligned(values[32:])
+    body = f"""mul.wide.u32 %d0, %t, 8; add.u64 %d1, %p0, %d0;
+    ld.global.v2.b32 {{%r0, %r1}}, [%d1];
+    red.global.{op}.noftz.v2.f16x2 [%p1], {{%r0, %r1}};"""
+    run(body, _aligned(values), result)
     reference = {"add": np.sum, "min": np.min, "max": np.max}[op]
     assert (result[0] == reference(values, axis=0)).all()
 

@@ -10,7 +10,7 @@ from tests.emulator.silicon import snippets as silicon
 
 
 @pytest.fixture(scope="module")
-def recorded():
+def recorded(engine):
     emulator.load_ptx(silicon.ptx())
     return silicon.inputs(), silicon.answers()
 

@@ -278,8 +278,8 @@ def test_load_past_shared_memory():
 
 
 def test_misaligned_destination():
-    with pytest.raises(emulator.EmulatorError, match="is not 16-byte aligned"):
-        _faulty_load(dst="%r0+8", smem=512)
+    with pytest.raises(emulator.EmulatorError, match="is not 128-byte aligned"):
+        _faulty_load(dst="%r0+16", smem=512)
 
 
 def test_wrong_rank():

@@ -23,6 +23,7 @@ FPROP_ALL = GemmConfig(
 FPROP_FP32 = GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16")
 WGRAD = GemmConfig("nvfp4", grouping="k_grouped", out_dtype="float32")
 WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True)
+WGRAD_SCALED = dataclasses.replace(WGRAD, has_alpha=True, out_dtype="bfloat16")
 
 #: One product for each of the other tiles, with the options spread over them.
 TILED = {
@@ -105,17 +106,35 @@ def test_every_tile(name: str) -> None:
 def test_wgrad_of_an_empty_group_is_zero_or_untouched() -> None:
     zeros = k_grouped(WGRAD, [4, 0], 8, 16).run()[1]
     assert torch.equal(zeros, torch.zeros(8, 16)) and not zeros.signbit().any()
+    # Neither a negative factor nor an infinite one makes it anything else.
+    product = k_grouped(WGRAD_SCALED, [4, 0, 0, 9], 8, 16)
+    product.alpha[1], product.a.amax[2] = -1.0, float("inf")
+    assert_same_bits(product.run(), product.expected())
     product = k_grouped(WGRAD_ADD, [4, 0], 8, 16)
     product.before[1, 0, 0] = float("nan")
     assert_same_bits(product.run()[1], product.before[1])
 
 
-def test_more_groups_than_threads_can_count() -> None:
+def test_more_than_a_thousand_groups() -> None:
     sizes = [0] * 1100
     for group, rows in ((0, 1), (31, 2), (32, 130), (500, 3), (1099, 4)):
         sizes[group] = rows
-    product = m_grouped(FPROP, sizes, 8, 32)
+    # It accumulates, so a tile that is worked on twice shows.
+    product = m_grouped(FPROP_ALL, sizes, 8, 32)
     assert_same_bits(product.run(), product.expected())
+
+
+@pytest.mark.parametrize("tile", [TileShape(256, 128, 2), TileShape(128, 32, swap_ab=True)])
+def test_the_tail_can_be_zeroed(tile: TileShape) -> None:
+    config = dataclasses.replace(FPROP_FP32, zero_tail=True, tile=tile)
+    for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
+        product = m_grouped(config, sizes, 72, 96, tail=tail)
+        product.a.amax[sum(sizes) :] = float("nan")
+        want = product.expected()
+        want[sum(sizes) :] = 0.0
+        for mode in ({}, MODES[1], MODES[-1]):
+            with emulator.options(**mode):
+                assert_same_bits(product.run(2), want)
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, 7])
@@ -200,6 +219,28 @@ def test_end_rows_past_the_buffer_are_clamped() -> None:
     product = m_grouped(FPROP, [10, 20], 16, 32)
     product.offs = torch.tensor([10, 2**31 - 1], dtype=torch.int32)
     assert_same_bits(product.run(), product.expected())
+
+
+@pytest.mark.parametrize("ends", [[30, 10, 20], [-5, 2**31 - 1, -(2**31)]], ids=["falling", "wild"])
+def test_end_rows_that_break_the_rules_do_no_harm(ends: list[int]) -> None:
+    product = m_grouped(FPROP, [10, 10, 10], 16, 32)
+    product.offs = torch.tensor(ends, dtype=torch.int32)
+    out = product.before.clone()
+    tensors = [t for t in (*product.tensors(), product.offs) if t is not None]
+    try:
+        emulator.watch(*tensors, out)
+        product.run_into(out)
+    finally:
+        emulator.unwatch()
+
+
+@pytest.mark.parametrize("config", [FPROP, TILED["swapped 128x64"]], ids=["direct", "swapped"])
+def test_offsets_past_2_to_the_31(config: GemmConfig) -> None:
+    # Row 64 starts at element 2^31; only pages that are written become memory.
+    product = m_grouped(config, [65, 33], 8, 32)
+    out = torch.empty_strided(product.before.shape, (2**25, 1), dtype=product.before.dtype)
+    product.run_into(out)
+    assert_same_bits(out.contiguous(), product.expected())
 
 
 def test_infinite_and_nan_factors_stay_in_their_rows() -> None:

@@ -21,6 +21,7 @@ from tests.kernels.quantize_support import ARCH
 CONFIGS = [
     RowScaledConfig("bfloat16", warps_per_row=1),
     RowScaledConfig("bfloat16", warps_per_row=4),
+    RowScaledConfig("bfloat16", warps_per_row=1, rows_per_warp=4),
     RowScaledConfig("float32", warps_per_row=16),
     TileConfig("bfloat16"),
     TileConfig("bfloat16", columnwise=True, compute_amax=True),
@@ -48,6 +49,13 @@ def test_arithmetic_is_exact(config: object) -> None:
         assert "cvt.rn.satfinite.e2m1x2.f32" in ptx
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_tile_barriers_are_enough(dtype: str) -> None:
+    """A team has two arrival barriers, so no more tiles than that may be in flight."""
+    config = TileConfig(dtype)
+    assert config.num_teams <= config.num_stages <= 2 * config.num_teams
+
+
 def test_configurations_are_keys() -> None:
     for config in [*CONFIGS, OffsetsConfig()]:
         assert pickle.loads(pickle.dumps(config)) == config
@@ -58,6 +66,10 @@ def test_configurations_say_what_they_take() -> None:
     problem = QuantizeProblem("bfloat16", 4096)
     rows = RowScaledConfig.choose(problem)
     assert rows.can_implement(problem) and rows.warps_per_row == 2
+    short = RowScaledConfig.choose(QuantizeProblem("bfloat16", 256))
+    assert (short.warps_per_row, short.rows_per_warp) == (1, 8)
+    wrong = RowScaledConfig("bfloat16", warps_per_row=2, rows_per_warp=2)
+    assert not wrong.can_implement(problem)
     longest = QuantizeProblem("float32", 16384)
     assert RowScaledConfig.choose(longest).can_implement(longest)
     too_long = QuantizeProblem("bfloat16", 32784)

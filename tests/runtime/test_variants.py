@@ -41,7 +41,8 @@ class Recorder:
 
 def inputs():
     """Ragged and uniform inputs of every dtype, with rows from short to very long."""
-    for dtype, cols in itertools.product(DTYPES, (16, 2048, 4096, 8192, 16384, 32768, 1 << 20)):
+    lengths = [16, *(1 << i for i in range(8, 16)), 1 << 20]
+    for dtype, cols in itertools.product(DTYPES, lengths):
         yield torch.empty(2, cols, dtype=dtype), torch.tensor([1, 2], dtype=torch.int32)
         yield torch.empty(1, 2, cols, dtype=dtype), None
 
@@ -90,6 +91,7 @@ def test_every_kernel_in_use_is_listed_and_no_other(used):
     assert quantizers == used
 
 
+@pytest.mark.filterwarnings("ignore:.* has no kernel yet")
 @pytest.mark.parametrize("recipe", [grouped.recipes.BF16, NVFP4, NVFP4RowScaled])
 @pytest.mark.parametrize("features", [256, 2048])
 def test_training_with_a_recipe_needs_no_other_kernel(monkeypatch, recipe, features):
