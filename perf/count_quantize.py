@@ -69,7 +69,7 @@ def arguments(config: Any, x: torch.Tensor, offs: torch.Tensor) -> tuple[Any, ..
     if isinstance(config, DequantizeConfig):
         names = ("codes_t", "scales_t") if config.columnwise else ("codes", "scales")
         amax = row_amax if config.row_scaled else group_amax
-        return *(out[name] for name in names), amax, offs, torch.empty_like(x), NUM_SMS
+        return *(out[name] for name in names), amax, offs, torch.empty_like(x), 0, NUM_SMS
     rowwise = (out["codes"], out["scales"]) if config.rowwise else (None, None)
     columnwise = (out["codes_t"], out["scales_t"]) if config.columnwise else (None, None)
     amaxes = (
