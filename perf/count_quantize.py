@@ -1,4 +1,4 @@
-"""Count what the sm_100a NVFP4 quantizers execute and move, per element, on the emulator.
+"""Count what the sm_100a kernels of quantization execute and move, per element, on the emulator.
 
     python -m perf.count_quantize [--rows 1024] [--cols 4096] [--groups 4] [--dtype bfloat16]
 
@@ -18,7 +18,14 @@ from typing import Any
 import torch
 
 from cute_kernels import emulator
-from cute_kernels.quantize import AmaxConfig, QuantizeProblem, RowScaledConfig, TileConfig
+from cute_kernels.quantize import (
+    AmaxConfig,
+    DbiasConfig,
+    DequantizeConfig,
+    QuantizeProblem,
+    RowScaledConfig,
+    TileConfig,
+)
 from cute_kernels.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles
 
 ARCH = "sm_100a"
@@ -57,6 +64,12 @@ def arguments(config: Any, x: torch.Tensor, offs: torch.Tensor) -> tuple[Any, ..
     if isinstance(config, AmaxConfig):
         amaxes = (row_amax if config.per_row else None, group_amax if config.per_group else None)
         return x, offs, *amaxes, NUM_SMS
+    if isinstance(config, DbiasConfig):
+        return x, offs, torch.empty(len(offs), x.shape[1]), NUM_SMS
+    if isinstance(config, DequantizeConfig):
+        names = ("codes_t", "scales_t") if config.columnwise else ("codes", "scales")
+        amax = row_amax if config.row_scaled else group_amax
+        return *(out[name] for name in names), amax, offs, torch.empty_like(x), 0, NUM_SMS
     rowwise = (out["codes"], out["scales"]) if config.rowwise else (None, None)
     columnwise = (out["codes_t"], out["scales_t"]) if config.columnwise else (None, None)
     amaxes = (
@@ -100,6 +113,10 @@ def variants(dtype: str, cols: int) -> dict[str, Any]:
             dtype, columnwise=True, row_scaled=True, compute_amax=True
         ),
         "16x16 row + column, amax given": TileConfig(dtype, columnwise=True, square_blocks=True),
+        "dequantize, rowwise": DequantizeConfig(dtype),
+        "dequantize, row-scaled": DequantizeConfig(dtype, row_scaled=True),
+        "dequantize, columnwise": DequantizeConfig(dtype, columnwise=True),
+        "dbias": DbiasConfig(dtype),
     }
 
 
