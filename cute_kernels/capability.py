@@ -34,13 +34,16 @@ _PLAIN_OPS = ("compute_offsets", "grouped_amax", "grouped_dbias", "grouped_gemm"
 _NVFP4_OPS = ("grouped_quantize", "grouped_dequantize", "grouped_gemm")
 #: The ops that have CuTe DSL kernels, for every format that they take at all.
 _KERNELS = {
+    ("compute_offsets", "sm_90a"),
     ("compute_offsets", "sm_100a"),
+    ("grouped_amax", "sm_90a"),
     ("grouped_amax", "sm_100a"),
     ("grouped_dbias", "sm_90a"),
     ("grouped_dbias", "sm_100a"),
     ("grouped_dequantize", "sm_90a"),
     ("grouped_dequantize", "sm_100a"),
     ("grouped_gemm", "sm_100a"),
+    ("grouped_quantize", "sm_90a"),
     ("grouped_quantize", "sm_100a"),
 }
 

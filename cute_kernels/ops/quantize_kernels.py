@@ -87,7 +87,7 @@ def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
     if not op.x.numel():
         return _zero
     problem = _problem(op.x, op.offs)
-    kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping))
+    kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping, arch=launch.arch))
 
     def run(op: GroupedAmax, outputs: Sequence[Tensor | None]) -> None:
         kernel(_readable(op.x), op.offs, None, outputs[0], launch.num_sms)
@@ -101,7 +101,7 @@ def quantize_nvfp4(op: GroupedQuantizeNVFP4, launch: Launcher) -> Runner:
         return _zero
     problem = _problem(op.x, op.offs)
     if op.row_scaled and op.rowwise and not op.columnwise:
-        rows = RowScaledConfig.choose(problem)
+        rows = RowScaledConfig.choose(problem, launch.arch)
         if rows.can_implement(problem):
             return _row_scaled(rows, launch)
     return _tiles(op, problem, launch)
@@ -133,11 +133,12 @@ def _tiles(op: GroupedQuantizeNVFP4, problem: QuantizeProblem, launch: Launcher)
         row_scaled=row_scaled,
         square_blocks=op.block_2d,
         compute_amax=op.amax is None,
+        arch=launch.arch,
     )
     kernel = launch.kernel(config)
     row_kernel = None
     if row_scaled and op.amax is not None:
-        rows_only = AmaxConfig(problem.dtype, problem.grouping, per_row=True, per_group=False)
+        rows_only = AmaxConfig(problem.dtype, problem.grouping, True, False, launch.arch)
         row_kernel = launch.kernel(rows_only)
 
     def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:

@@ -65,6 +65,7 @@ class RowScaledConfig:
         warps_per_row: warps of a team: 1, 2, 4, 8 or 16.
         num_stages: how many times what a team holds is in flight.
         rows_per_warp: rows that a team of one warp holds: 1, 2, 4 or 8.
+        arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
     """
 
     dtype: str
@@ -72,6 +73,7 @@ class RowScaledConfig:
     warps_per_row: int = 4
     num_stages: int = 3
     rows_per_warp: int = 1
+    arch: str = "sm_100a"
 
     #: Warps that convert; one more loads.
     num_compute_warps = 16
@@ -92,10 +94,10 @@ class RowScaledConfig:
         return held // self.rows_per_warp
 
     @classmethod
-    def choose(cls, problem: QuantizeProblem) -> RowScaledConfig:
+    def choose(cls, problem: QuantizeProblem, arch: str = "sm_100a") -> RowScaledConfig:
         """The configuration with the fewest lanes a row that holds the row."""
         for warps, rows in cls.teams:
-            config = cls(problem.dtype, problem.grouping, warps, rows_per_warp=rows)
+            config = cls(problem.dtype, problem.grouping, warps, rows_per_warp=rows, arch=arch)
             if problem.cols <= config.max_cols:
                 break
         return config
@@ -138,6 +140,7 @@ class TileConfig:
         square_blocks: one scale for each 16x16 block, the same in both directions.
         compute_amax: the amaxes are results: a first kernel computes them, so the input is read
             twice, the second time from L2 where it fits.
+        arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
     """
 
     dtype: str
@@ -147,6 +150,7 @@ class TileConfig:
     row_scaled: bool = False
     square_blocks: bool = False
     compute_amax: bool = False
+    arch: str = "sm_100a"
 
     #: Warps that convert one 128x128 tile together.
     warps_per_team = 4
@@ -203,12 +207,14 @@ class AmaxConfig:
         grouping: how the rows fall into groups.
         per_row: write one amax a row.
         per_group: write one amax a group.
+        arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
     """
 
     dtype: str
     grouping: Grouping = "ragged"
     per_row: bool = False
     per_group: bool = True
+    arch: str = "sm_100a"
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
         """Whether the kernel takes ``problem``."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 
+from cute_kernels.device.encode import encode_row_block
 from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.memory import (
     bulk_load,
@@ -32,7 +33,6 @@ from cute_kernels.device.memory import (
 )
 from cute_kernels.device.nvfp4 import (
     absmax_words,
-    encode_row,
     fmax,
     scale_pair,
     second_level,
@@ -80,6 +80,7 @@ class RowScaledQuantizer:
     def __init__(self, config: RowScaledConfig):
         self.config = config
         self.dtype = config.dtype
+        self.arch = config.arch
         self.block_bytes = _BLOCK * DTYPE_BYTES[config.dtype]
         self.team_threads = config.warps_per_row * _WARP
         self.lanes_per_row = self.team_threads // config.rows_per_warp
@@ -343,7 +344,8 @@ class RowScaledQuantizer:
             a[i] = Float32(0.0)
             if lane_of_row + i * self.lanes_per_row < num_blocks:
                 base = i * self.block_words
-                a[i] = absmax_words([words[base + w] for w in range(self.block_words)], self.dtype)
+                block = [words[base + w] for w in range(self.block_words)]
+                a[i] = absmax_words(block, self.dtype, self.arch)
         return words, a
 
     def twist(self, lane: Int32) -> Int32:
@@ -399,13 +401,8 @@ class RowScaledQuantizer:
                     block = lane_of_row + j * self.lanes_per_row
                     if cutlass.const_expr(j == i) or block < num_blocks:
                         base = j * self.block_words
-                        half = self.block_words // 2
-                        pair = [
-                            encode_row(
-                                [words[base + h * half + w] for w in range(half)], enc, self.dtype
-                            )
-                            for h in range(2)
-                        ]
+                        inputs = [words[base + w] for w in range(self.block_words)]
+                        pair = encode_row_block(inputs, a[j], enc, self.dtype, self.arch)
                         store_global(target + block * (_BLOCK // 2), self.untwist(pair, twist))
                         byte = Uint32(scale_bytes) >> (8 * (j - i))
                         store_shared_byte(scales_at + block, byte)

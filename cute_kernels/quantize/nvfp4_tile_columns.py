@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
+from cute_kernels.device.encode import encode_column_blocks
 from cute_kernels.device.groups import Grouping
 from cute_kernels.device.memory import load_shared, store_global, store_shared
 from cute_kernels.device.nvfp4 import (
     absmax_pairs,
     absmax_words,
-    encode_column,
     fmax,
     scale_pair,
     split_absmax,
@@ -43,6 +43,7 @@ class ColumnConverter:
     def __init__(self, config: TileConfig):
         self.config = config
         self.dtype = config.dtype
+        self.arch = config.arch
         self.tile = TileGeometry(config.dtype)
 
     @cute.jit
@@ -90,12 +91,16 @@ class ColumnConverter:
                         store_shared(at, [f32_as_bits(amaxes[0][0])])
                         store_shared(at + 4 * COL_BLOCKS, [f32_as_bits(amaxes[1][0])])
                 if cutlass.const_expr(config.columnwise):
+                    factors = ([], [])
                     for c in cutlass.range_constexpr(self.tile.cols_per_word):
                         bytes_, enc0, enc1 = scale_pair(amaxes[0][c], amaxes[1][c], s_dec, mult)
                         scales_of[c].append(bytes_)
-                        for words, enc in ((blocks[0], enc0), (blocks[1], enc1)):
-                            for part_ in (words[:8], words[8:]):
-                                codes_of[c].append(encode_column(part_, enc, self.dtype, c))
+                        factors[0].append(enc0)
+                        factors[1].append(enc1)
+                    for words, a, enc in zip(blocks, amaxes, factors, strict=True):
+                        codes = encode_column_blocks(words, a, enc, self.dtype, self.arch)
+                        for c in cutlass.range_constexpr(self.tile.cols_per_word):
+                            codes_of[c] += codes[c]
             if cutlass.const_expr(config.columnwise):
                 scale_words = [pack_halves(*pair) for pair in scales_of]
                 self.store(groups, cols, codes_t, what, half, col, codes_of, scale_words, scales_at)
@@ -149,9 +154,10 @@ class ColumnConverter:
     def amaxes(self, words: list[Uint32]) -> list[Float32]:
         """Amax of each of a lane's columns over a block of rows; of the 16x16 block if square."""
         if self.dtype == "float32":
-            amaxes = [absmax_words(words, self.dtype)]
+            amaxes = [absmax_words(words, self.dtype, self.arch)]
         else:
-            amaxes = list(split_absmax(absmax_pairs(words, self.dtype), self.dtype))
+            pair = absmax_pairs(words, self.dtype)
+            amaxes = list(split_absmax(pair, self.dtype, self.arch))
         if self.config.square_blocks:
             a = amaxes[0] if len(amaxes) == 1 else fmax(*amaxes)
             offset = 1

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
+from cute_kernels.device.encode import encode_row_block
 from cute_kernels.device.memory import load_shared, store_global
-from cute_kernels.device.nvfp4 import absmax_words, encode_row, scale_pair, second_level
+from cute_kernels.device.nvfp4 import absmax_words, scale_pair, second_level
 from cute_kernels.device.ptx import bits_as_f32, select
 from cute_kernels.quantize.tile import (
     BLOCK,
@@ -34,6 +35,7 @@ class RowConverter:
     def __init__(self, config: TileConfig):
         self.config = config
         self.dtype = config.dtype
+        self.arch = config.arch
         self.tile = TileGeometry(config.dtype)
 
     @cute.jit
@@ -83,16 +85,14 @@ class RowConverter:
                     at = squares_at + (row // BLOCK * COL_BLOCKS + u * 4) * 4
                     a = [bits_as_f32(word) for word in load_shared(at, 4)]
                 else:
-                    a = [absmax_words(block, self.dtype) for block in blocks]
+                    a = [absmax_words(block, self.dtype, self.arch) for block in blocks]
                 low, enc0, enc1 = scale_pair(a[0], a[1], s_dec, mult)
                 high, enc2, enc3 = scale_pair(a[2], a[3], s_dec, mult)
                 scale_word = select(live, pack_halves(low, high), Uint32(0))
                 store_global(scales_at + (col // 64) * SF_TILE_BYTES, [scale_word])
                 out = []
-                for block, enc in zip(blocks, (enc0, enc1, enc2, enc3), strict=True):
-                    split = per_block // 2
-                    out.append(encode_row(block[:split], enc, self.dtype))
-                    out.append(encode_row(block[split:], enc, self.dtype))
+                for block, amax, enc in zip(blocks, a, (enc0, enc1, enc2, enc3), strict=True):
+                    out += encode_row_block(block, amax, enc, self.dtype, self.arch)
                 if live:
                     self.store_codes(codes_at + col // 2, out, cols - col, pitch)
 

@@ -80,6 +80,7 @@ class TileQuantizer(AmaxKernels):
     def __init__(self, config: TileConfig):
         self.config = config
         self.dtype = config.dtype
+        self.arch = config.arch
         self.tile = TileGeometry(config.dtype)
         self.columns = ColumnConverter(config)
         self.rows = RowConverter(config)

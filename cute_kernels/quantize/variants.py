@@ -37,19 +37,19 @@ def kernel_specs(arch: str) -> Iterator[Config]:
             yield DbiasConfig(dtype, vectorized)
     for dtype, grouping in itertools.product(DTYPE_BYTES, ("ragged", "uniform")):
         if support("grouped_amax", None, arch):
-            yield AmaxConfig(dtype, grouping)
+            yield AmaxConfig(dtype, grouping, arch=arch)
         if support("grouped_dequantize", NVFP4(), arch):
             for row_scaled, columnwise in ((False, False), (True, False), (False, True)):
                 yield DequantizeConfig(dtype, grouping, row_scaled, columnwise)
         if support("grouped_quantize", NVFP4(), arch):
             # For row-scaled tiles whose amaxes of groups are given.
-            yield AmaxConfig(dtype, grouping, per_row=True, per_group=False)
+            yield AmaxConfig(dtype, grouping, per_row=True, per_group=False, arch=arch)
             for warps, rows in RowScaledConfig.teams:
-                yield RowScaledConfig(dtype, grouping, warps, rows_per_warp=rows)
-            yield from _tiles(dtype, grouping)
+                yield RowScaledConfig(dtype, grouping, warps, rows_per_warp=rows, arch=arch)
+            yield from _tiles(dtype, grouping, arch)
 
 
-def _tiles(dtype: str, grouping: str) -> Iterator[TileConfig]:
+def _tiles(dtype: str, grouping: str, arch: str) -> Iterator[TileConfig]:
     flags = itertools.product(_DIRECTIONS, ((False, False), (True, False), (False, True)), (0, 1))
     for (rowwise, columnwise), (row_scaled, square_blocks), compute_amax in flags:
         if rowwise or not row_scaled:
@@ -61,4 +61,5 @@ def _tiles(dtype: str, grouping: str) -> Iterator[TileConfig]:
                 row_scaled=row_scaled,
                 square_blocks=square_blocks,
                 compute_amax=bool(compute_amax),
+                arch=arch,
             )

@@ -23,6 +23,7 @@ from grouped.nn import GroupedLinear
 from grouped.recipes import NVFP4, NVFP4RowScaled
 
 SM100 = architecture("sm_100a")
+ARCHITECTURES = [architecture("sm_90a"), SM100]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -31,7 +32,8 @@ class Recorder:
 
     num_sms = 148
 
-    def __init__(self):
+    def __init__(self, arch="sm_100a"):
+        self.arch = arch
         self.specs = set()
 
     def kernel(self, spec):
@@ -64,10 +66,9 @@ def dequantizations():
             yield GroupedDequantizeNVFP4(*rest, row_scaled, columnwise)
 
 
-@pytest.fixture(scope="module")
-def used():
+def used(arch):
     """The kernels that any quantization op may ask for."""
-    recorder = Recorder()
+    recorder = Recorder(arch)
     ops = list(quantizations())
     ops += [GroupedAmax(x, offs) for x, offs in inputs()]
     ops += dequantizations()
@@ -84,11 +85,12 @@ def used():
     return recorder.specs
 
 
-def test_every_kernel_in_use_is_listed_and_no_other(used):
-    listed = aot.declared_specs(SM100)
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+def test_every_kernel_in_use_is_listed_and_no_other(arch):
+    listed = aot.declared_specs(arch)
     assert len(listed) == len(set(listed))
     quantizers = {spec for spec in listed if type(spec).__module__.startswith("cute_kernels.quan")}
-    assert quantizers == used
+    assert quantizers == used(arch.name)
 
 
 @pytest.mark.filterwarnings("ignore:.* has no kernel yet")
@@ -108,7 +110,8 @@ def test_training_with_a_recipe_needs_no_other_kernel(monkeypatch, recipe, featu
     assert recorder.specs <= set(aot.declared_specs(SM100))
 
 
-def test_listed_kernels_have_keys_of_their_own():
-    keys = [cache_key(spec, SM100) for spec in aot.declared_specs(SM100)]
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+def test_listed_kernels_have_keys_of_their_own(arch):
+    keys = [cache_key(spec, arch) for spec in aot.declared_specs(arch)]
     assert all(isinstance(key, CacheKey) for key in keys)
     assert len({key.name for key in keys}) == len(keys)
