@@ -36,6 +36,7 @@ _NVFP4_OPS = ("grouped_quantize", "grouped_dequantize", "grouped_gemm")
 _KERNELS = {
     ("compute_offsets", "sm_100a"),
     ("grouped_amax", "sm_100a"),
+    ("grouped_gemm", "sm_90a"),
     ("grouped_gemm", "sm_100a"),
     ("grouped_quantize", "sm_100a"),
 }

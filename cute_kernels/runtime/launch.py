@@ -27,10 +27,12 @@ class Launcher:
 
     Attributes:
         num_sms: SMs of the device, the size of a persistent grid.
+        arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
     """
 
     def __init__(self, arch: Architecture, num_sms: int, emulation: dict[str, Any]) -> None:
         self.num_sms = num_sms
+        self.arch = arch.name
         self._arch = arch
         self._emulation = emulation
 
