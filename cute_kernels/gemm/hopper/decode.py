@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import cutlass
 from cutlass import Int32, Uint16, Uint32, cute
 
 from cute_kernels.device.memory import load_shared
@@ -139,7 +138,7 @@ class FragmentDecoder:
 
     def decode(self, target: cute.Tensor, words: list, scales: list, block: int) -> None:
         """Write the fragments of a block of K, (4 words, repeats)."""
-        for repeat in cutlass.range_constexpr(self.repeats):
+        for repeat in range(self.repeats):
             x, y = (scales[repeat][row][block // 2] for row in range(2))
             word = words[block][repeat]
             target[0, repeat] = decode_halves(word, 0, x, block % 2)
