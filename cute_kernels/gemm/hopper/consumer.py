@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, cute, pipeline
+from cutlass import Boolean, Float32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.gemm.hopper.config import INSTRUCTION_K, STAGE_K
@@ -79,51 +79,57 @@ class Consumer:
 
     @cute.jit
     def multiply(self, tile: WorkTile, state: Any) -> Any:
-        """Add the tile's products to the accumulators; the next state of the stages.
-
-        A stage is freed when the first instructions of the next one are under way: those before
-        them have completed then.
-        """
-        done = state.clone()
+        """Add the tile's products to the accumulators; the next state of the stages."""
         k_tiles = (tile.k_blocks + (_BLOCKS - 1)) // _BLOCKS
-        for k_tile in cutlass.range(k_tiles, unroll=1):
+        if k_tiles > 0:
+            # Stages whose products are complete, one behind those that are being multiplied.
+            done = state.clone()
             self.ab_pipeline.consumer_wait(state)
             if cutlass.const_expr(self.config.is_decoded):
-                words, scales = self.decoder.load_words(state.index)
-                for block in cutlass.range_constexpr(_BLOCKS):
-                    self.multiply_block(words, scales, block, state.index)
-                    if cutlass.const_expr(block == 0):
-                        if k_tile > 0:
-                            self.ab_pipeline.consumer_release(done)
-                            done.advance()
-            else:
-                warpgroup.fence()
-                for block in cutlass.range_constexpr(_BLOCKS):
-                    at = (None, None, block, state.index)
-                    cute.gemm(self.tiled_mma, self.acc, self.m[at], self.n[at], self.acc)
-                warpgroup.commit_group()
-                warpgroup.wait_group(1)
-                if k_tile > 0:
-                    self.ab_pipeline.consumer_release(done)
-                    done.advance()
-            state.advance()
-        warpgroup.wait_group(0)
-        if k_tiles > 0:
+                self.decoder.load(state.index)
+                self.decoder.decode(self.fragments[0], 0)
+            for k_tile in cutlass.range(k_tiles - 1, unroll=1):
+                state, done = self.multiply_stage(state, done, k_tile > 0, False)
+            state, done = self.multiply_stage(state, done, k_tiles > 1, True)
+            warpgroup.wait_group(0)
             self.ab_pipeline.consumer_release(done)
         return state
 
     @cute.jit
-    def multiply_block(self, words: list, scales: list, block: int, stage: Int32) -> None:
-        """Decode operand M of one block of K while the block before is multiplied."""
-        fragment = self.fragments[block % 2]
-        bits = cute.recast_tensor(fragment, Uint32)
-        repeats = self.decoder.repeats
-        target = cute.make_tensor(bits.iterator, cute.make_layout((4, repeats)))
-        self.decoder.decode(target, words, scales, block)
-        warpgroup.fence()
-        at = (None, None, block, stage)
-        a = fragment[None, None, 0]
-        cute.gemm(self.tiled_mma, self.acc, a, self.n[at], self.acc)
-        warpgroup.commit_group()
-        # The fragment of the block before is free again.
-        warpgroup.wait_group(1)
+    def multiply_stage(self, state: Any, done: Any, is_behind: Boolean, is_last: bool) -> Any:
+        """Multiply a stage and, unless it is the tile's last, wait for the next one.
+
+        Operand M of a block of K is decoded while the block before it is multiplied. That includes
+        the next stage's first block: the compiler would not let a product run on while registers
+        that a later one reads are written, if that crossed the end of a loop.
+
+        Returns:
+            The states of the next stage, and of the next one to free.
+        """
+        stage = state.index
+        for block in cutlass.range_constexpr(_BLOCKS):
+            warpgroup.fence()
+            at = (None, None, block, stage)
+            if cutlass.const_expr(self.config.is_decoded):
+                m = self.fragments[block % 2][None, None, 0]
+            else:
+                m = self.m[at]
+            cute.gemm(self.tiled_mma, self.acc, m, self.n[at], self.acc)
+            warpgroup.commit_group()
+            if cutlass.const_expr(self.config.is_decoded or block == 0):
+                # The products of the block before are complete, its fragment is free.
+                warpgroup.wait_group(1)
+            if cutlass.const_expr(block == 0):
+                if is_behind:
+                    self.ab_pipeline.consumer_release(done)
+                    done.advance()
+            if cutlass.const_expr(block + 1 < _BLOCKS):
+                if cutlass.const_expr(self.config.is_decoded):
+                    self.decoder.decode(self.fragments[(block + 1) % 2], block + 1)
+        state.advance()
+        if cutlass.const_expr(not is_last):
+            self.ab_pipeline.consumer_wait(state)
+            if cutlass.const_expr(self.config.is_decoded):
+                self.decoder.load(state.index)
+                self.decoder.decode(self.fragments[0], 0)
+        return state, done

@@ -18,7 +18,7 @@ from cutlass import Int32, Uint16, Uint32, cute
 
 from cute_kernels.device.memory import load_shared
 from cute_kernels.device.ptx import asm
-from cute_kernels.gemm.hopper.config import STAGE_K, WARPGROUP_M
+from cute_kernels.gemm.hopper.config import INSTRUCTION_K, STAGE_K, WARPGROUP_M
 from cute_kernels.gemm.hopper.warp_schedule import WARPGROUP_SIZE
 from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_ROWS
 
@@ -30,6 +30,7 @@ __all__ = ["FragmentDecoder", "decode_halves", "scales_as_fp16"]
 #: Bytes of a row of codes in one stage, and of one block of 16.
 _ROW_BYTES = STAGE_K // 2
 _BLOCK_BYTES = 8
+_BLOCKS = STAGE_K // INSTRUCTION_K
 #: From a row of a fragment to the second one of the same thread.
 _NEXT_ROW = 8
 _DECODE = """{{
@@ -108,27 +109,23 @@ class FragmentDecoder:
             + row % 32 * 16
             + row % SF_TILE_ROWS // 32 * 4
         )
+        self.words = cute.make_rmem_tensor((_BLOCKS, self.repeats), Uint32)
+        self.scales = cute.make_rmem_tensor((_BLOCKS // 2, 2, self.repeats), Uint32)
 
-    def load_words(self, stage: Int32) -> tuple[list, list]:
-        """Codes and scales of a stage.
-
-        Returns:
-            By block of K and repeat of the MMA along M, words of codes; and by repeat, block scales
-            as fp16 of the thread's two rows.
-        """
+    def load(self, stage: Int32) -> None:
+        """Read the thread's codes and block scales of a stage."""
         offset = stage * self.stage_bytes[0]
         low, high = (address + offset for address in self.code_addresses)
-        words = []
-        for block in range(STAGE_K // 16):
-            base = (low if block < 2 else high) + block % 2 * _BLOCK_BYTES
-            words.append([self._load_codes(base, repeat) for repeat in range(self.repeats)])
         base = self.scale_address + stage * self.stage_bytes[1]
-        scales = []
         for repeat in range(self.repeats):
+            for block in range(_BLOCKS):
+                at = (low if block < 2 else high) + block % 2 * _BLOCK_BYTES
+                self.words[block, repeat] = self._load_codes(at, repeat)
             first = base + repeat * (self.step // SF_TILE_ROWS) * SF_TILE_BYTES
-            rows = (load_shared(first + 16 * skip, 1)[0] for skip in (0, _NEXT_ROW))
-            scales.append([scales_as_fp16(row) for row in rows])
-        return words, scales
+            for row in range(2):
+                word = load_shared(first + row * _NEXT_ROW * 16, 1)[0]
+                for half, pair in enumerate(scales_as_fp16(word)):
+                    self.scales[half, row, repeat] = pair
 
     def _load_codes(self, base: Int32, repeat: int) -> Uint32:
         """Four codes of each of the thread's rows: bytes x0 y0 x1 y1 of rows x and y."""
@@ -136,11 +133,13 @@ class FragmentDecoder:
         x, y = _load_u16(at), _load_u16(at + _NEXT_ROW * _ROW_BYTES)
         return asm("prmt.b32 $0, $1, $2, 0x5140;", [Uint32], [x, y])
 
-    def decode(self, target: cute.Tensor, words: list, scales: list, block: int) -> None:
-        """Write the fragments of a block of K, (4 words, repeats)."""
+    def decode(self, fragment: cute.Tensor, block: int) -> None:
+        """Write the fragment of a block of K, ((2, 2, 2), repeats, 1) fp16."""
+        bits = cute.recast_tensor(fragment, Uint32)
+        target = cute.make_tensor(bits.iterator, cute.make_layout((4, self.repeats)))
         for repeat in range(self.repeats):
-            x, y = (scales[repeat][row][block // 2] for row in range(2))
-            word = words[block][repeat]
+            x, y = (self.scales[block // 2, row, repeat] for row in range(2))
+            word = self.words[block, repeat]
             target[0, repeat] = decode_halves(word, 0, x, block % 2)
             target[1, repeat] = decode_halves(word, 2, y, block % 2)
             target[2, repeat] = decode_halves(word, 1, x, block % 2)

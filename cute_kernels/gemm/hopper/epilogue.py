@@ -57,9 +57,11 @@ class HopperEpilogue:
 
     @cute.jit
     def store(self, acc: cute.Tensor, tile: WorkTile) -> None:
-        """Store a tile's accumulators, ((2, 2, N / 8), repeats along M, 1)."""
+        """Store a tile's accumulators, ((2, 2, N / 8), repeats along M, 1) of compact layout."""
         config, tensors = self.config, self.tensors
         step = config.consumers * WARPGROUP_M
+        shape = (2, 2, config.tile.n // 8, config.tile.m // step)
+        acc = cute.make_tensor(acc.iterator, cute.make_layout(shape))
         num_blocks = (config.tile.n + BLOCK - 1) // BLOCK
         for block in cutlass.range_constexpr(num_blocks):
             if cutlass.const_expr(config.tile.swap_ab):
@@ -102,7 +104,7 @@ class HopperEpilogue:
                     at = m * BLOCK_PITCH + n
                     if cutlass.const_expr(self.config.tile.swap_ab):
                         at = n * BLOCK_PITCH + m
-                    self.block[at] = acc[(i, half, block * 2 + group), repeat, 0]
+                    self.block[at] = acc[i, half, block * 2 + group, repeat]
         cute.arch.sync_warp()
         values = cute.make_rmem_tensor(N_ALIGN, Float32)
         offset = self.line * BLOCK_PITCH + self.column
