@@ -1,20 +1,28 @@
 """Grouped low-precision kernels on plain tensors: quantize, dequantize and GEMM of ragged groups.
 
 Importing this package registers the ops ``torch.ops.cute_kernels.*``. It knows nothing of modules,
-parameters or recipes; those are in ``grouped``.
+parameters or recipes; those are in ``grouped``. Where torch is not installed, only the emulator
+works.
 """
 
-from cute_kernels import ops
-from cute_kernels.capability import UnsupportedError, support
-from cute_kernels.runtime.aot import precompile
-from cute_kernels.runtime.backend import Backend, active_backend, backend
+import importlib.util
 
-__all__ = [
-    "Backend",
-    "UnsupportedError",
-    "active_backend",
-    "backend",
-    "ops",
-    "precompile",
-    "support",
-]
+from cute_kernels import emulator
+
+__all__ = ["emulator"]
+
+if importlib.util.find_spec("torch") is not None:
+    from cute_kernels import ops
+    from cute_kernels.capability import UnsupportedError, support
+    from cute_kernels.runtime.aot import precompile
+    from cute_kernels.runtime.backend import Backend, active_backend, backend
+
+    __all__ += [
+        "Backend",
+        "UnsupportedError",
+        "active_backend",
+        "backend",
+        "ops",
+        "precompile",
+        "support",
+    ]

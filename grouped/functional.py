@@ -10,7 +10,6 @@ from torch import Tensor
 from cute_kernels import ops
 from cute_kernels.capability import require
 from cute_kernels.formats import NVFP4, Format
-from cute_kernels.runtime.backend import active_backend
 from grouped.offsets import Offsets, as_offs
 from grouped.tensor import GroupedTensor, QuantizedCopy, assemble, handler, not_differentiable
 
@@ -99,7 +98,8 @@ def quantize(
         cute_kernels.UnsupportedError: a format that the backend does not run.
     """
     x = x.detach()
-    require("grouped_quantize", fmt, active_backend(x.device).arch)
+    # Formats that no backend runs; what this backend runs is checked by the op.
+    require("grouped_quantize", fmt, "reference")
     assert isinstance(fmt, NVFP4)
     if x.dim() == 2 and offs is None:
         raise ValueError("offs is missing: x (T, K) is cut into groups by offs; uniform x is 3D")
@@ -145,18 +145,7 @@ def _quantize_into(
         assert out.offs is not None
         if ends.shape != out.offs.shape:
             raise ValueError(f"out has {out.num_groups} groups, offs has {ends.shape[0]} entries")
-    first, second = out.rowwise or (None,) * 3, out.columnwise or (None,) * 3
-    _ops.grouped_quantize_nvfp4_out(
-        *arguments,
-        out_codes=first[0],
-        out_scales=first[1],
-        out_amax=first[2],
-        out_codes_t=second[0],
-        out_scales_t=second[1],
-        out_amax_t=second[2],
-    )
-    if isinstance(ends, Tensor) and out.offs is not None:
-        out.offs.copy_(ends)
+    torch.ops.grouped.quantize_out(x, ends, arguments[2], out)
 
 
 def grouped_gemm(
@@ -240,6 +229,7 @@ _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _OPERANDS = "Tensor a, Tensor b, Tensor? bias, Tensor? alpha, bool transpose_b"
 _LIBRARY.define(f"gemm({_OPERANDS}, ScalarType dtype) -> Tensor")
 torch.library.register_autograd("grouped::gemm", not_differentiable, lib=_LIBRARY)
+_LIBRARY.define("quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out) -> ()")
 _LIBRARY.define(f"gemm_out({_OPERANDS}, bool accumulate, Tensor(o!) out) -> ()")
 
 
@@ -254,6 +244,13 @@ def _gemm_out(func: Any, *arguments: Any) -> None:
     a, b, bias, alpha, transpose_b, accumulate, out = arguments
     name, operands = _quantized_operands(a, b, bias, alpha, transpose_b, out.dtype)
     _call(name, operands, out=out, accumulate=accumulate)
+
+
+@handler(torch.ops.grouped.quantize_out.default)
+def _quantize_out(
+    func: Any, x: Tensor, offs: Tensor | None, amax: Tensor | None, out: GroupedTensor
+) -> None:
+    out._quantize_into(x, offs, amax)
 
 
 def _no_ragged_options(bias: Tensor | None, transpose_b: bool) -> None:

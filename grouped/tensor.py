@@ -280,21 +280,23 @@ class GroupedTensor(Tensor):
         context = (self.format, dtype or self.dtype)
         return self.__tensor_unflatten__(inner, context, self.shape, self.stride())
 
-    def _requantize(self, dense: Tensor) -> None:
-        """Quantize ``dense`` into this tensor's storage."""
+    def _quantize_into(self, x: Tensor, offs: Tensor | None, amax: Tensor | None = None) -> None:
+        """Quantize ``x``, of this shape and cut at ``offs``, into this tensor's storage."""
         assert isinstance(self.format, NVFP4)
         names = ("out_codes", "out_scales", "out_amax", "out_codes_t", "out_scales_t", "out_amax_t")
         outs = {name: getattr(self, inner) for name, inner in zip(names, _INNER[:6], strict=True)}
         torch.ops.cute_kernels.grouped_quantize_nvfp4_out(
-            dense,
-            self._offs,
-            None,
+            x,
+            offs,
+            amax,
             self.format.row_scaled,
             self.format.is_2d,
             self._codes is not None,
             self._codes_t is not None,
             **outs,
         )
+        if offs is not None and self._offs is not None and offs is not self._offs:
+            self._offs.copy_(offs)
 
     def _copy_from(self, source: Tensor) -> None:
         same_bytes = (
@@ -314,7 +316,7 @@ class GroupedTensor(Tensor):
                     getattr(self, name).copy_(getattr(source, name))
             return
         dense = source.dequantize() if isinstance(source, GroupedTensor) else source
-        self._requantize(dense.to(self.device, self.dtype).expand(self.shape))
+        self._quantize_into(dense.to(self.device, self.dtype).expand(self.shape), self._offs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -590,6 +592,6 @@ def _decode_compute_encode(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
             continue
         for x in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(x, GroupedTensor):
-                x._requantize(dense[id(x)])
+                x._quantize_into(dense[id(x)], x._offs)
                 owners[id(dense[id(x)])] = x
     return tree_map(lambda t: owners.get(id(t), t), result)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cute_kernels.runtime.arch import architecture
+from cute_kernels.runtime.compile import compile_kernel
+from cute_kernels.runtime.emulated import EmulatedKernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from cute_kernels.runtime.spec import KernelSpec
 
 __all__ = ["Compiled", "compile_for_emulator"]
 
@@ -27,24 +32,8 @@ class Compiled:
     cubin: bytes
 
 
-@functools.cache
-def compile_for_emulator(config: Any, arch: str = "sm_100a") -> Compiled:
-    """Compile the variant that ``config`` describes, once a process.
-
-    The emulator must have been installed for ``arch``.
-    """
-    from cutlass import cute
-
-    entry, args = config.entry()
-    # The emulator knows kernels by name: give those of each variant one of their own.
-    members = [member for cls in type(entry).__mro__ for member in vars(cls).values()]
-    for member in members:
-        if hasattr(member, "set_name_prefix"):
-            member.set_name_prefix(f"{arch}_{len(_names)}")
-    _names.append(config)
-    options = cute.GPUArch(arch), cute.EnableTVMFFI(True), cute.KeepPTX(True), cute.KeepCUBIN(True)
-    kernel = cute.compile[options](entry, *args)
-    return Compiled(kernel, kernel.artifacts.PTX, kernel.artifacts.CUBIN)
-
-
-_names: list[Any] = []
+def compile_for_emulator(config: KernelSpec, arch: str = "sm_100a") -> Compiled:
+    """The kernel of ``config`` on the emulator; compiled, or from the disk cache."""
+    kernel = compile_kernel(config, architecture(f"emulated:{arch}"))
+    assert isinstance(kernel, EmulatedKernel)
+    return Compiled(kernel, kernel.ptx, kernel.cubin)

@@ -14,7 +14,8 @@
 ``cute.compile`` needs no GPU. The engine interprets the PTX that it made; a CUDA runtime whose
 device is the engine takes the place of NVIDIA's under the compiled host code. The engine is C++,
 compiled once for each source version and machine (``build``). PTX text can be run without the DSL,
-too (``load_ptx``, ``launch``). Needs g++ 12 or later and NumPy, no torch.
+too (``load_ptx``, ``launch``). Needs g++ 12 or later and NumPy; torch and CuTe DSL only where they
+are used.
 
 **What it models.** Warps of 32 lanes with divergence, clusters, distributed shared memory, named
 and cluster barriers, mbarriers with transaction counts, fences, ``cp.async``, ``cp.async.bulk``,
@@ -77,8 +78,8 @@ Kernels are recognised by their cubin: an object file from a disk cache runs onl
 got its PTX and cubin in this process. The engine is not thread-safe.
 """
 
-from cute_kernels.emulator.build import build
-from cute_kernels.emulator.cutlass_hooks import install, installed, uninstall
+from cute_kernels.emulator.compilation import build
+from cute_kernels.emulator.cutlass_hooks import call, install, installed, uninstall
 from cute_kernels.emulator.engine import (
     launch,
     load_ptx,
@@ -98,6 +99,7 @@ __all__ = [
     "EmulatorError",
     "PtxError",
     "build",
+    "call",
     "install",
     "installed",
     "launch",

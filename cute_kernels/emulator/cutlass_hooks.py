@@ -16,7 +16,7 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from cute_kernels.emulator import engine
-from cute_kernels.emulator.build import build
+from cute_kernels.emulator.compilation import build
 from cute_kernels.emulator.errors import EmulatorError
 
 if TYPE_CHECKING:
@@ -304,22 +304,39 @@ class _CudaView:
         return (_DL_CUDA, 0)
 
 
+def _device_view(value: Any) -> Any:
+    """A CPU tensor as one that TVM-FFI takes for CUDA memory; other values as they are."""
+    if not hasattr(value, "untyped_storage"):
+        return value
+    if value.device.type != "cpu":
+        raise EmulatorError(
+            f"only CPU tensors can be given to an emulated kernel, got one on {value.device}"
+        )
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(_CudaView(value))
+
+
+def call(function: Any, *args: Any) -> Any:
+    """Call an emulated TVM-FFI function that did not come from ``cute.compile``.
+
+    That is one of ``cute.runtime.load_module``: it knows nothing of the emulator, so its CPU
+    tensors must be made to look like CUDA tensors, and its errors become ``EmulatorError``. The
+    module must have been loaded while the emulator was installed, and ``load_ptx`` must have got
+    its PTX and cubin.
+
+    Raises:
+        EmulatorError: The kernel failed, or a tensor is not on the CPU.
+    """
+    return _run(lambda: function(*map(_device_view, args)))
+
+
 def _patch_tvm_ffi() -> None:
     """Functions compiled with --enable-tvm-ffi check for CUDA tensors; let host tensors through."""
     try:
-        import tvm_ffi
-
         from cutlass.cutlass_dsl import tvm_ffi_provider as provider
     except ImportError:
         return
-
-    def view(value: Any) -> Any:
-        is_tensor = hasattr(value, "untyped_storage")
-        if is_tensor and value.device.type != "cpu":
-            raise EmulatorError(
-                f"only CPU tensors can be given to an emulated kernel, got one on {value.device}"
-            )
-        return tvm_ffi.from_dlpack(_CudaView(value)) if is_tensor else value
 
     for function in (
         provider.TVMFFIJitCompiledFunction,
@@ -330,5 +347,5 @@ def _patch_tvm_ffi() -> None:
         def _call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             if not _is_emulated(self):
                 return original(self, *args, **kwargs)
-            named = {name: view(value) for name, value in kwargs.items()}
-            return _run(lambda: original(self, *map(view, args), **named))
+            named = {name: _device_view(value) for name, value in kwargs.items()}
+            return _run(lambda: original(self, *map(_device_view, args), **named))

@@ -8,7 +8,7 @@ import functools
 import re
 from typing import TYPE_CHECKING, Any
 
-from cute_kernels.emulator.build import build
+from cute_kernels.emulator.compilation import build
 from cute_kernels.emulator.errors import EmulatorError
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
 """max |x| of rows and groups, from one read of the rows that exist.
 
-Every warp takes a run of consecutive rows, so a group's amax costs a warp one atomic maximum per
-group that its run touches. The maximum of non-negative numbers is that of their bits, and it does
-not depend on the order, so the result is deterministic.
+Warps take runs of consecutive rows, about 16 KiB each, and a run costs one atomic maximum per group
+that it touches. The maximum of non-negative numbers is that of their bits, and it does not depend
+on the order, so the result is deterministic. Runs are taken from the last row to the first: what is
+read last, and is still in L2, is what a quantizer reads first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = ["AmaxKernels", "AmaxReducer"]
 _WARP = 32
 _LOAD_BYTES = 32
 _UNROLL = 4
+_RUN_BYTES = 16384
 _THREADS = 512
 _CTAS_PER_SM = 2
 
@@ -68,45 +70,58 @@ class AmaxKernels:
         row_amax: cute.Tensor | None,
         group_amax: cute.Tensor | None,
     ) -> None:
-        cols = x.shape[len(x.shape) - 1]
+        row_bytes = x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype]
         groups = Grouping.of(x, offs)
-        lane = cute.arch.lane_idx()
         warps = cute.arch.grid_dim()[0] * (_THREADS // _WARP)
         warp = cute.arch.block_idx()[0] * (_THREADS // _WARP) + cute.arch.warp_idx()
         last = groups.last_row()
-        run = (last + warps - 1) // warps
-        row = cutlass.min(warp * run, last)
-        stop = cutlass.min(row + run, last)
-        row_bytes = cols * DTYPE_BYTES[self.dtype]
-        group, group_stop, best = Int32(0), Int32(0), Float32(0.0)
-        while row < stop:
-            if cutlass.const_expr(group_amax is not None):
-                if row >= group_stop:
+        run = cutlass.max(_RUN_BYTES // row_bytes, Int32(1))
+        index = (last + run - 1) // run - 1 - warp
+        while index >= 0:
+            row = index * run
+            stop = cutlass.min(row + run, last)
+            group = Int32(0)
+            while row < stop:
+                end = stop
+                if cutlass.const_expr(group_amax is not None):
+                    group, group_end = groups.holding(row, group)
+                    end = cutlass.min(stop, group_end)
+                source = x.iterator.toint() + Int64(row) * row_bytes
+                if cutlass.const_expr(row_amax is None):
+                    best = self.absmax(source, (end - row) * row_bytes)
+                else:
+                    best = self.absmax_rows(source, row_bytes, row_amax, row, end)
+                if cutlass.const_expr(group_amax is not None):
                     self.merge(group_amax, group, best)
-                    group, group_stop = groups.holding(row, group)
-                    best = Float32(0.0)
-            a = self.row_part(x.iterator.toint() + Int64(row) * row_bytes, row_bytes, lane)
-            best = fmax(best, a)
-            if cutlass.const_expr(row_amax is not None):
-                a = warp_max(a)
-                if lane == 0:
-                    row_amax[row] = a
-            row += 1
-        if cutlass.const_expr(group_amax is not None):
-            self.merge(group_amax, group, best)
+                row = end
+            index -= warps
 
     @cute.jit
-    def row_part(self, source: Int64, row_bytes: Int32, lane: Int32) -> Float32:
-        """Absmax of a lane's share of a row."""
+    def absmax_rows(
+        self, source: Int64, row_bytes: Int32, row_amax: cute.Tensor, row: Int32, end: Int32
+    ) -> Float32:
+        """Write the amaxes of rows up to ``end``; gives the largest."""
+        best = Float32(0.0)
+        for r in cutlass.range(row, end, unroll=1):
+            a = warp_max(self.absmax(source, row_bytes))
+            if cute.arch.lane_idx() == 0:
+                row_amax[r] = a
+            best = fmax(best, a)
+            source += row_bytes
+        return best
+
+    @cute.jit
+    def absmax(self, source: Int64, num_bytes: Int32) -> Float32:
+        """A lane's part of the absmax of consecutive elements, a multiple of 32 bytes."""
         packed = Uint32(0)
-        at = lane * _LOAD_BYTES
-        while at + (_UNROLL - 1) * _WARP * _LOAD_BYTES < row_bytes:
+        at = cute.arch.lane_idx() * _LOAD_BYTES
+        while at + (_UNROLL - 1) * _WARP * _LOAD_BYTES < num_bytes:
             words = [packed]
             for i in cutlass.range_constexpr(_UNROLL):
                 words.extend(load_global(source + (at + i * (_WARP * _LOAD_BYTES)), 8))
             packed = absmax_packed(words, self.dtype)
             at += _UNROLL * _WARP * _LOAD_BYTES
-        while at < row_bytes:
+        while at < num_bytes:
             packed = absmax_packed([packed, *load_global(source + at, 8)], self.dtype)
             at += _WARP * _LOAD_BYTES
         return unpack_absmax(packed, self.dtype)

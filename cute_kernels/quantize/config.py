@@ -48,19 +48,22 @@ def _supported_input(dtype: str, cols: int) -> Support:
 class RowScaledConfig:
     """Row-scaled rowwise NVFP4 from one read of the input.
 
-    A team of ``warps_per_row`` warps holds one row in registers at a time.
+    A team of ``warps_per_row`` warps holds one row in registers at a time, or a team of one warp
+    holds several short rows.
 
     Attributes:
         dtype: name of the input's dtype.
         grouping: how the rows fall into groups.
         warps_per_row: warps of a team: 1, 2, 4, 8 or 16.
-        num_stages: rows of each team that are in flight.
+        num_stages: how many times what a team holds is in flight.
+        rows_per_warp: rows that a team of one warp holds: 1, 2, 4 or 8.
     """
 
     dtype: str
     grouping: Grouping = "ragged"
     warps_per_row: int = 4
     num_stages: int = 3
+    rows_per_warp: int = 1
 
     #: Warps that convert; one more loads.
     num_compute_warps = 16
@@ -75,13 +78,14 @@ class RowScaledConfig:
     @property
     def max_cols(self) -> int:
         """The longest row that a team holds."""
-        return self.warps_per_row * self.bytes_per_warp // DTYPE_BYTES[self.dtype]
+        held = self.warps_per_row * self.bytes_per_warp // DTYPE_BYTES[self.dtype]
+        return held // self.rows_per_warp
 
     @classmethod
     def choose(cls, problem: QuantizeProblem) -> RowScaledConfig:
-        """The configuration with the fewest warps a row that holds the row."""
-        for warps in (1, 2, 4, 8, 16):
-            config = cls(problem.dtype, problem.grouping, warps)
+        """The configuration with the fewest lanes a row that holds the row."""
+        for warps, rows in ((1, 8), (1, 4), (1, 2), (1, 1), (2, 1), (4, 1), (8, 1), (16, 1)):
+            config = cls(problem.dtype, problem.grouping, warps, rows_per_warp=rows)
             if problem.cols <= config.max_cols:
                 break
         return config
@@ -90,6 +94,8 @@ class RowScaledConfig:
         """Whether the kernel takes ``problem``."""
         if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):
             return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
+        if self.rows_per_warp > 1 and self.warps_per_row > 1:
+            return Support(False, "only a team of one warp holds several rows")
         supported = _supported_input(problem.dtype, problem.cols)
         if supported and problem.cols > self.max_cols:
             return Support(

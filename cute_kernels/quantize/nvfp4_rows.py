@@ -2,12 +2,13 @@
 
 Work comes in packets of eight rows of a 128-row slot tile: rows 2p and 2p + 1 of each of its four
 quarters, whose scales of one 128x4 tile fill exactly one 32-byte sector. A team of warps takes a
-packet row by row, keeps the row in registers between the amax and the codes, collects the packet's
-scale bytes in shared memory and writes them once, a sector a lane.
+packet row by row (one warp takes several short rows at once), keeps the row in registers between
+the amax and the codes, collects the packet's scale bytes in shared memory and writes them once, a
+sector a lane.
 
 Roles:     one loader warp, lane t serves team t | num_teams teams of warps_per_row warps.
-Pipeline:  rows, loader -> team: full: one arrival and the row's bytes; empty: one arrival a warp.
-           Rows past the end of the group carry no bytes and, but for the first, no stage.
+Pipeline:  rows, loader -> team: full: one arrival and the rows' bytes; empty: one arrival a warp.
+           Rows past the end of the group carry no bytes and, but for a packet's first, no stage.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class SharedMemory(NamedTuple):
     """Pointers into shared memory.
 
     Attributes:
-        rows: num_teams * num_stages stages of one row.
+        rows: num_teams * num_stages stages of ``rows_per_warp`` rows.
         scales: scale bytes of each team's packet, row by row.
         packets: with a packet's first stage, its number and its tile's first row and row count; no
             rows end the work.
@@ -78,8 +79,10 @@ class RowScaledQuantizer:
         self.dtype = config.dtype
         self.block_bytes = _BLOCK * DTYPE_BYTES[config.dtype]
         self.team_threads = config.warps_per_row * _WARP
-        self.blocks_per_lane = config.max_cols // _BLOCK // self.team_threads
-        self.row_bytes = config.max_cols * DTYPE_BYTES[config.dtype]
+        self.lanes_per_row = self.team_threads // config.rows_per_warp
+        self.blocks_per_lane = config.max_cols // _BLOCK // self.lanes_per_row
+        self.row_capacity = config.max_cols * DTYPE_BYTES[config.dtype]
+        self.stage_bytes = self.row_capacity * config.rows_per_warp
         self.block_words = self.block_bytes // 4
         self.scale_pitch = config.max_cols // _BLOCK
         self.num_threads = (config.num_compute_warps + 1) * _WARP
@@ -119,7 +122,7 @@ class RowScaledQuantizer:
         num_slots = config.num_teams * config.num_stages
         smem = cutlass.memory.SmemAllocator()
         shared = SharedMemory(
-            rows=smem.allocate_array(Uint8, num_slots * self.row_bytes, byte_alignment=128),
+            rows=smem.allocate_array(Uint8, num_slots * self.stage_bytes, byte_alignment=128),
             scales=smem.allocate_array(
                 Uint8, config.num_teams * _PACKET_ROWS * self.scale_pitch, byte_alignment=16
             ),
@@ -154,7 +157,6 @@ class RowScaledQuantizer:
         """The loader: a lane finds the packets of its team and starts the copies of their rows."""
         config = self.config
         groups = Grouping.of(x, offs)
-        row_bytes = x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype]
         stage, phase, group = Int32(0), Int32(1), Int32(0)
         step = cute.arch.grid_dim()[0] * config.num_teams
         item = cute.arch.block_idx()[0] * config.num_teams + team
@@ -165,27 +167,49 @@ class RowScaledQuantizer:
             if tile != item // _PACKETS:
                 item = next_item(item, step, tile, Int32(_PACKETS))
             else:
-                for r in cutlass.range(_PACKET_ROWS, unroll=1):
-                    row = _packet_row(packet, r)
-                    if row < count or r == 0:
+                for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
+                    if _packet_row(packet, r) < count or r == 0:
                         slot = team * config.num_stages + stage
                         wait_each(shared.empty + slot, phase)
                         if r == 0:
                             place = shared.packets.toint() + slot * 16
                             store_shared(place, [Uint32(v) for v in (item, first, count, 0)])
-                        if row < count:
-                            source = x.iterator.toint() + Int64(first + row) * row_bytes
-                            target = shared.rows.toint() + slot * self.row_bytes
-                            cute.arch.mbarrier_arrive_and_expect_tx(shared.full + slot, row_bytes)
-                            bulk_load(target, source, row_bytes, shared.full + slot)
-                        else:
-                            cute.arch.mbarrier_arrive(shared.full + slot)
+                        self.load_rows(x, packet, r, first, count, slot, shared)
                         stage, phase = self.next_stage(stage, phase)
                 item += step
         slot = team * config.num_stages + stage
         wait_each(shared.empty + slot, phase)
         store_shared(shared.packets.toint() + slot * 16, [Uint32(0)] * 4)
         cute.arch.mbarrier_arrive(shared.full + slot)
+
+    @cute.jit
+    def load_rows(
+        self,
+        x: cute.Tensor,
+        packet: Int32,
+        r: Int32,
+        first: Int32,
+        count: Int32,
+        slot: Int32,
+        shared: SharedMemory,
+    ) -> None:
+        """Fill a stage with rows ``r`` and on of a packet, as far as they exist."""
+        row_bytes = x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype]
+        rows = [_packet_row(packet, r + i) for i in range(self.config.rows_per_warp)]
+        size = Int32(0)
+        for row in rows:
+            if row < count:
+                size += row_bytes
+        bar = shared.full + slot
+        if size > 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
+        else:
+            cute.arch.mbarrier_arrive(bar)
+        target = shared.rows.toint() + slot * self.stage_bytes
+        for i in cutlass.range_constexpr(len(rows)):
+            if rows[i] < count:
+                source = x.iterator.toint() + Int64(first + rows[i]) * row_bytes
+                bulk_load(target + i * self.row_capacity, source, row_bytes, bar)
 
     @cute.jit
     def next_stage(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
@@ -210,6 +234,7 @@ class RowScaledQuantizer:
         config = self.config
         team = warp // config.warps_per_row
         lane = cute.arch.thread_idx()[0] - team * self.team_threads
+        part, lane_of_row = lane // self.lanes_per_row, lane % self.lanes_per_row
         num_blocks = x.shape[len(x.shape) - 1] // _BLOCK
         tiles_along_k = (num_blocks + SF_TILE_COLS - 1) // SF_TILE_COLS
         staged = shared.scales.toint() + team * (_PACKET_ROWS * self.scale_pitch)
@@ -226,24 +251,29 @@ class RowScaledQuantizer:
             sectors = scales.iterator.toint() + Int64(tile) * tiles_along_k * SF_TILE_BYTES
             sectors += packet * _SECTOR
             if _packet_row(packet, 0) < count:
-                for r in cutlass.range(_PACKET_ROWS, unroll=1):
-                    row = _packet_row(packet, r)
-                    scales_at = staged + r * self.scale_pitch
-                    if row < count:
+                for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
+                    row = _packet_row(packet, r + part)
+                    scales_at = staged + (r + part) * self.scale_pitch
+                    live = row < count
+                    # The first of a stage's rows is the lowest: without it there is no stage.
+                    if _packet_row(packet, r) < count:
                         slot = team * config.num_stages + stage
                         cute.arch.mbarrier_wait(shared.full + slot, phase)
-                        source = shared.rows.toint() + slot * self.row_bytes
+                        source = shared.rows.toint() + slot * self.stage_bytes
                         words, a = self.load_row(source, lane, num_blocks)
                         self.release(shared.empty + slot)
                         stage, phase = self.next_stage(stage, phase)
                         g = self.row_amax(a, warp, team, parity, shared)
                         parity ^= 1
-                        if lane == 0:
-                            amax[first + row] = g
-                        target = _row_address(codes, first + row)
-                        self.quantize_row(words, a, g, target, scales_at, lane, num_blocks)
-                    else:
-                        for j in cutlass.range(lane, tiles_along_k, self.team_threads, unroll=1):
+                        if live:
+                            if lane_of_row == 0:
+                                amax[first + row] = g
+                            target = _row_address(codes, first + row)
+                            self.quantize_row(words, a, g, target, scales_at, lane, num_blocks)
+                    if not live:
+                        for j in cutlass.range(
+                            lane_of_row, tiles_along_k, self.lanes_per_row, unroll=1
+                        ):
                             store_shared(scales_at + j * SF_TILE_COLS, [Uint32(0)])
                 self.sync_team(team)
                 for j in cutlass.range(lane, tiles_along_k, self.team_threads, unroll=1):
@@ -287,25 +317,30 @@ class RowScaledQuantizer:
     def load_row(
         self, source: Int32, lane: Int32, num_blocks: Int32
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """A lane's blocks of the staged row and their amaxes; past K only the amaxes are set, to 0.
+        """A lane's blocks of its row in a stage, and their amaxes, which are 0 past K.
 
         The 16-byte chunks of a block are read in an order that depends on the lane, so that eight
         lanes touch all banks. ``quantize_row`` puts the codes back in order.
         """
         words = cute.make_rmem_tensor(self.blocks_per_lane * self.block_words, Uint32)
         a = cute.make_rmem_tensor(self.blocks_per_lane, Float32)
-        twist = self.twist(lane) * 16
+        twist = self.twist(lane)
+        lane_of_row = lane % self.lanes_per_row
+        lane_at = source + lane // self.lanes_per_row * self.row_capacity
+        lane_at += lane_of_row * self.block_bytes
+        chunks = self.block_bytes // 16
+        places = [lane_at + (twist ^ c) * 16 for c in range(chunks)]
+        # Past K there is garbage, but without a branch all loads are under way at once.
         for i in cutlass.range_constexpr(self.blocks_per_lane):
-            block = lane + i * self.team_threads
+            for c in cutlass.range_constexpr(chunks):
+                chunk = load_shared(places[c] + i * (self.lanes_per_row * self.block_bytes), 4)
+                for w in cutlass.range_constexpr(4):
+                    words[i * self.block_words + c * 4 + w] = chunk[w]
+        for i in cutlass.range_constexpr(self.blocks_per_lane):
             a[i] = Float32(0.0)
-            if block < num_blocks:
-                values = []
-                at = (source + block * self.block_bytes) + twist
-                for c in cutlass.range_constexpr(self.block_bytes // 16):
-                    values.extend(load_shared(at ^ (c * 16), 4))
-                for w in cutlass.range_constexpr(self.block_words):
-                    words[i * self.block_words + w] = values[w]
-                a[i] = absmax_words(values, self.dtype)
+            if lane_of_row + i * self.lanes_per_row < num_blocks:
+                base = i * self.block_words
+                a[i] = absmax_words([words[base + w] for w in range(self.block_words)], self.dtype)
         return words, a
 
     def twist(self, lane: Int32) -> Int32:
@@ -321,8 +356,12 @@ class RowScaledQuantizer:
         g = a[0]
         for i in cutlass.range_constexpr(1, self.blocks_per_lane):
             g = fmax(g, a[i])
-        g = warp_max(g)
         per_team = self.config.warps_per_row
+        if cutlass.const_expr(self.lanes_per_row < _WARP):
+            for i in cutlass.range_constexpr(self.lanes_per_row.bit_length() - 1):
+                g = fmax(g, cute.arch.shuffle_sync_bfly(g, offset=1 << i))
+        else:
+            g = warp_max(g)
         if cutlass.const_expr(per_team > 1):
             # Two buffers: a warp that is a row ahead writes the other one.
             at = shared.partial.toint() + parity * (4 * self.config.num_compute_warps)
@@ -348,12 +387,13 @@ class RowScaledQuantizer:
         """Codes of a lane's blocks to global memory, their scale bytes to shared memory."""
         s_dec, mult = second_level(g)
         twist = self.twist(lane)
+        lane_of_row = lane % self.lanes_per_row
         for i in cutlass.range_constexpr(0, self.blocks_per_lane, 2):
-            if lane + i * self.team_threads < num_blocks:
+            if lane_of_row + i * self.lanes_per_row < num_blocks:
                 last = min(i + 1, self.blocks_per_lane - 1)
                 scale_bytes, enc0, enc1 = scale_pair(a[i], a[last], s_dec, mult)
                 for j, enc in ((i, enc0), (i + 1, enc1))[: last - i + 1]:
-                    block = lane + j * self.team_threads
+                    block = lane_of_row + j * self.lanes_per_row
                     if cutlass.const_expr(j == i) or block < num_blocks:
                         base = j * self.block_words
                         half = self.block_words // 2

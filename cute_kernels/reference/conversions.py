@@ -15,7 +15,6 @@ __all__ = ["decode_e4m3", "encode_e2m1", "encode_e4m3", "pack_codes", "unpack_co
 #: Magnitude of E2M1 codes 0..7; bit 3 is the sign.
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-
 _MANTISSA_BITS = 23
 _ONE = 127 << _MANTISSA_BITS  # the bits of 1.0
 _EXPONENT_MASK = 0xFF << _MANTISSA_BITS

@@ -1,9 +1,9 @@
 """Grouped GEMM of ragged rows by one matrix a group, and of two ragged operands over their rows.
 
-By default the sums are as exact as they come cheaply. NVFP4 operands: the values (code times block
-scale) have at most 6 significant bits, so the products of one block of 16 add exactly in fp32 in
-any order. The accumulator takes one block after the other in ascending order, each with one fp32
-rounding. Plain operands are multiplied and added in fp64 and rounded to fp32 once.
+By default no tensor core is imitated. NVFP4 operands: the values (code times block scale) have at
+most 6 significant bits, so the products of one block of 16 add exactly in fp32 in any order. The
+accumulator takes one block after the other in ascending order, each with one fp32 rounding. Plain
+operands are multiplied and added in fp64 and rounded to fp32 once.
 
 With ``tensor_core`` the accumulator has the bits of that GPU (``reference.tensor_core``). On
 sm_100a mxf4nvf4 instructions multiply NVFP4 operands. sm_90a has none: fp16 instructions multiply

@@ -44,8 +44,8 @@ __all__ = [
 ]
 
 #: Modules that list the kernels of a family, each by ``kernel_specs(arch: str)``: an iterable of
-#: the specs that the ops use on ``"sm_90a"`` or ``"sm_100a"``. Listing needs no CuTe DSL.
-FAMILIES = ("cute_kernels.quantize.variants",)
+#: specs of kernels for ``"sm_90a"`` or ``"sm_100a"``. Listing needs no CuTe DSL.
+FAMILIES = ("cute_kernels.quantize.variants", "cute_kernels.gemm.variants")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class PrecompileError(RuntimeError):
 
 
 def declared_specs(arch: Architecture) -> list[KernelSpec]:
-    """Every kernel variant that the ops use on an architecture."""
+    """The kernel variants that are worth compiling ahead of time for an architecture."""
     return [
         spec
         for family in FAMILIES
@@ -81,7 +81,7 @@ def precompile(
     """Compile kernels into the disk cache, and load them into this process.
 
     Args:
-        specs: which kernels; by default all that the ops use.
+        specs: which kernels; by default all that quantization and the recipes use.
         arch: ``"sm_90a"``, ``"sm_100a"``, ``"sm_103a"`` or ``"emulated:..."``; no such GPU is
             needed. By default what the current CUDA device needs.
         jobs: how many processes compile at once; by default one for each CPU of this process. A

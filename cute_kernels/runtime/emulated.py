@@ -72,7 +72,12 @@ def load_emulated(object_file: Path, symbol: str, code: Mapping[str, bytes]) -> 
 
 
 class EmulatedKernel:
-    """A compiled kernel on the emulator: takes CPU tensors and numbers, runs before it returns."""
+    """A compiled kernel on the emulator: takes CPU tensors and numbers, runs before it returns.
+
+    Attributes:
+        ptx: the PTX of every kernel that it launches.
+        cubin: what its host code gives to the CUDA runtime: the machine code.
+    """
 
     def __init__(self, function: Callable[..., object], ptx: str, cubin: bytes) -> None:
         import tvm_ffi
@@ -80,7 +85,9 @@ class EmulatedKernel:
         from cute_kernels.emulator import EmulatorError, engine
 
         self._function = function
-        self._code: tuple[str, bytes] | None = (ptx, cubin)
+        self.ptx = ptx
+        self.cubin = cubin
+        self._is_loaded = False
         self._engine = engine
         self._error = EmulatorError
         self._from_dlpack = tvm_ffi.from_dlpack
@@ -91,10 +98,10 @@ class EmulatedKernel:
         Raises:
             EmulatorError: the kernel did what a GPU would fault on, hang on or get wrong.
         """
-        if self._code is not None:
+        if not self._is_loaded:
             # Parsing takes 0.06 s for a quantizer; a process that loads many kernels runs few.
-            self._engine.load_ptx(*self._code)
-            self._code = None
+            self._engine.load_ptx(self.ptx, self.cubin)
+            self._is_loaded = True
         views = (
             self._from_dlpack(_DeviceView(arg)) if isinstance(arg, torch.Tensor) else arg
             for arg in args

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _RECIPES = tuple(name for name in recipes.__all__ if name != "Recipe")
+_LEGEND = """\
+Losses are in nats a byte. A model without context reaches {entropy:.3f} (unigram entropy).
+SNR: signal-to-quantization-noise ratio in the last step. max/mean: tokens of the busiest expert
+over the mean. idle: experts without a token. ms/step: median."""
 _INTERRUPTED = 130  # as shells report a process that Ctrl-C ended
 
 
@@ -104,6 +108,35 @@ def _train_with_progress(
         progress.close()
 
 
+def _train_all(
+    args: argparse.Namespace,
+    corpus: Corpus,
+    model_config: ModelConfig,
+    config: TrainConfig,
+    facts: dict[str, Any],
+) -> tuple[list[Run], int]:
+    """Train in each recipe that runs here until Ctrl-C, saving the results after each.
+
+    Returns:
+        The runs, and the exit status.
+    """
+    runs: list[Run] = []
+    status = 0
+    # BF16 first, so that there is something to compare with if the others are stopped.
+    for recipe in sorted(set(args.recipe), key=_RECIPES.index):
+        try:
+            run = _train_with_progress(recipe, corpus, model_config, config)
+        except cute_kernels.UnsupportedError as error:
+            print(f"error: {recipe} does not run here: {error}", file=sys.stderr)
+            status = 1
+            continue
+        runs.append(run)
+        report.write_results(args.out, runs, facts)
+        if run.interrupted:
+            return runs, _INTERRUPTED
+    return runs, status
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo.
 
@@ -141,29 +174,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "model": dataclasses.asdict(model_config),
         "training": dataclasses.asdict(config),
     }
-    runs: list[Run] = []
-    status = 0
-    # BF16 first, so that there is something to compare with if the others are stopped.
-    for recipe in sorted(set(args.recipe), key=_RECIPES.index):
-        try:
-            run = _train_with_progress(recipe, corpus, model_config, config)
-        except cute_kernels.UnsupportedError as error:
-            print(f"error: {recipe} does not run here: {error}", file=sys.stderr)
-            status = 1
-            continue
-        runs.append(run)
-        files = report.write_results(args.out, runs, facts)
-        if run.interrupted:
-            status = _INTERRUPTED
-            break
+    runs, status = _train_all(args, corpus, model_config, config, facts)
     if not runs:
         return status
+    files = report.write_results(args.out, runs, facts)
     if args.plot != "never":
         files.append(report.write_plot(args.out, runs, entropy))
-    print(f"\n{report.table(runs)}\n")
-    print(
-        f"Losses in nats a byte; a model without context reaches {entropy:.3f} (unigram entropy)."
-    )
+    print(f"\n{report.table(runs)}\n\n{_LEGEND.format(entropy=entropy)}")
     print("Wrote " + ", ".join(map(str, files)))
     return status
 

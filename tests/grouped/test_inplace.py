@@ -256,3 +256,13 @@ def test_only_the_live_rows_of_a_ragged_tensor_are_rewritten():
     x.add_(1)
     assert (x.rowwise.codes[30:] == 0xA5).all()
     assert not x.dequantize()[30:].any()
+
+
+def test_in_inference_mode():
+    """Autograd, which otherwise hands self back, takes no part."""
+    with torch.inference_mode():
+        p = grouped.quantize(weight(), WEIGHT_FORMAT)
+        dense = p.dequantize()
+        assert p.mul_(3) is p
+        assert_holds(p, dense * 3)
+        assert torch.add(p, 1).sub_(p).dtype == p.dtype

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import emulator, reference
+from cute_kernels import reference
 from cute_kernels.formats import NVFP4
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
+from cute_kernels.runtime import architecture, compile_kernel
 from cute_kernels.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles, uniform_tiles
 
 if TYPE_CHECKING:
@@ -28,21 +28,11 @@ _POISON = 0xFF
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("needs the CuTe DSL", allow_module_level=True)
-# Before the DSL is first imported.
-emulator.install(arch=ARCH, num_sms=NUM_SMS)
 
 
-@functools.cache
 def compiled(config: GemmConfig) -> Any:
-    """The compiled kernel of a configuration, one a process."""
-    from cutlass import cute
-
-    entry, args = config.entry()
-    # Kernels are known by name: give those of each variant one of their own.
-    for member in vars(type(entry)).values():
-        if hasattr(member, "set_name_prefix"):
-            member.set_name_prefix(f"test_{abs(hash(config))}")
-    return cute.compile[cute.GPUArch(ARCH), cute.EnableTVMFFI(True)](entry, *args)
+    """The compiled kernel of a configuration."""
+    return compile_kernel(config, architecture(f"emulated:{ARCH}"))
 
 
 @dataclasses.dataclass

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
@@ -31,8 +30,6 @@ NUM_SMS = 3
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("needs the CuTe DSL", allow_module_level=True)
-# Before the DSL is first imported.
-emulator.install(arch=ARCH)
 
 
 def compiled(config: Any) -> Any:

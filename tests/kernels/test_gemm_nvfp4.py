@@ -110,11 +110,12 @@ def test_wgrad_of_an_empty_group_is_zero_or_untouched() -> None:
     assert_same_bits(product.run()[1], product.before[1])
 
 
-def test_more_groups_than_threads_can_count() -> None:
+def test_more_than_a_thousand_groups() -> None:
     sizes = [0] * 1100
     for group, rows in ((0, 1), (31, 2), (32, 130), (500, 3), (1099, 4)):
         sizes[group] = rows
-    product = m_grouped(FPROP, sizes, 8, 32)
+    # It accumulates, so a tile that is worked on twice shows.
+    product = m_grouped(FPROP_ALL, sizes, 8, 32)
     assert_same_bits(product.run(), product.expected())
 
 
@@ -200,6 +201,28 @@ def test_end_rows_past_the_buffer_are_clamped() -> None:
     product = m_grouped(FPROP, [10, 20], 16, 32)
     product.offs = torch.tensor([10, 2**31 - 1], dtype=torch.int32)
     assert_same_bits(product.run(), product.expected())
+
+
+@pytest.mark.parametrize("ends", [[30, 10, 20], [-5, 2**31 - 1, -(2**31)]], ids=["falling", "wild"])
+def test_end_rows_that_break_the_rules_do_no_harm(ends: list[int]) -> None:
+    product = m_grouped(FPROP, [10, 10, 10], 16, 32)
+    product.offs = torch.tensor(ends, dtype=torch.int32)
+    out = product.before.clone()
+    tensors = [t for t in (*product.tensors(), product.offs) if t is not None]
+    try:
+        emulator.watch(*tensors, out)
+        product.run_into(out)
+    finally:
+        emulator.unwatch()
+
+
+@pytest.mark.parametrize("config", [FPROP, TILED["swapped 128x64"]], ids=["direct", "swapped"])
+def test_offsets_past_2_to_the_31(config: GemmConfig) -> None:
+    # Row 64 starts at element 2^31; only pages that are written become memory.
+    product = m_grouped(config, [65, 33], 8, 32)
+    out = torch.empty_strided(product.before.shape, (2**25, 1), dtype=product.before.dtype)
+    product.run_into(out)
+    assert_same_bits(out.contiguous(), product.expected())
 
 
 def test_infinite_and_nan_factors_stay_in_their_rows() -> None:

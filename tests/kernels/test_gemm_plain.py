@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 
 from cute_kernels import emulator
-from cute_kernels.gemm.config import GemmConfig
+from cute_kernels.gemm.config import GemmConfig, TileShape
 from tests.kernels.gemm_support import Product, assert_same_bits, k_grouped, m_grouped
 
 FPROP = GemmConfig("bfloat16", bias_dtype="bfloat16")
-DGRAD = GemmConfig("float16", out_dtype="float16", transpose_b=True, has_alpha=True)
-WGRAD = GemmConfig("bfloat16", grouping="k_grouped", out_dtype="float32", accumulate=True)
+FEW_ROWS = GemmConfig("bfloat16", transpose_b=True, tile=TileShape(128, 32, swap_ab=True))
+DGRAD = GemmConfig(
+    "float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=TileShape(256, 256, 2)
+)
+WGRAD = GemmConfig(
+    "bfloat16", "k_grouped", out_dtype="float32", accumulate=True, tile=TileShape(256, 128, 2)
+)
+CONFIGS = {"fprop": FPROP, "few rows": FEW_ROWS, "dgrad": DGRAD, "wgrad": WGRAD}
 
 #: (rows of each group, N, K, rows of the tail).
 SHAPES = {
@@ -30,9 +36,9 @@ def product_of(config: GemmConfig, shape: str) -> Product:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("config", [FPROP, DGRAD, WGRAD], ids=["fprop", "dgrad", "wgrad"])
-def test_plain_operands(config: GemmConfig, shape: str) -> None:
-    product = product_of(config, shape)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_plain_operands(name: str, shape: str) -> None:
+    product = product_of(CONFIGS[name], shape)
     assert_same_bits(product.run(), product.expected())
 
 
@@ -44,4 +50,4 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
     ):
         want = product.expected()
         with emulator.options(**mode):
-            assert_same_bits(product.run(num_sms=1), want)
+            assert_same_bits(product.run(product.config.tile.num_ctas), want)

@@ -21,6 +21,7 @@ from tests.kernels.quantize_support import ARCH
 CONFIGS = [
     RowScaledConfig("bfloat16", warps_per_row=1),
     RowScaledConfig("bfloat16", warps_per_row=4),
+    RowScaledConfig("bfloat16", warps_per_row=1, rows_per_warp=4),
     RowScaledConfig("float32", warps_per_row=16),
     TileConfig("bfloat16"),
     TileConfig("bfloat16", columnwise=True, compute_amax=True),
@@ -58,6 +59,10 @@ def test_configurations_say_what_they_take() -> None:
     problem = QuantizeProblem("bfloat16", 4096)
     rows = RowScaledConfig.choose(problem)
     assert rows.can_implement(problem) and rows.warps_per_row == 2
+    short = RowScaledConfig.choose(QuantizeProblem("bfloat16", 256))
+    assert (short.warps_per_row, short.rows_per_warp) == (1, 8)
+    wrong = RowScaledConfig("bfloat16", warps_per_row=2, rows_per_warp=2)
+    assert not wrong.can_implement(problem)
     longest = QuantizeProblem("float32", 16384)
     assert RowScaledConfig.choose(longest).can_implement(longest)
     too_long = QuantizeProblem("bfloat16", 32784)

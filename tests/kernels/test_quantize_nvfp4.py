@@ -100,6 +100,18 @@ def test_rows_of_ragged_groups(dtype: str, warps: int) -> None:
         check_rows(config, ragged(case, dtype))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [2, 4, 8])
+def test_several_rows_a_warp(dtype: str, rows: int) -> None:
+    config = RowScaledConfig(dtype, warps_per_row=1, rows_per_warp=rows)
+    generator = torch.Generator().manual_seed(7)
+    for cols in (16, config.max_cols - 48, config.max_cols):
+        # Ends that leave the last packets of a tile with each number of rows.
+        ends = torch.randint(0, 120, (6,), generator=generator).cumsum(0).int()
+        x = random_input((int(ends[-1]) + 3, cols), DTYPES[dtype])
+        check_rows(config, Problem(x, ends))
+
+
 @pytest.mark.parametrize("warps", [4, 8, 16])
 def test_rows_of_larger_teams(warps: int) -> None:
     config = RowScaledConfig("bfloat16", warps_per_row=warps)
@@ -175,10 +187,10 @@ def test_tiles_in_any_order(variant: str, mode: dict) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-@pytest.mark.parametrize("warps", [1, 4])
-def test_rows_in_any_order(warps: int, mode: dict) -> None:
-    config = RowScaledConfig("bfloat16", warps_per_row=warps)
-    x = random_input((300, 528), torch.bfloat16)
+@pytest.mark.parametrize(("warps", "rows"), [(1, 1), (4, 1), (1, 4)])
+def test_rows_in_any_order(warps: int, rows: int, mode: dict) -> None:
+    config = RowScaledConfig("bfloat16", warps_per_row=warps, rows_per_warp=rows)
+    x = random_input((300, 496), torch.bfloat16)
     problem = Problem(x, torch.tensor([0, 130, 131, 290], dtype=torch.int32))
     with emulator.options(**mode):
         check_rows(config, problem)

@@ -336,6 +336,8 @@ def test_fp4_adds_sixteen_products_first():
 
     # The scales of the zeros, 2^8 * 2^8, decide what is cut off: below 2^(16 - 35).
     assert result(2.0**8, 1).item() == 0
+    assert result(2.0**8, 2).item() == 2.0**-19
+    assert result(2.0**8, 3).item() == 2.0**-19
     assert result(2.0**8, 16).item() == 2.0**-16
     assert result(2.0**7, 1).item() == 2.0**-20
 
@@ -351,6 +353,16 @@ def test_nan_has_one_pattern(arch, acc):
     bits = out.view(torch.int32 if acc == F32 else torch.int16)
     assert (bits == NAN[acc]).tolist() == [[True, True], [False, True], [False, True], [True, True]]
     assert out[1:3, 0].tolist() == [inf, inf]
+
+
+def test_sign_of_zero():
+    def sign(arch, a, acc):
+        return math.copysign(1.0, one(arch, [a], [2.0**-14], acc, acc_dtype=F16))
+
+    for arch in ("sm_90a", "sm_100a"):
+        assert sign(arch, -0.0, -0.0) == 1
+    assert sign("sm_90a", -(2.0**-14), 0.0) == 1
+    assert sign("sm_100a", -(2.0**-14), 0.0) == -1
 
 
 def with_zeros(x, cols):

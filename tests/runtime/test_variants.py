@@ -5,9 +5,16 @@ import itertools
 import pytest
 import torch
 
+import cute_kernels
+import grouped
+from cute_kernels.gemm.config import GemmConfig
+from cute_kernels.ops import registry
 from cute_kernels.ops.quantize import ComputeOffsets, GroupedAmax, GroupedQuantizeNVFP4
 from cute_kernels.runtime import aot, architecture
 from cute_kernels.runtime.cache import CacheKey, cache_key
+from cute_kernels.runtime.plan import PlanCache
+from grouped.nn import GroupedLinear
+from grouped.recipes import NVFP4, NVFP4RowScaled
 
 SM100 = architecture("sm_100a")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -16,7 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Recorder:
     """A launcher that notes which kernels it is asked for."""
 
-    num_sms = 1
+    num_sms = 148
 
     def __init__(self):
         self.specs = set()
@@ -62,6 +69,22 @@ def test_every_kernel_in_use_is_listed_and_no_other(used):
     assert len(listed) == len(set(listed))
     quantizers = {spec for spec in listed if type(spec).__module__.startswith("cute_kernels.quan")}
     assert quantizers == used
+
+
+@pytest.mark.parametrize("recipe", [grouped.recipes.BF16, NVFP4, NVFP4RowScaled])
+@pytest.mark.parametrize("features", [256, 2048])
+def test_training_with_a_recipe_needs_no_other_kernel(monkeypatch, recipe, features):
+    recorder = Recorder()
+    monkeypatch.setattr(registry, "launcher", lambda backend, device: recorder)
+    monkeypatch.setattr(registry, "_plans", PlanCache())
+    layer = GroupedLinear(3, features, features, recipe=recipe(), dtype=torch.bfloat16)
+    with cute_kernels.backend("emulated:sm_100a"):
+        for tokens in (3, 300, 4000):
+            x = torch.randn(tokens, features, dtype=torch.bfloat16, requires_grad=True)
+            offs = torch.tensor([1, 2, tokens], dtype=torch.int32)
+            layer(x, offs).sum().backward()
+    assert any(isinstance(spec, GemmConfig) for spec in recorder.specs)
+    assert recorder.specs <= set(aot.declared_specs(SM100))
 
 
 def test_listed_kernels_have_keys_of_their_own():

@@ -143,3 +143,13 @@ assert q.dequantize().equal(x)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_emulator_works_without_torch():
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import cute_kernels\n"
+        "assert cute_kernels.__all__ == ['emulator']\n"
+        "assert cute_kernels.emulator.stats()['warp_insns'] == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -118,11 +118,12 @@ def test_reference_places_groups_by_the_slot_rule(splits, tail):
 )
 def test_any_offsets_stay_inside_the_buffers(offs, rows):
     groups = Groups.ragged(torch.tensor(offs, dtype=torch.int32), rows)
+    assert (groups.rows >= 0).all()
+    assert int(groups.starts.min()) >= 0 and int((groups.starts + groups.rows).max()) <= rows
     tile, _, row = groups.used_tiles()
     assert ((tile >= 0) & (tile < groups.num_tiles)).all()
     assert tile.unique().numel() == tile.numel()
     assert row.numel() == 0 or int(row.max()) < rows
-    assert (groups.rows >= 0).all()
     live, slot = groups.slot_of_row()
     assert len(live) <= rows
     assert ((slot >= 0) & (slot < groups.num_tiles * shapes.TILE_ROWS)).all()

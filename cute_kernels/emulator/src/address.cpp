@@ -15,7 +15,8 @@ void need_in_smem(CTA* c, u32 offset, u64 bytes, const char* what) {
          (unsigned long long)bytes, SMEM_BASE, c->smem.size());
 }
 
-u8* shared_pointer(Warp& w, u32 address, u32 bytes, CTA** owner) {
+// Of another CTA, or out of bounds.
+u8* remote_shared_pointer(Warp& w, u32 address, u32 bytes, CTA** owner) {
   CTA* c = cta_at(w.cta->cluster, rank_of(address), "a shared address");
   need_in_smem(c, offset_of(address), bytes, "shared access");
   if (c != w.cta && c->exited)

@@ -58,7 +58,8 @@ static void load_element(Warp& w, const Instruction& in, const Operand& to, cons
     const u64 a = address[lane] + skip;
     const u8* p = resolve(w, in.space, a, bytes, lane, false);
     if (!d) continue;
-    if (in.space == SHARED || is_shared_window(a)) race_shared(w, shared_address(a), bytes, false);
+    if (races_on && (in.space == SHARED || is_shared_window(a)))
+      race_shared(w, shared_address(a), bytes, false);
     u64 v = 0;
     memcpy(&v, p, std::min(bytes, 8u));
     if (bytes == 16) memcpy(&d[32 + lane], p + 8, 8);

@@ -9,7 +9,15 @@ inline u32 shared_address(u64 a) { return (u32)(a >= SHARED_WINDOW ? a - SHARED_
 inline u32 offset_of(u32 shared) { return shared & OFFSET_MASK; }
 inline u32 rank_of(u32 shared) { return shared >> 24; }
 CTA* cta_at(Cluster* cluster, u32 rank, const char* what);
-u8* shared_pointer(Warp& w, u32 address, u32 bytes, CTA** owner = nullptr);
+u8* remote_shared_pointer(Warp& w, u32 address, u32 bytes, CTA** owner);
+inline u8* shared_pointer(Warp& w, u32 address, u32 bytes, CTA** owner = nullptr) {
+  CTA* c = w.cta;
+  const u32 offset = offset_of(address);
+  if (rank_of(address) != c->rank || offset < SMEM_BASE || offset + bytes > c->smem.size())
+    return remote_shared_pointer(w, address, bytes, owner);
+  if (owner) *owner = c;
+  return c->smem.data() + offset;
+}
 u8* shared_pointer_of_lane(Warp& w, const Operand& o, int lane, u32 bytes, CTA** owner,
                            u32* offset);
 // Any space; checks alignment and bounds.

@@ -35,6 +35,9 @@ u16 float_to_bf16(float f) {
 
 u16 round_to_16(bool fp16, double value, double residue, u8 rounding, bool satfinite) {
   if (value != value) return HALF_NAN;
+  const float single = (float)value;
+  if (rounding == RN && residue == 0 && !satfinite && (double)single == value)
+    return fp16 ? float_to_half(single) : float_to_bf16(single);
   const int mantissa = fp16 ? 10 : 7, bias = fp16 ? 15 : 127;
   const u16 infinity = fp16 ? 0x7c00 : 0x7f80, sign = std::signbit(value) ? 0x8000 : 0;
   const bool away = rounding == RP ? !sign : rounding == RM && sign;
@@ -44,9 +47,9 @@ u16 round_to_16(bool fp16, double value, double residue, u8 rounding, bool satfi
     fail("directed rounding of an inexact intermediate to a 16-bit float is not modelled");
   if (std::isinf(magnitude)) return sign | (satfinite ? infinity - 1 : infinity);
   if (magnitude == 0) return sign;
-  int exponent = std::ilogb(magnitude);
+  int exponent = exponent_of_normal(magnitude);
   const int quantum = std::max(exponent, 1 - bias) - mantissa;
-  const double scaled = std::ldexp(magnitude, -quantum);
+  const double scaled = magnitude * pow2(-quantum);
   double whole = std::floor(scaled);
   const double part = scaled - whole;
   const int sticky = residue == 0 ? 0 : (residue > 0) == (value > 0) ? 1 : -1;
@@ -56,14 +59,14 @@ u16 round_to_16(bool fp16, double value, double residue, u8 rounding, bool satfi
   } else if (away && part > 0) {
     whole += 1;
   }
-  const double rounded = std::ldexp(whole, quantum);
+  const double rounded = whole * pow2(quantum);
   if (rounded == 0) return sign;
-  exponent = std::ilogb(rounded);
+  exponent = exponent_of_normal(rounded);
   if (exponent > bias)
     return sign | (satfinite || (rounding != RN && !away) ? infinity - 1 : infinity);
-  if (exponent < 1 - bias) return sign | (u16)std::ldexp(rounded, mantissa + bias - 1);
+  if (exponent < 1 - bias) return sign | (u16)(rounded * pow2(mantissa + bias - 1));
   return sign | (u16)((exponent + bias) << mantissa) |
-         (u16)(std::ldexp(rounded, mantissa - exponent) - (1 << mantissa));
+         (u16)(rounded * pow2(mantissa - exponent) - (1 << mantissa));
 }
 
 namespace {
@@ -120,21 +123,20 @@ u32 encode_mini(double x, u8 type, u8 rounding, bool satfinite, double fraction)
   const int min_exponent = 1 - f.bias;
   double rounded = INFINITY;
   if (!std::isinf(magnitude)) {
-    const int quantum = std::max(std::ilogb(magnitude), min_exponent) - f.mantissa_bits;
-    const double scaled = std::ldexp(magnitude, -quantum);
-    rounded = std::ldexp(rounding == RS   ? std::floor(scaled + fraction)
-                         : rounding == RZ ? std::floor(scaled)
-                                          : std::nearbyint(scaled),
-                         quantum);
+    const int quantum = std::max(exponent_of_normal(magnitude), min_exponent) - f.mantissa_bits;
+    const double scaled = magnitude * pow2(-quantum);
+    rounded = (rounding == RS   ? std::floor(scaled + fraction)
+               : rounding == RZ ? std::floor(scaled)
+                                : std::nearbyint(scaled)) *
+              pow2(quantum);
   }
   if (rounded > f.max) {
     if (f.has_infinity && !satfinite) return sign | infinity;
     rounded = f.max;
   }
   if (rounded == 0) return sign;
-  const int exponent = std::ilogb(rounded);
-  if (exponent < min_exponent)
-    return sign | (u32)std::ldexp(rounded, f.mantissa_bits - min_exponent);
+  const int exponent = exponent_of_normal(rounded);
+  if (exponent < min_exponent) return sign | (u32)(rounded * pow2(f.mantissa_bits - min_exponent));
   return sign | (u32)((exponent + f.bias) << f.mantissa_bits) |
-         ((u32)std::ldexp(rounded, f.mantissa_bits - exponent) - (1u << f.mantissa_bits));
+         ((u32)(rounded * pow2(f.mantissa_bits - exponent)) - (1u << f.mantissa_bits));
 }

@@ -20,7 +20,7 @@ void note_generic_write_unraced(Warp& w, int lane, u32 address, u32 bytes) {
 }
 
 void note_generic_write(Warp& w, int lane, u32 address, u32 bytes) {
-  race_shared(w, address, bytes, true);
+  if (races_on) race_shared(w, address, bytes, true);
   note_generic_write_unraced(w, lane, address, bytes);
 }
 

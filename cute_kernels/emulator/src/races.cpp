@@ -53,6 +53,8 @@ static Actor issue(Warp& w, u32 agent) {
   if (!races_on) return {};
   Actor a{agent, w.clock, machine.line()};
   a.clock[agent] = ++w.cta->tensor_core.clock[agent];
+  // What the warp does from here on is not ordered before the operation.
+  w.clock[agent_of(w, WARP_AGENT)]++;
   return a;
 }
 Actor issue_async(Warp& w, AgentKind kind) { return issue(w, agent_of(w, kind)); }

@@ -1,0 +1,153 @@
+"""Count what the sm_100a NVFP4 grouped GEMM executes and moves, on the emulator.
+
+    python -m perf.count_gemm [--rows 256] [--groups 8] [--n 2048] [--k 2048]
+        [--sizes 432,80,160] [--tiles 256x256 128x32s]
+
+``work`` is MMA work over useful work: rows of tiles that no group has count as waste. ``load`` and
+``store`` are megabytes by TMA, ``direct`` megabytes by ordinary stores. ``warp`` is thousands of
+warp instructions, of PTX. ``waves`` is thousands of shared-memory wavefronts of ordinary accesses.
+Registers are of the machine code. Each product is first compared, on a sample, with what a tensor
+core gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import torch
+
+from cute_kernels import emulator
+from cute_kernels.gemm.config import TILE_SHAPES, GemmConfig, TileShape
+from cute_kernels.reference.groups import untile_scales
+from cute_kernels.reference.tensor_core import tensor_core_gemm
+from cute_kernels.shapes import ceil_div, num_slot_tiles, scale_tiles, slot_tile
+
+ARCH = "sm_100a"
+NUM_SMS = 8
+_SAMPLE = 16
+
+
+@dataclasses.dataclass
+class Operands:
+    """Random codes and scales of an m_grouped product, all amaxes 2688 so that factors are 1."""
+
+    a: torch.Tensor
+    a_scales: torch.Tensor
+    b: torch.Tensor
+    b_scales: torch.Tensor
+    offs: torch.Tensor
+
+    @classmethod
+    def random(cls, sizes: list[int], n: int, k: int) -> Operands:
+        """Operands of groups of ``sizes`` rows."""
+        generator = torch.Generator().manual_seed(0)
+        rows, groups = sum(sizes), len(sizes)
+
+        def codes(*shape: int) -> torch.Tensor:
+            return torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+
+        def scales(*shape: int) -> torch.Tensor:
+            # E4M3 from 1/8 to 16.
+            return torch.randint(0x20, 0x58, shape, dtype=torch.uint8, generator=generator)
+
+        k_tiles = scale_tiles(k, 16)
+        return cls(
+            codes(rows, k // 2),
+            scales(num_slot_tiles(rows, groups), k_tiles, 512),
+            codes(groups, n, k // 2),
+            scales(groups, ceil_div(n, 128), k_tiles, 512),
+            torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        )
+
+    def run(self, config: GemmConfig) -> torch.Tensor:
+        """The (T, N) bf16 output of one launch."""
+        from perf.compiled import compile_for_emulator
+
+        rows, groups = len(self.a), len(self.b)
+        ones = torch.full((max(rows, groups),), 2688.0)
+        out = torch.empty(rows, self.b.shape[1], dtype=torch.bfloat16)
+        compile_for_emulator(config, ARCH).run(
+            *(self.a, self.a_scales, ones[:rows], self.b, self.b_scales, ones[:groups]),
+            *(self.offs, None, None, out, NUM_SMS),
+        )
+        return out
+
+    def check(self, out: torch.Tensor) -> None:
+        """Compare the corner of each group's product."""
+        start = 0
+        blocks = self.a.shape[1] * 2 // 16
+        for group, end in enumerate(self.offs.tolist()):
+            rows = min(_SAMPLE, end - start)
+            if rows > 0:
+                slot = slot_tile(start, group)
+                operands = (self.a[start : start + rows], self.b[group, :_SAMPLE])
+                tiles = (self.a_scales[slot], self.b_scales[group, 0])
+                a_sf, b_sf = (
+                    untile_scales(t[None], blocks).view(torch.float8_e4m3fn) for t in tiles
+                )
+                want = tensor_core_gemm(
+                    ARCH, *operands, a_scales=a_sf[:rows], b_scales=b_sf[:_SAMPLE]
+                )
+                factor = torch.tensor(2688.0) * torch.tensor(1 / 2688)
+                want = (want * (factor * factor)).to(out.dtype)
+                torch.testing.assert_close(
+                    out[start : start + rows, :_SAMPLE], want, rtol=0, atol=0
+                )
+            start = end
+
+
+def tile_name(tile: TileShape) -> str:
+    """Size of a tile, and an s if its operands are swapped."""
+    return f"{tile.m}x{tile.n}{'s' * tile.swap_ab}"
+
+
+def report(tile: TileShape, operands: Operands, useful: float) -> None:
+    """Print one line of the table."""
+    from perf.compiled import compile_for_emulator
+    from perf.cubin import read_resources
+
+    config = GemmConfig("nvfp4", row_scaled=True, tile=tile)
+    emulator.reset_stats()
+    out = operands.run(config)
+    stats = emulator.stats()
+    operands.check(out)
+    resources = read_resources(compile_for_emulator(config, ARCH).cubin).values()
+    cells = (
+        f"{stats['mma_flops'] / useful:8.2f}",
+        f"{stats['tma_load_bytes'] / 1e6:8.1f}",
+        f"{stats['tma_store_bytes'] / 1e6:8.1f}",
+        f"{stats['st_global_bytes'] / 1e6:8.1f}",
+        f"{stats['warp_insns'] / 1e3:8.0f}",
+        f"{stats['smem_wavefronts'] / 1e3:8.0f}",
+        f"{max(r.registers for r in resources):8d}",
+    )
+    print(f"{tile_name(tile):10}" + "".join(cells), flush=True)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=256, help="of each group")
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--n", type=int, default=2048)
+    parser.add_argument("--k", type=int, default=2048)
+    parser.add_argument("--sizes", help="rows of each group, instead of --rows and --groups")
+    names = [tile_name(tile) for tile in TILE_SHAPES]
+    parser.add_argument("--tiles", nargs="+", choices=names, default=names)
+    options = parser.parse_args()
+    emulator.install(arch=ARCH)
+    sizes = [options.rows] * options.groups
+    if options.sizes:
+        sizes = [int(size) for size in options.sizes.split(",")]
+    print(f"rows {' '.join(map(str, sizes))}, N {options.n}, K {options.k}, {NUM_SMS} SMs")
+    heads = ("work", "load", "store", "direct", "warp", "waves", "regs")
+    print(f"{'tile':10}" + "".join(f"{head:>8}" for head in heads))
+    operands = Operands.random(sizes, options.n, options.k)
+    for tile in TILE_SHAPES:
+        if tile_name(tile) in options.tiles:
+            report(tile, operands, 2.0 * sum(sizes) * options.n * options.k)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""Launching, options, watched memory, counts, building."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cute_kernels import emulator
+from cute_kernels.emulator import compilation
+from tests.emulator.ptx import run, store_words
+
+ADD_ONE = """mul.wide.u32 %d0, %t, 4; add.u64 %d1, %p0, %d0; ld.global.b32 %r0, [%d1];
+add.u32 %r0, %r0, %p1; st.global.b32 [%d1], %r0;"""
+ROOT = Path(__file__).parents[2]
+
+
+def test_arguments():
+    x = np.zeros(32, np.uint32)
+    run(ADD_ONE, x, 5)
+    assert (x == 5).all()
+    with pytest.raises(ValueError, match="2 parameters, got 1"):
+        emulator.launch("kernel", (1,), (32,), (x,))
+    with pytest.raises(ValueError, match="a parameter of 8 bytes got 4"):
+        emulator.launch("kernel", (1,), (32,), (bytes(4), 1))
+    with pytest.raises(KeyError):
+        emulator.launch("no such kernel", (1,), (32,))
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        ({"block": 2048}, "block of 2048 threads"),
+        ({"grid": 3, "cluster": 2}, "not divisible by the cluster"),
+        ({"dynamic_smem": 300_000}, "the limit is 232448"),
+    ],
+)
+def test_invalid_launches(launch, message):
+    with pytest.raises(emulator.EmulatorError, match=message):
+        run("", **launch)
+    run("")  # the engine works on
+
+
+def test_an_error_says_where():
+    with pytest.raises(emulator.EmulatorError) as error:
+        run("mov.u32 %r0, 1; trap;", name="broken", grid=3)
+    message = str(error.value)
+    assert message.startswith("trap")
+    assert "in kernel broken" in message
+    assert "CTA (0,0,0) warp 0" in message
+    assert message.endswith("trap")
+
+
+def test_watched_memory():
+    x, y = np.zeros(32, np.uint32), np.zeros(32, np.uint32)
+    emulator.watch(x)
+    run(ADD_ONE, x, 1)
+    with pytest.raises(emulator.EmulatorError, match="global load out of bounds"):
+        run(ADD_ONE, y, 1)
+    with pytest.raises(emulator.EmulatorError, match="124 of 128|bytes past the end"):
+        run(ADD_ONE.replace("[%d1]", "[%d1+4]"), x, 1)
+    emulator.watch(y)
+    run(ADD_ONE, y, 1)
+    emulator.unwatch()
+    run(ADD_ONE, np.zeros(32, np.uint32), 1)
+
+
+def test_misaligned_and_null():
+    x = np.zeros(64, np.uint32)
+    with pytest.raises(emulator.EmulatorError, match="misaligned 4-byte load"):
+        run(ADD_ONE.replace("[%d1]", "[%d1+2]"), x, 1)
+    with pytest.raises(emulator.EmulatorError, match="null or tiny pointer"):
+        run("mov.b64 %d0, 16; ld.global.b32 %r0, [%d0];")
+
+
+def test_shared_out_of_bounds():
+    body = ".shared .align 4 .b8 s[128]; mov.u32 %r0, s; ld.shared.b32 %r1, [%r0+{}];"
+    run(body.format(124))
+    with pytest.raises(emulator.EmulatorError, match="shared access out of bounds"):
+        run(body.format(128))
+    with pytest.raises(emulator.EmulatorError, match="shared access out of bounds"):
+        run(body.format(-4))
+
+
+def test_options():
+    body = "mov.u32 %r0, %nsmid;" + store_words("%p0", ["%r0"])
+    out = np.zeros((32, 1), np.uint32)
+    with emulator.options(num_sms=7):
+        with emulator.options(mode="chaos", seed=1):
+            run(body, out)
+        assert (out == 7).all()
+    run(body, out)
+    assert (out == 4).all()
+    with pytest.raises(ValueError, match="mode must be one of"), emulator.options(mode="fast"):
+        pass
+    with pytest.raises(ValueError, match="num_sms must be positive"), emulator.options(num_sms=0):
+        pass
+
+
+def test_chaos_depends_on_the_seed_alone():
+    """The order in which warps take tickets: random, and the same for the same seed."""
+    body = """atom.global.add.u32 %r0, [%p0], 1; and.b32 %r1, %t, 31; setp.eq.u32 %q0, %r1, 0;
+    """ + store_words("%p1", ["%r0"])
+
+    def order(seed: int) -> list[int]:
+        counter, out = np.zeros(1, np.uint32), np.zeros((1024, 1), np.uint32)
+        with emulator.options(mode="chaos", seed=seed):
+            run(body, counter, out, block=1024)
+        return out[:, 0].tolist()
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+
+
+def test_stats():
+    x = np.zeros(64, np.uint32)
+    run(ADD_ONE, x, 1, grid=2)
+    stats = emulator.stats()
+    assert stats["ctas"] == 2
+    assert stats["op.LD"] == 2 * 3  # two parameters and a load
+    assert stats["thread_insns"] == 32 * stats["warp_insns"]
+    assert stats["st_global_bytes"] == 256
+    with pytest.raises(emulator.EmulatorError):
+        run("trap;")
+    assert emulator.stats() == stats  # a failed launch does not count
+    emulator.reset_stats()
+    assert emulator.stats()["warp_insns"] == 0
+
+
+def test_data_races_between_warps():
+    body = """.shared .align 4 .b8 s[256]; mov.u32 %r0, s; shl.b32 %r1, %t, 2;
+    add.u32 %r2, %r0, %r1; xor.b32 %r3, %r1, 128; add.u32 %r4, %r0, %r3;
+    st.shared.b32 [%r2], %t; {barrier} ld.shared.b32 %r5, [%r4];"""
+    with emulator.options(races=True):
+        run(body.format(barrier="bar.sync 0;"), block=64)
+        with pytest.raises(emulator.EmulatorError) as error:
+            run(body.format(barrier=""), block=64)
+        assert "data race on shared offset" in str(error.value)
+        assert "by warp 1 of CTA rank 0 (PTX line" in str(error.value)
+        # A barrier that the reader does not wait at orders nothing.
+        with pytest.raises(emulator.EmulatorError, match="data race"):
+            run(body.format(barrier="bar.arrive 1, 128;"), block=64)
+    run(body.format(barrier=""), block=64)
+
+
+def test_write_after_read_race():
+    body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; setp.lt.u32 %q0, %t, 32;
+    and.b32 %r1, %t, 31; shl.b32 %r1, %r1, 2; add.u32 %r0, %r0, %r1;
+    @%q0 st.shared.b32 [%r0], %t; bar.sync 0; @!%q0 ld.shared.b32 %r2, [%r0]; {barrier}
+    @%q0 st.shared.b32 [%r0], %t;"""
+    with emulator.options(races=True):
+        run(body.format(barrier="bar.sync 0;"), block=64)
+        with pytest.raises(emulator.EmulatorError, match="not ordered"):
+            run(body.format(barrier=""), block=64)
+
+
+def test_relaxed_arrival_orders_nothing():
+    body = """.shared .align 8 .b64 bar; .shared .b32 value; mov.u32 %r0, bar; mov.u32 %r1, value;
+    setp.eq.u32 %q0, %t, 0; setp.lt.u32 %q1, %t, 32;
+    @%q0 mbarrier.init.shared::cta.b64 [%r0], 1; bar.sync 0; @!%q1 bra READER;
+    @%q0 st.shared.b32 [%r1], %t; @%q0 mbarrier.arrive{how}.shared::cta.b64 _, [%r0]; bra DONE;
+    READER: W: mbarrier.try_wait.parity.shared::cta.b64 %q2, [%r0], 0; @!%q2 bra W;
+    ld.shared.b32 %r2, [%r1]; DONE:"""
+    with emulator.options(races=True):
+        run(body.format(how=""), block=64)
+        with pytest.raises(emulator.EmulatorError, match="data race"):
+            run(body.format(how=".relaxed.cta"), block=64)
+
+
+# ---- building
+
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(emulator.BuildError, match=r"no-such-compiler.*apt-get install g\+\+"):
+        compilation.compiler()
+
+
+def test_cache_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "a"))
+    assert compilation.cache_directory() == tmp_path / "a" / "emulator"
+    monkeypatch.delenv("CUTE_KERNELS_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compilation.cache_directory() == tmp_path / "cute_kernels" / "emulator"
+
+
+def test_unwritable_cache_directory(monkeypatch, tmp_path):
+    """A file where the directory should be stands for one that cannot be written."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(compilation.tempfile, "gettempdir", lambda: str(tmp_path))
+    directory = compilation.cache_directory()
+    assert directory == tmp_path / f"cute_kernels-{os.getuid()}" / "emulator"
+    # One that others could fill is not used.
+    directory.parent.chmod(0o777)
+    other = compilation.cache_directory()
+    assert other.parent != directory.parent
+    shutil.rmtree(other)
+
+
+def test_another_source_is_another_library(monkeypatch, tmp_path):
+    copy = tmp_path / "src"
+    shutil.copytree(compilation._SOURCES, copy)
+    cxx = compilation.compiler()
+    before = compilation._digest(cxx)
+    monkeypatch.setattr(compilation, "_SOURCES", copy)
+    assert compilation._digest(cxx) == before
+    with (copy / "bits.cpp").open("a") as file:
+        file.write("// changed\n")
+    assert compilation._digest(cxx) != before
+
+
+def test_a_failed_build_says_why(monkeypatch, tmp_path):
+    (tmp_path / "machine.h").write_text("this is no C++")
+    monkeypatch.setattr(compilation, "_SOURCES", tmp_path)
+    with pytest.raises(emulator.BuildError, match="did not compile"):
+        compilation._compile(compilation.compiler(), tmp_path)
+
+
+_STUB = """
+import sys, types
+package = types.ModuleType("cute_kernels")  # whose own modules import torch
+package.__path__ = ["cute_kernels"]
+sys.modules["cute_kernels"] = package
+"""
+
+
+def test_two_processes_build_one_library(tmp_path):
+    source, cache = tmp_path / "src", tmp_path / "cache"
+    source.mkdir()
+    (source / "machine.h").write_text("#pragma once\n")
+    (source / "api.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    code = f"""{_STUB}
+from pathlib import Path
+from cute_kernels.emulator import compilation
+compilation._SOURCES = Path({str(source)!r})
+print(compilation.build())"""
+    environment = {**os.environ, "CUTE_KERNELS_CACHE_DIR": str(cache)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    printed = {p.communicate()[0].strip() for p in processes}
+    libraries = list((cache / "emulator").glob("*.so"))
+    assert printed == {str(libraries[0])}
+    assert len(libraries) == 1
+    assert ctypes.CDLL(str(libraries[0])).answer() == 42
+    assert not list((cache / "emulator").glob("build-*"))
+
+
+def test_import_needs_neither_torch_nor_the_dsl():
+    code = f"""{_STUB}
+sys.modules["torch"] = sys.modules["cutlass"] = None
+from cute_kernels import emulator
+import numpy as np
+emulator.load_ptx('''.version 8.8
+.target sm_100a
+.visible .entry k(.param .u64 p) {{
+.reg .b64 %d; ld.param.u64 %d, [p]; st.global.b32 [%d], 7; }}''')
+x = np.zeros(1, np.uint32)
+emulator.launch("k", (1,), (1,), (x,))
+assert x[0] == 7 and emulator.installed() is None
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,207 @@
+"""Floating-point instructions against NumPy."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from tests.emulator.ptx import elementwise
+
+_EDGES32 = [0, 0x80000000, 0x3F800000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x007FFFFF,
+            0x00800000, 0x7F7FFFFF, 0x33800000]  # fmt: skip
+
+
+def _floats(count: int, dtype: type = np.float32, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    arrays = []
+    for _ in range(count):
+        v = rng.standard_normal(512) * np.exp2(rng.integers(-12, 12, 512))
+        v = v.astype(dtype)
+        if dtype is np.float32:
+            v[:128] = rng.choice(np.array(_EDGES32, np.uint32).view(np.float32), 128)
+        arrays.append(v)
+    return arrays
+
+
+def _equal(got: np.ndarray, want: np.ndarray) -> None:
+    """Bit for bit, except for which NaN it is."""
+    nan = np.isnan(got) & np.isnan(want)
+    bits = f"u{got.dtype.itemsize}"
+    assert ((got.view(bits) == want.view(bits)) | nan).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "div"])
+def test_arithmetic(op, dtype):
+    a, b = _floats(2, dtype)
+    name = f"f{np.dtype(dtype).itemsize * 8}"
+    got = elementwise(f"{op}.rn.{name} %out, %a0, %a1;", a, b, out=dtype)
+    operation = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}[op]
+    with np.errstate(all="ignore"):
+        _equal(got, operation(a, b))
+
+
+def test_fma_rounds_once():
+    rng = np.random.default_rng(1)
+    a, b, c = (rng.standard_normal(512).astype(np.float32) for _ in range(3))
+    c = (-(a.astype(np.float64) * b) * (1 + c * 2**-20)).astype(np.float32)  # cancels
+    got = elementwise("fma.rn.f32 %out, %a0, %a1, %a2;", a, b, c, out=np.float32)
+    exact = [
+        Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        for x, y, z in zip(a, b, c, strict=True)
+    ]
+    # An exact double, as these sums of 48-bit products are, rounds to float32 once.
+    doubles = np.array([float(v) for v in exact])
+    assert all(Fraction(d) == v for d, v in zip(doubles.tolist(), exact, strict=True))
+    _equal(got, doubles.astype(np.float32))
+
+
+@pytest.mark.parametrize("rounding", ["rz", "rm", "rp"])
+def test_directed_rounding(rounding):
+    a, b = (v[128:] for v in _floats(2))
+    a, b = a[:384], b[:384]
+    got = elementwise(f"mul.{rounding}.f32 %out, %a0, %a1;", a, b, out=np.float32)
+    exact = a.astype(np.float64) * b  # exact: 48 bits
+    nearest = exact.astype(np.float32)
+    up = np.where(nearest < exact, np.nextafter(nearest, np.float32(np.inf)), nearest)
+    down = np.where(nearest > exact, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+    want = {"rp": up, "rm": down, "rz": np.where(exact > 0, down, up)}[rounding]
+    _equal(got, want)
+
+
+def test_modifiers():
+    a, b = _floats(2)
+    with np.errstate(all="ignore"):
+        product = a * b
+    # Adding 0 makes -0 the +0 that the hardware gives.
+    saturated = np.where(np.isnan(product), 0, np.clip(product, 0, 1) + 0).astype(np.float32)
+    _equal(elementwise("mul.rn.sat.f32 %out, %a0, %a1;", a, b, out=np.float32), saturated)
+
+    def flush(v: np.ndarray) -> np.ndarray:
+        tiny = (np.abs(v) < np.finfo(np.float32).tiny) & (v != 0)
+        return np.where(tiny, np.copysign(np.float32(0), v), v)
+
+    with np.errstate(all="ignore"):
+        want = flush(flush(a) * flush(b)).astype(np.float32)
+    _equal(elementwise("mul.rn.ftz.f32 %out, %a0, %a1;", a, b, out=np.float32), want)
+
+
+def test_min_max():
+    a, b, c = _floats(3)
+    with np.errstate(all="ignore"):
+        _equal(elementwise("min.f32 %out, %a0, %a1;", a, b, out=np.float32) + 0, np.fmin(a, b) + 0)
+        got = elementwise("max.NaN.f32 %out, %a0, %a1;", a, b, out=np.float32) + 0
+        _equal(got, np.maximum(a, b) + 0)
+        got = elementwise("max.f32 %out, %a0, %a1, %a2;", a, b, c, out=np.float32) + 0
+        _equal(got, np.fmax(np.fmax(a, b), c) + 0)
+        absolute = elementwise("max.xorsign.abs.f32 %out, %a0, %a1;", a, b, out=np.float32)
+        _equal(np.abs(absolute), np.fmax(np.abs(a), np.abs(b)))
+    negative = np.float32([-0.0, 0.0] * 16), np.float32([0.0, -0.0] * 16)
+    assert np.signbit(elementwise("min.f32 %out, %a0, %a1;", *negative, out=np.float32)).all()
+    assert not np.signbit(elementwise("max.f32 %out, %a0, %a1;", *negative, out=np.float32)).any()
+
+
+def test_two_floats_at_once():
+    a, b, c = (np.random.default_rng(i).standard_normal((256, 2)).astype(np.float32)
+               for i in range(3))  # fmt: skip
+    packed = [v.view(np.uint64)[:, 0] for v in (a, b, c)]
+    got = elementwise("fma.rn.f32x2 %out, %a0, %a1, %a2;", *packed, out=np.uint64)
+    product = a.astype(np.float64) * b
+    _equal(got.view(np.float32).reshape(-1, 2), (product + c).astype(np.float32))
+
+
+def _bf16(values: np.ndarray) -> np.ndarray:
+    """float32 to bfloat16 bits, to nearest."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def _from_bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@pytest.mark.parametrize("op", ["add", "sub", "mul"])
+def test_halves(op):
+    operation = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[op]
+    rng = np.random.default_rng(3)
+    a, b = (rng.standard_normal(512).astype(np.float16) for _ in range(2))
+    with np.errstate(all="ignore"):
+        _equal(elementwise(f"{op}.f16 %out, %a0, %a1;", a, b, out=np.float16), operation(a, b))
+    x, y = (_bf16(rng.standard_normal(512)) for _ in range(2))
+    got = elementwise(f"{op}.rn.bf16 %out, %a0, %a1;", x, y, out=np.uint16)
+    want = operation(_from_bf16(x).astype(np.float64), _from_bf16(y).astype(np.float64))
+    # Sums and products of bfloat16 of like size are exact in double, and nearly so in float32.
+    assert (got == _bf16(want)).mean() > 0.99
+    np.testing.assert_allclose(_from_bf16(got), want, rtol=2**-8)
+
+
+def test_packed_half_fma_with_relu():
+    rng = np.random.default_rng(4)
+    a, b, c = (rng.standard_normal((256, 2)).astype(np.float16) for _ in range(3))
+    packed = [v.view(np.uint32)[:, 0] for v in (a, b, c)]
+    got = elementwise("fma.rn.relu.f16x2 %out, %a0, %a1, %a2;", *packed)
+    want = np.maximum(a.astype(np.float64) * b + c, 0).astype(np.float16)
+    assert (got.view(np.float16).reshape(-1, 2) == want).all()
+
+
+@pytest.mark.parametrize(
+    ("ptx", "reference"),
+    [
+        ("ex2.approx.f32", np.exp2),
+        ("lg2.approx.f32", np.log2),
+        ("rcp.approx.f32", lambda v: 1 / v),
+        ("rsqrt.approx.f32", lambda v: 1 / np.sqrt(v)),
+        ("sqrt.approx.f32", np.sqrt),
+        ("sin.approx.f32", np.sin),
+        ("cos.approx.f32", np.cos),
+        ("tanh.approx.f32", np.tanh),
+    ],
+)
+def test_approximate(ptx, reference):
+    a = np.linspace(0.01, 20, 256, dtype=np.float32)
+    got = elementwise(f"{ptx} %out, %a0;", a, out=np.float32)
+    np.testing.assert_allclose(got, reference(a.astype(np.float64)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cmp", ["lt", "eq", "ne", "ltu", "neu", "num", "nan"])
+def test_compare(cmp):
+    a, b = _floats(2)
+    b[::2] = a[::2]
+    got = elementwise(f".reg .pred %p; setp.{cmp}.f32 %p, %a0, %a1; selp.b32 %out, 1, 0, %p;", a, b)
+    unordered = np.isnan(a) | np.isnan(b)
+    want = {
+        "lt": a < b,
+        "eq": a == b,
+        "ne": (a != b) & ~unordered,
+        "ltu": (a < b) | unordered,
+        "neu": (a != b) | unordered,
+        "num": ~unordered,
+        "nan": unordered,
+    }[cmp]
+    assert (got.astype(bool) == want).all()
+
+
+def test_compare_packed_halves():
+    """setp of f16x2: one predicate for each half."""
+    rng = np.random.default_rng(5)
+    a, b = (rng.integers(-2, 3, (256, 2)).astype(np.float16) for _ in range(2))
+    ptx = """.reg .pred %p, %q; .reg .b32 %v; setp.lt.f16x2 %p|%q, %a0, %a1;
+    selp.b32 %out, 1, 0, %p; selp.b32 %v, 2, 0, %q; or.b32 %out, %out, %v;"""
+    got = elementwise(ptx, a.view(np.uint32)[:, 0], b.view(np.uint32)[:, 0])
+    assert (got == (a < b)[:, 0] + 2 * (a < b)[:, 1]).all()
+
+
+def test_set_and_testp():
+    a, b = _floats(2)
+    got = elementwise("set.gt.f32.f32 %out, %a0, %a1;", a, b, out=np.float32)
+    assert (got == (a > b)).all()
+    for prop, want in {
+        "finite": np.isfinite(a),
+        "infinite": np.isinf(a),
+        "notanumber": np.isnan(a),
+        "subnormal": (a != 0) & (np.abs(a) < np.finfo(np.float32).tiny),
+    }.items():
+        got = elementwise(f".reg .pred %p; testp.{prop}.f32 %p, %a0; selp.b32 %out, 1, 0, %p;", a)
+        assert (got.astype(bool) == want).all()

@@ -1,0 +1,313 @@
+"""Integer and bit instructions against Python's integers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.emulator.ptx import elementwise
+
+COUNT = 256
+_EDGES = [0, 1, 2, 7, 31, 32, 33, 63, 64, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0x7FFFFFFF, 0x80000000,
+          0xFFFFFFFF, 1 << 63, (1 << 63) - 1, (1 << 64) - 1]  # fmt: skip
+
+
+def _inputs(bits: int, count: int, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    dtype = np.dtype(f"u{bits // 8}")
+    arrays = []
+    for _ in range(count):
+        values = rng.integers(0, 1 << 64, COUNT, dtype=np.uint64, endpoint=False)
+        values[::3] = rng.choice(np.array(_EDGES, np.uint64), len(values[::3]))
+        arrays.append(values.astype(dtype))
+    return arrays
+
+
+def _signed(v: int, bits: int) -> int:
+    return v - (1 << bits) if v >> (bits - 1) else v
+
+
+def _check(ptx: str, bits: int, reference, operands: int = 2, out: int | None = None) -> None:
+    """``reference`` maps unsigned integers to an integer, of which the low bits count."""
+    arrays = _inputs(bits, operands)
+    out = out or bits
+    got = elementwise(ptx, *arrays, out=np.dtype(f"u{out // 8}"))
+    columns = zip(*(a.tolist() for a in arrays), strict=True)
+    want = [reference(*row) & ((1 << out) - 1) for row in columns]
+    assert got.tolist() == want
+
+
+@pytest.mark.parametrize("bits", [16, 32, 64])
+@pytest.mark.parametrize("kind", ["s", "u"])
+@pytest.mark.parametrize("op", ["add", "sub", "mul.lo", "mul.hi", "min", "max", "div", "rem"])
+def test_arithmetic(op, kind, bits):
+    def number(v: int) -> int:
+        return _signed(v, bits) if kind == "s" else v
+
+    def reference(a: int, b: int) -> int:
+        a, b = number(a), number(b | 1)
+        quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+        return {
+            "add": a + b,
+            "sub": a - b,
+            "mul.lo": a * b,
+            "mul.hi": a * b >> bits,
+            "min": min(a, b),
+            "max": max(a, b),
+            "div": quotient,
+            "rem": a - quotient * b,
+        }[op]
+
+    _check(f"or.b{bits} %a1, %a1, 1; {op}.{kind}{bits} %out, %a0, %a1;", bits, reference)
+
+
+@pytest.mark.parametrize("kind", ["s", "u"])
+@pytest.mark.parametrize("bits", [16, 32])
+def test_wide_products(kind, bits):
+    def reference(a: int, b: int) -> int:
+        return _signed(a, bits) * _signed(b, bits) if kind == "s" else a * b
+
+    _check(f"mul.wide.{kind}{bits} %out, %a0, %a1;", bits, reference, out=2 * bits)
+
+
+def test_multiply_add_chain_carries():
+    """A 64 x 64 -> 128 bit product, upper half, by mad.cc and madc."""
+    ptx = """
+    .reg .b32 %la, %ha, %lb, %hb, %w0, %w1, %w2, %w3;
+    mov.b64 {%la, %ha}, %a0; mov.b64 {%lb, %hb}, %a1;
+    mul.lo.u32 %w0, %la, %lb; mul.hi.u32 %w1, %la, %lb;
+    mad.lo.cc.u32 %w1, %la, %hb, %w1; madc.hi.u32 %w2, %la, %hb, 0;
+    mad.lo.cc.u32 %w1, %ha, %lb, %w1; madc.hi.cc.u32 %w2, %ha, %lb, %w2; addc.u32 %w3, 0, 0;
+    mad.lo.cc.u32 %w2, %ha, %hb, %w2; madc.hi.u32 %w3, %ha, %hb, %w3;
+    mov.b64 %out, {%w2, %w3};
+    """
+    _check(ptx, 64, lambda a, b: a * b >> 64)
+
+
+def test_subtraction_borrows():
+    ptx = """
+    .reg .b32 %la, %ha, %lb, %hb;
+    mov.b64 {%la, %ha}, %a0; mov.b64 {%lb, %hb}, %a1;
+    sub.cc.u32 %la, %la, %lb; subc.u32 %ha, %ha, %hb; mov.b64 %out, {%la, %ha};
+    """
+    _check(ptx, 64, lambda a, b: a - b)
+
+
+@pytest.mark.parametrize("op", ["add", "sub"])
+def test_saturating(op):
+    sign = 1 if op == "add" else -1
+
+    def reference(a: int, b: int) -> int:
+        total = _signed(a, 32) + sign * _signed(b, 32)
+        return min(max(total, -(1 << 31)), (1 << 31) - 1)
+
+    _check(f"{op}.sat.s32 %out, %a0, %a1;", 32, reference)
+
+
+@pytest.mark.parametrize("bits", [16, 32, 64])
+def test_unary(bits):
+    _check(f"abs.s{bits} %out, %a0;", bits, lambda a: abs(_signed(a, bits)), 1)
+    _check(f"neg.s{bits} %out, %a0;", bits, lambda a: -a, 1)
+    _check(f"not.b{bits} %out, %a0;", bits, lambda a: ~a, 1)
+    _check(f"cnot.b{bits} %out, %a0;", bits, lambda a: int(a == 0), 1)
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_counting(bits):
+    def reverse(a: int) -> int:
+        return int(f"{a:0{bits}b}"[::-1], 2)
+
+    _check(f"popc.b{bits} %out, %a0;", bits, lambda a: a.bit_count(), 1, 32)
+    _check(f"clz.b{bits} %out, %a0;", bits, lambda a: bits - a.bit_length(), 1, 32)
+    _check(f"brev.b{bits} %out, %a0;", bits, reverse, 1)
+    _check(f"bfind.u{bits} %out, %a0;", bits, lambda a: a.bit_length() - 1, 1, 32)
+
+    def find_signed(a: int) -> int:
+        return (~a & ((1 << bits) - 1) if a >> (bits - 1) else a).bit_length() - 1
+
+    _check(f"bfind.s{bits} %out, %a0;", bits, find_signed, 1, 32)
+
+
+@pytest.mark.parametrize("op", ["and", "or", "xor"])
+def test_logic_with_a_negative_literal_fits_its_register(op):
+    """The upper half of the 64-bit result shows whether a 32-bit register holds more."""
+    reference = {
+        "and": lambda a: a & (1 << 32) - 8,
+        "or": lambda a: a | (1 << 32) - 8,
+        "xor": lambda a: a ^ (1 << 32) - 8,
+    }[op]
+    ptx = f".reg .b32 %v; {op}.b32 %v, %a0, -8; cvt.u64.u32 %out, %v; add.u64 %out, %out, 0;"
+    _check(ptx, 32, reference, 1, 64)
+
+
+@pytest.mark.parametrize("bits", [16, 32, 64])
+def test_shifts_clamp(bits):
+    def amount(b: int) -> int:
+        return min(b & 0xFFFFFFFF, bits)
+
+    shift = ".reg .b32 %n; cvt.u32.u64 %n, %w;" if bits == 64 else ".reg .b32 %n; mov.b32 %n, %w;"
+    if bits == 16:
+        shift = ".reg .b32 %n; cvt.u32.u16 %n, %w;"
+    shift = shift.replace("%w", "%a1")
+    _check(f"{shift} shl.b{bits} %out, %a0, %n;", bits, lambda a, b: a << amount(b))
+    _check(f"{shift} shr.u{bits} %out, %a0, %n;", bits, lambda a, b: a >> amount(b))
+    _check(f"{shift} shr.s{bits} %out, %a0, %n;", bits, lambda a, b: _signed(a, bits) >> amount(b))
+
+
+def test_funnel_shift():
+    def reference(a: int, b: int, c: int) -> int:
+        return (b << 32 | a) >> min(c, 32)
+
+    _check("shf.r.clamp.b32 %out, %a0, %a1, %a2;", 32, reference, 3)
+    _check(
+        "shf.l.wrap.b32 %out, %a0, %a1, %a2;",
+        32,
+        lambda a, b, c: ((b << 32 | a) << (c & 31)) >> 32,
+        3,
+    )
+
+
+@pytest.mark.parametrize("kind", ["s", "u"])
+@pytest.mark.parametrize("bits", [32, 64])
+def test_bit_field_extract(kind, bits):
+    def reference(a: int, b: int, c: int) -> int:
+        """The definition of the PTX ISA, bit by bit."""
+        position, length, top = b & 0xFF, c & 0xFF, bits - 1
+        sign = a >> min(position + length - 1, top) & 1 if kind == "s" and length else 0
+        result = 0
+        for i in range(bits):
+            bit = a >> position + i & 1 if i < length and position + i <= top else sign
+            result |= bit << i
+        return result
+
+    low = "" if bits == 32 else "cvt.u32.u64 %p, %a1; cvt.u32.u64 %n, %a2;"
+    p, n = ("%a1", "%a2") if bits == 32 else ("%p", "%n")
+    _check(f".reg .b32 %p, %n; {low} bfe.{kind}{bits} %out, %a0, {p}, {n};", bits, reference, 3)
+
+
+def test_bit_field_insert():
+    def reference(a: int, base: int, b: int, c: int) -> int:
+        position, length = b & 0xFF, c & 0xFF
+        for i in range(length):
+            if position + i <= 31:
+                base = base & ~(1 << position + i) | (a >> i & 1) << position + i
+        return base
+
+    _check("bfi.b32 %out, %a0, %a1, %a2, %a3;", 32, reference, 4)
+
+
+def test_lop3_and_prmt():
+    def logic(a: int, b: int, c: int) -> int:
+        return (a & b) | (~a & c)
+
+    table = (0xF0 & 0xCC) | (~0xF0 & 0xAA)
+    _check(f"lop3.b32 %out, %a0, %a1, %a2, {table & 0xFF};", 32, logic, 3)
+
+    def permute(a: int, b: int, c: int) -> int:
+        data = (b << 32 | a).to_bytes(8, "little")
+        result = 0
+        for i in range(4):
+            selector = c >> 4 * i & 0xF
+            byte = data[selector & 7]
+            if selector & 8:
+                byte = 0xFF if byte & 0x80 else 0
+            result |= byte << 8 * i
+        return result
+
+    _check("prmt.b32 %out, %a0, %a1, %a2;", 32, permute, 3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "table"),
+    [
+        ("f4e", [(0, 1, 2, 3), (1, 2, 3, 4), (2, 3, 4, 5), (3, 4, 5, 6)]),
+        ("b4e", [(0, 7, 6, 5), (1, 0, 7, 6), (2, 1, 0, 7), (3, 2, 1, 0)]),
+        ("rc8", [(0, 0, 0, 0), (1, 1, 1, 1), (2, 2, 2, 2), (3, 3, 3, 3)]),
+        ("ecl", [(0, 1, 2, 3), (1, 1, 2, 3), (2, 2, 2, 3), (3, 3, 3, 3)]),
+        ("ecr", [(0, 0, 0, 0), (0, 1, 1, 1), (0, 1, 2, 2), (0, 1, 2, 3)]),
+        ("rc16", [(0, 1, 0, 1), (2, 3, 2, 3), (0, 1, 0, 1), (2, 3, 2, 3)]),
+    ],
+)
+def test_prmt_modes(mode, table):
+    """``table``: bytes of the result from the lowest, by selector, as in the PTX ISA."""
+
+    def reference(a: int, b: int, c: int) -> int:
+        data = (b << 32 | a).to_bytes(8, "little")
+        return int.from_bytes(bytes(data[i] for i in table[c & 3]), "little")
+
+    _check(f"prmt.b32.{mode} %out, %a0, %a1, %a2;", 32, reference, 3)
+
+
+def test_masks_sad_and_dot():
+    def mask(a: int, b: int) -> int:
+        return ((1 << min(b, 32)) - 1) << a if a < 32 else 0
+
+    _check("bmsk.clamp.b32 %out, %a0, %a1;", 32, mask)
+    _check(
+        "sad.s32 %out, %a0, %a1, %a2;",
+        32,
+        lambda a, b, c: c + abs(_signed(a, 32) - _signed(b, 32)),
+        3,
+    )
+    _check("sad.u64 %out, %a0, %a1, %a2;", 64, lambda a, b, c: c + abs(a - b), 3)
+
+    def dot(a: int, b: int, c: int) -> int:
+        return c + sum(_signed(a >> i & 0xFF, 8) * (b >> i & 0xFF) for i in range(0, 32, 8))
+
+    _check("dp4a.s32.u32 %out, %a0, %a1, %a2;", 32, dot, 3)
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+@pytest.mark.parametrize("kind", ["s", "u"])
+def test_packed_16(op, kind):
+    pick = min if op == "min" else max
+
+    def reference(a: int, b: int) -> int:
+        result = 0
+        for i in (0, 16):
+            x, y = a >> i & 0xFFFF, b >> i & 0xFFFF
+            order = (lambda v: _signed(v, 16)) if kind == "s" else (lambda v: v)
+            result |= pick(x, y, key=order) << i
+        return result
+
+    _check(f"{op}.{kind}16x2 %out, %a0, %a1;", 32, reference)
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("kind", ["s", "u"])
+@pytest.mark.parametrize("cmp", ["lt", "le", "gt", "ge", "eq", "ne"])
+def test_compare_and_select(cmp, kind, bits):
+    compare = {
+        "lt": int.__lt__, "le": int.__le__, "gt": int.__gt__,
+        "ge": int.__ge__, "eq": int.__eq__, "ne": int.__ne__,
+    }[cmp]  # fmt: skip
+
+    def reference(a: int, b: int) -> int:
+        x, y = (_signed(a, bits), _signed(b, bits)) if kind == "s" else (a, b)
+        return (1 if compare(x, y) else 2) if a & 1 else 2
+
+    # p and q are opposites, both combined with the lowest bit of a.
+    ptx = f"""
+    .reg .pred %p, %q, %odd; .reg .b{bits} %low; .reg .b32 %v;
+    and.b{bits} %low, %a0, 1; setp.ne.u{bits} %odd, %low, 0;
+    setp.{cmp}.and.{kind}{bits} %p|%q, %a0, %a1, %odd;
+    selp.b32 %out, 1, 2, %p;
+    """
+    _check(ptx, bits, reference, out=32)
+    opposite = ptx.replace("selp.b32 %out, 1, 2, %p;", "selp.b32 %out, 1, 2, %q;")
+
+    def reference_q(a: int, b: int) -> int:
+        return 1 if a & 1 and reference(a, b) == 2 else 2
+
+    _check(opposite, bits, reference_q, out=32)
+
+
+def test_integer_conversions():
+    _check("cvt.s32.s8 %out, %a0;", 32, lambda a: _signed(a & 0xFF, 8), 1)
+    _check("cvt.s64.s32 %out, %a0;", 32, lambda a: _signed(a, 32), 1, 64)
+    _check(
+        "cvt.sat.s16.s32 %out, %a0;", 32, lambda a: min(max(_signed(a, 32), -32768), 32767), 1, 16
+    )
+    # A narrow result is truncated, then extended to its register.
+    ptx = ".reg .b32 %v; cvt.s8.s32 %v, %a0; mov.b32 %out, %v;"
+    _check(ptx, 32, lambda a: _signed(a & 0xFF, 8), 1)

@@ -1,0 +1,371 @@
+"""TMA and bulk copies against NumPy, and their checkers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cute_kernels import emulator
+from tests.emulator.ptx import run, wait
+from tests.emulator.test_memory import _aligned
+
+SETUP = """.shared .align 1024 .b8 s[{smem}]; .shared .align 8 .b64 bar; mov.u32 %r0, s;
+mov.u32 %r1, bar; setp.eq.u32 %q0, %t, 0; @%q0 mbarrier.init.shared::cta.b64 [%r1], 1; bar.sync 0;
+"""
+EXPECT = "@%q0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], {bytes};"
+LOAD = (
+    "@%q0 cp.async.bulk.tensor.{rank}d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+    " [%r0], [%p0, {{{coordinates}}}], [%r1];"
+)
+# Shared memory, word by word, to the array behind %p1.
+DUMP = """mov.u32 %r20, %t; COPY: shl.b32 %r21, %r20, 2; add.u32 %r22, %r0, %r21;
+ld.shared.b32 %r23, [%r22]; cvt.u64.u32 %d20, %r21; add.u64 %d20, {to}, %d20;
+st.global.b32 [%d20], %r23; add.u32 %r20, %r20, 32; setp.lt.u32 %q9, %r20, {words}; @%q9 bra COPY;
+"""
+
+
+def _load(array: np.ndarray, box: tuple[int, ...], at: tuple[int, ...], swizzle: int = 0):
+    """The box at coordinates ``at`` (innermost first), as it lies in shared memory."""
+    size = int(np.prod(box)) * array.itemsize
+    out = np.full(size, 0xEE, np.uint8)
+    body = (
+        SETUP.format(smem=size)
+        + EXPECT.format(bytes=size)
+        + LOAD.format(rank=len(box), coordinates=", ".join(map(str, at)))
+        + wait("%r1")
+        + DUMP.format(words=size // 4, to="%p1")
+    )
+    run(body, emulator.tensor_map(array, box, swizzle=swizzle), out)
+    return out.view(array.dtype).reshape(box)
+
+
+def _box(array: np.ndarray, box: tuple[int, ...], at: tuple[int, ...]) -> np.ndarray:
+    """The same by NumPy: zeros where the box leaves the array."""
+    out = np.zeros(box, array.dtype)
+    for index in np.ndindex(*box):
+        position = tuple(i + c for i, c in zip(index, reversed(at), strict=True))
+        if all(0 <= p < n for p, n in zip(position, array.shape, strict=True)):
+            out[index] = array[position]
+    return out
+
+
+@pytest.mark.parametrize("mode", ["eager", "chaos"])
+@pytest.mark.parametrize(
+    ("shape", "box", "at"),
+    [
+        ((64,), (32,), (16,)),
+        ((20, 32), (8, 16), (8, 4)),
+        ((20, 32), (8, 16), (24, 16)),  # beyond two edges
+        ((20, 32), (8, 16), (-4, -3)),
+        ((3, 5, 16), (2, 4, 8), (4, 2, 2)),
+        ((2, 3, 4, 8), (2, 2, 2, 4), (0, 3, 2, 1)),
+        ((2, 2, 3, 4, 8), (1, 2, 2, 2, 8), (0, 1, 2, 1, 1)),
+    ],
+)
+def test_load(shape, box, at, mode):
+    array = _aligned(np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
+    with emulator.options(mode=mode):
+        assert (_load(array, box, at) == _box(array, box, at)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.int64])
+def test_element_types(dtype):
+    array = _aligned(np.arange(32 * 64).reshape(32, 64).astype(dtype))
+    assert (_load(array, (8, 16), (16, 3)) == _box(array, (8, 16), (16, 3))).all()
+
+
+@pytest.mark.parametrize("swizzle", [32, 64, 128])
+def test_swizzle(swizzle):
+    """The 16-byte chunks of a row change places by the row's number within the pattern."""
+    array = _aligned(np.arange(64 * 128, dtype=np.uint8).reshape(64, 128))
+    rows = 32
+    got = _load(array, (rows, swizzle), (0, 8), swizzle).reshape(-1, 16)
+    want = np.zeros_like(got)
+    for chunk in range(len(want)):
+        address = chunk * 16
+        moved = address ^ (address >> 3 & swizzle - 16)
+        row, column = divmod(address, swizzle)
+        want[moved // 16] = array[8 + row, column : column + 16]
+    assert (got == want).all()
+
+
+STORE = (
+    "@%q0 cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%p1, {%r30, %r31}], [%r0];"
+    "@%q0 cp.async.bulk.commit_group; @%q0 cp.async.bulk.wait_group.read 0;"
+)
+FILL = """mov.u32 %r20, %t; FILL: shl.b32 %r21, %r20, 2; add.u32 %r22, %r0, %r21;
+st.shared.b32 [%r22], %r20; add.u32 %r20, %r20, 32; setp.lt.u32 %q9, %r20, {words}; @%q9 bra FILL;
+fence.proxy.async.shared::cta; bar.sync 0;
+"""
+
+
+def _store(target: np.ndarray, box, at, body=STORE, fill=FILL, dummy=None) -> None:
+    words = int(np.prod(box))
+    run(
+        SETUP.format(smem=4 * words)
+        + fill.format(words=words)
+        + f"mov.b32 %r30, {at[0]}; mov.b32 %r31, {at[1]};"
+        + body,
+        np.zeros(1) if dummy is None else dummy,
+        emulator.tensor_map(target, box),
+    )
+
+
+@pytest.mark.parametrize("mode", ["eager", "chaos"])
+def test_store_drops_what_is_outside(mode):
+    target = _aligned(np.full((12, 16), -1, np.int32))
+    with emulator.options(mode=mode, races=True):
+        _store(target, (8, 8), (12, 7))
+    want = np.full((12, 16), -1, np.int32)
+    want[7:, 12:] = np.arange(64).reshape(8, 8)[:5, :4]
+    assert (target == want).all()
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"), [("add", np.int32), ("min", np.int32), ("max", np.uint32), ("or", np.uint32)]
+)
+def test_reduction(op, dtype):
+    target = _aligned((np.arange(64).reshape(8, 8) * 7 % 50).astype(dtype))
+    before = target.copy()
+    _store(
+        target, (8, 8), (0, 0),
+        STORE.replace("cp.async.bulk.tensor.2d", "cp.reduce.async.bulk.tensor.2d")
+        .replace(".tile.", f".{op}.tile."),
+    )  # fmt: skip
+    values = np.arange(64).reshape(8, 8).astype(dtype)
+    function = {"add": np.add, "min": np.minimum, "max": np.maximum, "or": np.bitwise_or}[op]
+    assert (target == function(before, values)).all()
+
+
+def test_float_reduction_of_a_bulk_copy():
+    target = _aligned(np.arange(32, dtype=np.float32))
+    body = (
+        SETUP.format(smem=128)
+        + """cvt.rn.f32.u32 %f0, %t; shl.b32 %r3, %t, 2; add.u32 %r4, %r0, %r3;
+    st.shared.f32 [%r4], %f0; fence.proxy.async.shared::cta; bar.sync 0;
+    @%q0 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%p0], [%r0], 128;
+    @%q0 cp.async.bulk.commit_group; @%q0 cp.async.bulk.wait_group 0;"""
+    )
+    run(body, target)
+    assert (target == 2 * np.arange(32)).all()
+
+
+def test_bulk_copy_there_and_back():
+    source = _aligned(np.arange(256, dtype=np.uint32))
+    target = _aligned(np.zeros(256, np.uint32))
+    body = (
+        SETUP.format(smem=1024)
+        + EXPECT.format(bytes=1024)
+        + """@%q0 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes
+        [%r0], [%p0], 1024, [%r1];"""
+        + wait("%r1")
+        + """@%q0 cp.async.bulk.global.shared::cta.bulk_group [%p1], [%r0], 1024;
+        @%q0 cp.async.bulk.commit_group; @%q0 cp.async.bulk.wait_group 0;"""
+    )
+    for seed in range(3):
+        target[:] = 0
+        with emulator.options(mode="chaos", seed=seed, races=True):
+            run(body, source, target)
+        assert (target == source).all()
+    assert emulator.stats()["tma_load_bytes"] == emulator.stats()["tma_store_bytes"] == 3 * 1024
+
+
+@pytest.mark.parametrize("mode", ["eager", "chaos"])
+def test_multicast(mode):
+    """Each CTA of a pair loads half a tile into both."""
+    array = _aligned(np.arange(256, dtype=np.float32).reshape(16, 16))
+    out = np.zeros((2, 16, 16), np.float32)
+    body = (
+        SETUP.format(smem=1024)
+        + "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+        + EXPECT.format(bytes=1024)
+        + """mov.u32 %r2, %cluster_ctarank; shl.b32 %r3, %r2, 3; shl.b32 %r4, %r2, 9;
+        add.u32 %r5, %r0, %r4; mov.b16 %h0, 3;
+        @%q0 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes\
+.multicast::cluster [%r5], [%p0, {0, %r3}], [%r1], %h0;"""
+        + wait("%r1")
+        + "mov.u32 %r6, %ctaid.x; mul.wide.u32 %d2, %r6, 1024; add.u64 %d3, %p1, %d2;"
+        + DUMP.format(words=256, to="%d3")
+        + "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+    )
+    with emulator.options(mode=mode, races=True):
+        run(body, emulator.tensor_map(array, (8, 16)), out, grid=2, cluster=2)
+    assert (out == array).all()
+
+
+def test_copy_between_ctas():
+    out = np.zeros(64, np.uint32)
+    body = (
+        SETUP.format(smem=512)
+        + """mov.u32 %r2, %cluster_ctarank; shl.b32 %r3, %t, 2; add.u32 %r4, %r0, %r3;
+    mad.lo.u32 %r5, %r2, 100, %t; st.shared.b32 [%r4], %r5; fence.proxy.async.shared::cta;
+    @%q0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 128; bar.sync 0;
+    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned; xor.b32 %r6, %r2, 1;
+    add.u32 %r7, %r0, 256; mapa.shared::cluster.u32 %r8, %r7, %r6;
+    mapa.shared::cluster.u32 %r9, %r1, %r6;
+    @%q0 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes
+    [%r8], [%r0], 128, [%r9];"""
+        + wait("%r1")
+        + """add.u32 %r10, %r4, 256; ld.shared.b32 %r11, [%r10];
+    mov.u32 %r12, %ctaid.x; mad.lo.u32 %r13, %r12, 32, %t; mul.wide.u32 %d0, %r13, 4;
+    add.u64 %d0, %p0, %d0; st.global.b32 [%d0], %r11;
+    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"""
+    )
+    with emulator.options(mode="chaos", seed=2, races=True):
+        run(body, out, grid=2, cluster=2)
+    assert (out.reshape(2, 32) == np.arange(32) + [[100], [0]]).all()
+
+
+def test_replaced_tensor_map():
+    """A map is changed in shared memory, copied to global memory, and used."""
+    first = _aligned(np.zeros((8, 8), np.float32))
+    second = _aligned(np.arange(128, dtype=np.float32).reshape(8, 16))
+    raw = _aligned(np.zeros(128, np.uint8))
+    out = np.zeros((8, 8), np.float32)
+    fields = """
+    tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%r0], %p2;
+    tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%r0], 0, 12;
+    tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%r0], 0, 64;"""
+    body = (
+        SETUP.format(smem=1024)
+        + """shl.b32 %r3, %t, 2; add.u32 %r4, %r0, %r3; cvt.u64.u32 %d0, %r3;
+    add.u64 %d1, %p0, %d0; ld.b32 %r5, [%d1]; st.shared.b32 [%r4], %r5; bar.sync 0;
+    @!%q0 bra SKIP; """
+        + fields
+        + """SKIP: bar.sync 0;
+    tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned
+    [%p3], [%r0], 128;
+    fence.proxy.tensormap::generic.acquire.gpu [%p3], 128; fence.proxy.async.shared::cta;
+    bar.sync 0;"""
+        + EXPECT.format(bytes=256)
+        + LOAD.format(rank=2, coordinates="8, 1").replace("%p0", "%p3")
+        + wait("%r1")
+        + DUMP.format(words=64, to="%p1")
+    )
+    run(body, emulator.tensor_map(first, (8, 8)), out, second, raw)
+    assert (out == _box(second[:, :12], (8, 8), (8, 1))).all()
+
+
+# ---- faults
+
+
+def _faulty_load(at="0, 0", dst="%r0", array=None, smem=256) -> None:
+    if array is None:
+        array = _aligned(np.zeros((8, 8), np.float32))
+    body = (
+        SETUP.format(smem=smem)
+        + EXPECT.format(bytes=256)
+        + LOAD.format(rank=2, coordinates=at).replace("[%r0]", f"[{dst}]")
+        + wait("%r1")
+    )
+    run(body, emulator.tensor_map(array, (8, 8)))
+
+
+def test_load_out_of_bounds_of_the_allocation():
+    array = _aligned(np.zeros((8, 8), np.float32))
+    emulator.watch(array)
+    _faulty_load(array=array)
+    half = array[:4]
+    emulator.unwatch()
+    emulator.watch(half)
+    with pytest.raises(emulator.EmulatorError, match="TMA load out of bounds"):
+        _faulty_load(array=array)
+
+
+def test_load_past_shared_memory():
+    with pytest.raises(emulator.EmulatorError, match="TMA load out of bounds: shared offset"):
+        _faulty_load(dst="%r0+128", smem=128)
+
+
+def test_misaligned_destination():
+    with pytest.raises(emulator.EmulatorError, match="is not 16-byte aligned"):
+        _faulty_load(dst="%r0+8", smem=512)
+
+
+def test_wrong_rank():
+    array = _aligned(np.zeros((8, 8), np.float32))
+    body = SETUP.format(smem=256) + LOAD.format(rank=3, coordinates="0, 0, 0")
+    with pytest.raises(emulator.EmulatorError, match="3 coordinates through a rank-2"):
+        run(body, emulator.tensor_map(array, (8, 8)))
+
+
+def test_no_tensor_map():
+    with pytest.raises(emulator.EmulatorError, match="holds no tensor map"):
+        run(SETUP.format(smem=256) + LOAD.format(rank=2, coordinates="0, 0"), bytes(128))
+
+
+def test_wrong_byte_count_deadlocks():
+    array = _aligned(np.zeros((8, 8), np.float32))
+    body = (
+        SETUP.format(smem=256)
+        + EXPECT.format(bytes=512)
+        + LOAD.format(rank=2, coordinates="0, 0")
+        + wait("%r1")
+    )
+    with pytest.raises(emulator.EmulatorError, match="deadlock"):
+        run(body, emulator.tensor_map(array, (8, 8)))
+
+
+@pytest.mark.parametrize(
+    ("box", "swizzle", "message"),
+    [
+        ((8, 3), 0, "multiple of 16 bytes"),
+        ((8, 32), 64, "wider than the swizzle"),
+        ((300, 4), 0, "1..256"),
+    ],
+)
+def test_invalid_tensor_maps(box, swizzle, message):
+    array = _aligned(np.zeros((512, 64), np.float32))
+    with pytest.raises(ValueError, match=message):
+        emulator.tensor_map(array, box, swizzle=swizzle)
+
+
+def test_missing_proxy_fence():
+    target = _aligned(np.zeros((8, 8), np.int32))
+    _store(target, (8, 8), (0, 0))
+    unfenced = FILL.replace("fence.proxy.async.shared::cta;", "")
+    with pytest.raises(emulator.EmulatorError, match=r"TMA store reads .* no fence.proxy.async"):
+        _store(target, (8, 8), (0, 0), fill=unfenced)
+    # A fence of global memory orders no shared memory.
+    only_global = FILL.replace("async.shared::cta", "async.global")
+    with pytest.raises(emulator.EmulatorError, match="no fence.proxy.async"):
+        _store(target, (8, 8), (0, 0), fill=only_global)
+    with emulator.options(check_fences=False):
+        _store(target, (8, 8), (0, 0), fill=unfenced)
+
+
+def test_exit_under_a_pending_store():
+    target = _aligned(np.zeros((8, 8), np.int32))
+    unwaited = STORE.replace("@%q0 cp.async.bulk.wait_group.read 0;", "")
+    with pytest.raises(emulator.EmulatorError, match="exits while a bulk store still reads"):
+        _store(target, (8, 8), (0, 0), unwaited)
+
+
+def test_exit_under_a_pending_load():
+    array = _aligned(np.zeros((8, 8), np.float32))
+    body = (
+        SETUP.format(smem=256) + EXPECT.format(bytes=256) + LOAD.format(rank=2, coordinates="0, 0")
+    )
+    with pytest.raises(emulator.EmulatorError, match="operations are in flight"):
+        run(body, emulator.tensor_map(array, (8, 8)))
+
+
+def test_missing_wait_is_seen():
+    """Without the wait the kernel reads what was in shared memory before."""
+    array = _aligned(np.arange(64, dtype=np.float32).reshape(8, 8))
+    out = np.zeros((8, 8), np.float32)
+    head = (
+        SETUP.format(smem=256) + EXPECT.format(bytes=256) + LOAD.format(rank=2, coordinates="0, 0")
+    )
+    tensor_map = emulator.tensor_map(array, (8, 8))
+    dump = DUMP.format(words=64, to="%p1")
+    with emulator.options(mode="chaos", seed=0):
+        run(head + dump + wait("%r1"), tensor_map, out)
+        assert not (out == array).all()
+        run(head + wait("%r1") + dump, tensor_map, out)
+        assert (out == array).all()
+    with (
+        emulator.options(races=True),
+        pytest.raises(emulator.EmulatorError, match="data race on shared offset"),
+    ):
+        run(head + dump + wait("%r1"), tensor_map, out)

@@ -1,0 +1,274 @@
+"""``torch.compile(fullgraph=True)``: one graph for all token counts and all boundaries."""
+
+import pytest
+import torch
+from torch import nn
+
+import grouped
+from grouped.nn import GroupedLinear, GroupedMLP
+from tests.grouped.cases import FORMATS, RECIPES, WEIGHT_FORMAT, bytes_of, parameter
+from tests.helpers import assert_same_bytes, sample
+
+K, N = 64, 48
+TOKENS = (40, 41, 130, 7, 300)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Frames:
+    """The eager-autograd backend, counting the graphs that it is given."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, graph, inputs):
+        self.count += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+def compiled(function):
+    frames = Frames()
+    return torch.compile(function, fullgraph=True, backend=frames), frames
+
+
+def boundaries(tokens):
+    """An empty group, and a tail."""
+    return torch.tensor([tokens // 3, tokens // 3, tokens - 2], dtype=torch.int32)
+
+
+def step(function, module, x, offs):
+    leaf = x.clone().requires_grad_()
+    torch._dynamo.mark_dynamic(leaf, 0)
+    module.zero_grad()
+    y = function(leaf, offs)
+    y.float().square().sum().backward()
+    return y.detach(), leaf.grad, *(p.grad.clone() for p in module.parameters())
+
+
+MODULES = {
+    "linear": lambda **kwargs: GroupedLinear(3, K, N, dtype=torch.bfloat16, **kwargs),
+    "mlp": lambda **kwargs: GroupedMLP(3, K, 32, dtype=torch.bfloat16, **kwargs),
+}
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_training_with_changing_token_counts(make, recipe, single):
+    module = make(recipe=recipe, single_parameter=single)
+    function, frames = compiled(module)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in TOKENS:
+            x, offs = sample(tokens, K), boundaries(tokens)
+            got = step(function, module, x, offs)
+            for a, b in zip(got, step(module, module, x, offs), strict=True):
+                assert_same_bytes(a, b)
+    assert frames.count == 1
+
+
+def test_inductor():
+    module = MODULES["mlp"](recipe=RECIPES["row-scaled"])
+    function = torch.compile(module, fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in TOKENS[:3]:
+            x, offs = sample(tokens, K), boundaries(tokens)
+            got = step(function, module, x, offs)
+            for a, b in zip(got, step(module, module, x, offs), strict=True):
+                # Inductor's silu may differ from eager's in the last bit of fp32.
+                torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * float(b.abs().max()))
+
+
+def test_without_a_hint_the_second_count_makes_the_graph_dynamic():
+    module = MODULES["linear"](recipe=RECIPES["nvfp4"])
+    function, frames = compiled(module)
+    for tokens in TOKENS:
+        x, offs = sample(tokens, K), boundaries(tokens)
+        assert_same_bytes(function(x, offs).detach(), module(x, offs).detach())
+    assert frames.count == 2
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_host_boundaries(kind):
+    module = MODULES["linear"](recipe=RECIPES["nvfp4"])
+    function, frames = compiled(module)
+    for ends in ([13, 20, 35], [14, 21, 36], [2, 30, 40], [17, 17, 39]):
+        x = sample(40, K)
+        assert_same_bytes(function(x, kind(ends)).detach(), module(x, kind(ends)).detach())
+    assert frames.count <= 2
+    assert_same_bytes(
+        function(x, torch.tensor([13, 20, 35])).detach(), module(x, [13, 20, 35]).detach()
+    )
+
+
+def test_host_boundaries_are_checked():
+    function, _ = compiled(MODULES["linear"](recipe=RECIPES["nvfp4"]))
+    with pytest.raises(Exception, match="must not decrease"):
+        function(sample(40, K), [13, 12, 35])
+
+
+def test_microbatches():
+    module = MODULES["linear"](recipe=RECIPES["row-scaled"])
+    function, _ = compiled(module)
+    offs = boundaries(40)
+    for flags in ((True, False, False), (True, False, None)):
+        for flag in flags:
+            x = sample(40, K)
+            got = step(lambda v, o, f=flag: function(v, o, is_first_microbatch=f), module, x, offs)
+            want = step(module, module, x, offs)
+            for a, b in zip(got, want, strict=True):
+                assert_same_bytes(a, b)
+        with torch.no_grad():
+            module.weight.mul_(2)
+
+
+def test_inference_mode():
+    module = MODULES["mlp"](recipe=RECIPES["row-scaled"])
+    function, _ = compiled(module)
+    x, offs = sample(40, K), boundaries(40)
+    with torch.no_grad():
+        assert_same_bytes(function(x, offs), module(x, offs))
+
+
+def test_a_quantized_weight():
+    """Trained through its gradient, by an optimizer outside of the graph."""
+    module = MODULES["linear"](recipe=RECIPES["row-scaled"])
+    module.weight = parameter()
+    function, frames = compiled(module)
+    optimizer = torch.optim.SGD([module.weight], lr=1.0)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in TOKENS[:3]:
+            x, offs = sample(tokens, K), boundaries(tokens)
+            want = step(module, module, x, offs)
+            got = step(function, module, x, offs)
+            for a, b in zip(got, want, strict=True):
+                assert_same_bytes(a, b)
+            optimizer.step()
+    assert frames.count == 1
+
+
+def assert_same_tensor(got, want):
+    assert type(got) is grouped.GroupedTensor and got.format == want.format
+    assert got.shape == want.shape and got.dtype == want.dtype
+    a, b = bytes_of(got), bytes_of(want)
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert_same_bytes(value, b[name], name)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_functions_that_make_and_return_grouped_tensors(fmt):
+    def quantize(x, offs):
+        xq, dbias = grouped.quantize(x, fmt, offs=offs, columnwise=True, dbias=True)
+        return xq, xq.dequantize(), dbias
+
+    function, frames = compiled(quantize)
+    for tokens in TOKENS:
+        x, offs = sample(tokens, K), boundaries(tokens)
+        torch._dynamo.mark_dynamic(x, 0)
+        got, want = function(x, offs), quantize(x, offs)
+        assert_same_tensor(got[0], want[0])
+        assert_same_bytes(got[1], want[1])
+        assert_same_bytes(got[2], want[2])
+        assert got[0].offs is not offs
+    assert frames.count == 1
+
+
+def test_functions_that_take_grouped_tensors():
+    def product(xq, wq, bias):
+        y = grouped.grouped_gemm(xq, wq, bias=bias)
+        return y, xq.detach(), wq.dequantize(direction="columnwise")
+
+    function, _ = compiled(product)
+    wq = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, columnwise=True)
+    bias = torch.randn(3, N)
+    for tokens in (40, 41, 130):
+        xq = grouped.quantize(sample(tokens, K), FORMATS["row-scaled"], offs=boundaries(tokens))
+        got, want = function(xq, wq, bias), product(xq, wq, bias)
+        assert_same_bytes(got[0], want[0])
+        assert_same_tensor(got[1], xq)
+        assert_same_bytes(got[2], want[2])
+
+
+def test_products_into_given_buffers():
+    def accumulate(dyq, xq, wq, main_grad, y):
+        grouped.grouped_gemm(dyq, xq, out=main_grad, accumulate=True)
+        return grouped.grouped_gemm(xq, wq, out=y), main_grad * 2
+
+    function, _ = compiled(accumulate)
+    offs = boundaries(40)
+    xq = grouped.quantize(sample(40, K), FORMATS["1x16"], offs=offs, columnwise=True)
+    dyq = grouped.quantize(sample(40, N), FORMATS["1x16"], offs=offs, columnwise=True)
+    wq = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT)
+    results = []
+    for run in (function, accumulate):
+        main_grad, y = torch.ones(3, N, K), torch.full((40, N), 5.0)
+        out, doubled = run(dyq, xq, wq, main_grad, y)
+        assert_same_bytes(out, y)
+        results.append((main_grad, y, doubled))
+    for a, b in zip(*results, strict=True):
+        assert_same_bytes(a, b)
+    assert (results[0][1][38:] == 5).all() and (results[0][0][1] == 1).all()
+
+
+def test_plain_products_are_differentiated():
+    def loss(x, w, offs):
+        return grouped.grouped_gemm(x, w, offs=offs, out_dtype=torch.float32).square().sum()
+
+    function, _ = compiled(loss)
+    grads = []
+    x, w, offs = sample(40, K), sample(3, N, K), boundaries(40)
+    for run in (function, loss):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        run(*leaves, offs).backward()
+        grads.append([leaf.grad for leaf in leaves])
+    for a, b in zip(*grads, strict=True):
+        assert_same_bytes(a, b)
+
+
+def test_quantize_into_a_given_tensor():
+    def requantize(x, offs, out):
+        return grouped.quantize(x, WEIGHT_FORMAT, offs=offs, columnwise=True, out=out).dequantize()
+
+    function, _ = compiled(requantize)
+    out = grouped.quantize(sample(40, K), WEIGHT_FORMAT, offs=boundaries(40), columnwise=True)
+    x, offs = sample(40, K), torch.tensor([1, 2, 40], dtype=torch.int32)
+    want = grouped.quantize(x, WEIGHT_FORMAT, offs=offs, columnwise=True)
+    assert_same_bytes(function(x, offs, out), want.dequantize())
+    assert_same_tensor(out, want)
+
+
+def test_in_place_updates_inside_the_graph():
+    def update(p, grad):
+        with torch.no_grad():
+            p.add_(grad, alpha=-0.5)
+        return p.dequantize()
+
+    function, _ = compiled(update)
+    p, grad = parameter(requires_grad=False), sample(3, N, K)
+    q = nn.Parameter(p.clone(), requires_grad=False)
+    assert_same_bytes(function(p, grad), update(q, grad))
+    assert_same_tensor(p.data, q.data)
+
+
+def test_compute_offsets():
+    def offsets(splits):
+        return grouped.compute_offsets(splits, multiplier=2)
+
+    function, _ = compiled(offsets)
+    assert function(torch.tensor([3, 0, 5])).tolist() == [6, 6, 16]
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_export(recipe):
+    module = MODULES["linear"](recipe=recipe)
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    program = torch.export.export(
+        module, (sample(40, K), boundaries(40)), dynamic_shapes=({0: tokens}, None)
+    )
+    x, offs = sample(77, K), boundaries(77)
+    assert_same_bytes(program.module()(x, offs).detach(), module(x, offs).detach())

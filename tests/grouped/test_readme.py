@@ -1,0 +1,44 @@
+"""The example that users see first, with smaller sizes, compiled by Inductor."""
+
+import re
+from pathlib import Path
+
+import torch
+
+import grouped
+from tests.helpers import assert_same_bytes
+
+README = Path(__file__).parents[2] / "README.md"
+SIZES = {"4096": "64", "1024": "48"}
+
+
+def example() -> str:
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    code = next(block for block in blocks if "torch.compile" in block)
+    for large, small in SIZES.items():
+        assert large in code
+        code = code.replace(large, small)
+    return code
+
+
+def test_the_example_runs_and_says_what_is_true():
+    torch._dynamo.reset()
+    names = {}
+    exec(compile(example(), str(README), "exec"), names)
+    x, w, offs = names["x"], names["w"], names["offs"]
+    xq, wq, layer, y = names["xq"], names["wq"], names["layer"], names["y"]
+    assert type(xq) is type(wq) is grouped.GroupedTensor
+    assert (xq.num_groups, wq.num_groups) == (4, 4) and xq.offs is not None and wq.offs is None
+    assert y.shape == (256, 48) and y.dtype == torch.bfloat16
+    assert names["x2"].shape == x.shape and names["x2"].dtype == x.dtype
+    assert_same_bytes(y.detach(), layer(x, offs).detach())
+    got = grouped.grouped_gemm(xq, wq)
+    for g, (start, end) in enumerate(((0, 80), (80, 128), (128, 128), (128, 256))):
+        want = x[start:end].float() @ w[g].float().T
+        error = (got[start:end].float() - want).norm()
+        assert error <= 0.2 * want.norm()
+    compiled = layer.weight.grad.clone()
+    assert not compiled[2].any() and compiled[3].any()
+    layer.zero_grad()
+    layer(x, offs).sum().backward()
+    assert_same_bytes(layer.weight.grad, compiled)
