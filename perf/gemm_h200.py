@@ -249,8 +249,8 @@ def expected_rows(case: Case) -> Tensor:
         part = slice(group * case.tokens, (group + 1) * case.tokens)
         b = block_values(case.b[0][group], linear_row_scales(case.b[1][group], rows, case.k))
         # Both are exact in fp16; the products are added in fp32.
-        torch.mm(a[part].half(), b.half().T, out_dtype=torch.float32, out=out[part])
-        out[part] *= (case.a[2][part, None] / 2688) * (case.b[2][group] / 2688)
+        product = torch.mm(a[part].half(), b.half().T, out_dtype=torch.float32)
+        out[part] = product * (case.a[2][part, None] / 2688) * (case.b[2][group] / 2688)
     return out
 
 

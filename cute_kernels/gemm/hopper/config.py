@@ -46,15 +46,20 @@ class HopperTile(TileShape):
 
 
 HOPPER_TILE_SHAPES = (
-    HopperTile(256, 128, swap_ab=True),
-    HopperTile(128, 256, swap_ab=True),
-    HopperTile(128, 128, swap_ab=True),
-    HopperTile(256, 64, swap_ab=True),
-    HopperTile(256, 32, swap_ab=True, consumers=4),
-    HopperTile(256, 16, swap_ab=True, consumers=4),
     HopperTile(256, 8, swap_ab=True, consumers=4),
-    HopperTile(256, 128),
+    HopperTile(256, 16, swap_ab=True, consumers=4),
+    HopperTile(256, 16, swap_ab=True, consumers=2),
+    HopperTile(128, 16, swap_ab=True, consumers=2),
+    HopperTile(256, 32, swap_ab=True, consumers=4),
+    HopperTile(256, 32, swap_ab=True, consumers=2),
+    HopperTile(256, 64, swap_ab=True, consumers=4),
+    HopperTile(256, 64, swap_ab=True, consumers=2),
+    HopperTile(128, 128, swap_ab=True),
+    HopperTile(256, 128, swap_ab=True),
+    HopperTile(256, 128, swap_ab=True, consumers=4),
+    HopperTile(128, 256, swap_ab=True),
     HopperTile(128, 128),
+    HopperTile(256, 128),
 )
 
 
@@ -62,7 +67,7 @@ HOPPER_TILE_SHAPES = (
 class HopperGemmConfig(GemmConfig):
     """One variant of the grouped GEMM for sm_90a; attributes as for sm_100a."""
 
-    tile: TileShape = HOPPER_TILE_SHAPES[-1]
+    tile: TileShape = HopperTile(128, 128)
 
     tile_shapes: ClassVar[tuple[TileShape, ...]] = HOPPER_TILE_SHAPES
     k_blocks: ClassVar[int] = STAGE_K // INSTRUCTION_K
