@@ -3,8 +3,9 @@
     python -m perf.gemm_h200 --case dsv3-up --tokens 1 16 128 512 [--tiles] [--json results.jsonl]
 
 A time is the median of seven replays of a CUDA graph of many calls, 40 ms or more: the sustained
-rate of a power-limited GPU. The environment variable COMMIT names the code where git cannot. "op" is the whole op: the expand pass and the GEMM. NVFP4 operands are
-random codes and block scales. Weights are larger than the L2 cache in all of these cases.
+rate of a power-limited GPU. "op" is the whole op: the expand pass and the GEMM. NVFP4 operands are
+random codes and block scales. Weights are larger than the L2 cache in all of these cases. The
+environment variable COMMIT names the code where git cannot.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import statistics
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,7 +123,9 @@ class Case:
 
     def problem(self, operand: str) -> GemmProblem:
         """The sizes as kernels see them."""
-        return GemmProblem(operand, "m_grouped", "bfloat16", self.groups, self.rows, self.n, k=self.k)
+        return GemmProblem(
+            operand, "m_grouped", "bfloat16", self.groups, self.rows, self.n, k=self.k
+        )
 
 
 class Bench:
@@ -153,7 +157,7 @@ class Bench:
         }
         print(json.dumps(result), flush=True)
         if self.path is not None:
-            with open(self.path, "a", encoding="utf-8") as file:
+            with Path(self.path).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(result | self.facts) + "\n")
 
     def configs(self, case: Case, operand: str, **fields: Any) -> list[HopperGemmConfig]:
@@ -167,7 +171,9 @@ class Bench:
         tiles = [
             tile
             for tile in HOPPER_TILE_SHAPES
-            if base.takes(tile) and tile != best.tile and case.tokens / 4 <= tile.n <= 16 * case.tokens
+            if base.takes(tile)
+            and tile != best.tile
+            and case.tokens / 4 <= tile.n <= 16 * case.tokens
         ]
         return [best, *(dataclasses.replace(base, tile=tile) for tile in tiles)]
 
@@ -260,9 +266,12 @@ def machine_facts() -> dict[str, Any]:
     query = "clocks.sm,clocks.mem,clocks.max.sm,power.limit,driver_version"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     clocks = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    commit = os.environ.get("COMMIT") or subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout
+    commit = (
+        os.environ.get("COMMIT")
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout
+    )
     return {
         "gpu": torch.cuda.get_device_name(),
         query: clocks.splitlines()[0],

@@ -14,11 +14,15 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.gemm.config import GemmProblem
 from cute_kernels.gemm.heuristics import choose_config
-from cute_kernels.gemm.hopper.config import HOPPER_TILE_SHAPES, HopperGemmConfig, HopperTile
+from cute_kernels.gemm.hopper.config import (
+    HOPPER_TILE_SHAPES,
+    ExpandConfig,
+    HopperGemmConfig,
+    HopperTile,
+)
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.gemm.hopper.warp_schedule import HopperWarpSchedule
 from tests.kernels.gemm_support import Product, assert_same_bits, compiled, k_grouped, m_grouped
-from cute_kernels.gemm.hopper.config import ExpandConfig
 
 M_TILES = {f"{t.m}x{t.n} c{t.consumers}": t for t in HOPPER_TILE_SHAPES if t.swap_ab}
 K_TILES = {f"{t.m}x{t.n}": t for t in HOPPER_TILE_SHAPES if not t.swap_ab}

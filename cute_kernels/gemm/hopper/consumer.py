@@ -11,12 +11,13 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_kernels.gemm.hopper.config import INSTRUCTION_K, STAGE_K
 from cute_kernels.gemm.hopper.decode import FragmentDecoder
 from cute_kernels.gemm.hopper.warp_schedule import WARPGROUP_SIZE
+from cute_kernels.gemm.scheduler import WorkTile
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.hopper.config import HopperGemmConfig
     from cute_kernels.gemm.hopper.epilogue import HopperEpilogue
     from cute_kernels.gemm.hopper.storage import HopperLayouts
-    from cute_kernels.gemm.scheduler import TileReader, WorkTile
+    from cute_kernels.gemm.scheduler import TileReader
 
 __all__ = ["Consumer"]
 

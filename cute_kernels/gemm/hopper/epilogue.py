@@ -17,10 +17,10 @@ from cute_kernels.gemm.config import N_ALIGN
 from cute_kernels.gemm.epilogue import EpilogueTensors, read_vector, vector_at
 from cute_kernels.gemm.hopper.config import BLOCK, BLOCK_PITCH, WARPGROUP_M
 from cute_kernels.gemm.hopper.warp_schedule import WARPGROUP_SIZE
+from cute_kernels.gemm.scheduler import WorkTile
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.hopper.config import HopperGemmConfig
-    from cute_kernels.gemm.scheduler import WorkTile
 
 __all__ = ["HopperEpilogue"]
 

@@ -28,9 +28,7 @@ _HBM_BYTES_PER_CYCLE = 19
 _FILL_CYCLES = 3000
 
 
-def estimated_hopper_cycles(
-    config: HopperGemmConfig, problem: GemmProblem, num_sms: int
-) -> float:
+def estimated_hopper_cycles(config: HopperGemmConfig, problem: GemmProblem, num_sms: int) -> float:
     """Cycles of one call on ``num_sms`` SMs, by the model of this module."""
     tile = config.tile
     live = min(problem.groups, problem.rows)
