@@ -32,7 +32,7 @@ __all__ = ["Dequantizer"]
 _BLOCK = NVFP4.sf_vec_size
 _WARP = 32
 _WARPS = 8
-#: As many as an SM holds: the kernels take 95 to 112 registers.
+#: As many as an SM holds for certain: the kernels take 66 to 128 registers.
 _CTAS_PER_SM = 2
 #: Columns of a lane.
 _LANE_COLS = 8
