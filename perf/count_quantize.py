@@ -60,6 +60,7 @@ def arguments(config: Any, x: torch.Tensor, offs: torch.Tensor) -> tuple[Any, ..
     out = buffers(x.shape[0], x.shape[1], len(offs))
     row_amax, group_amax = x.float().abs().amax(1), torch.full((len(offs),), float(x.abs().max()))
     if isinstance(config, RowScaledConfig):
+        row_amax = group_amax if config.group_amax else row_amax
         return x, offs, row_amax, out["codes"], out["scales"], NUM_SMS
     if isinstance(config, AmaxConfig):
         amaxes = (row_amax if config.per_row else None, group_amax if config.per_group else None)
@@ -107,6 +108,7 @@ def variants(dtype: str, cols: int, arch: Any = "sm_100a") -> dict[str, Any]:
         "rowwise, amax given": TileConfig(dtype),
         "rowwise, two phases": TileConfig(dtype, compute_amax=True),
         "row-scaled, one read": rows,
+        "rowwise by rows, amax given": dataclasses.replace(rows, group_amax=True),
         "columnwise, amax given": TileConfig(dtype, rowwise=False, columnwise=True),
         "row + column, amax given": TileConfig(dtype, columnwise=True),
         "row-scaled + column, two phases": TileConfig(
