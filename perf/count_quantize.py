@@ -80,11 +80,11 @@ def arguments(config: Any, x: torch.Tensor, offs: torch.Tensor) -> tuple[Any, ..
     return x, offs, *amaxes, *rowwise, *columnwise, NUM_SMS
 
 
-def count(config: Any, x: torch.Tensor, offs: torch.Tensor) -> Counts:
+def count(config: Any, arch: str, x: torch.Tensor, offs: torch.Tensor) -> Counts:
     """Run ``config`` once on the emulator and count."""
     from perf.compiled import compile_for_emulator
 
-    kernel = compile_for_emulator(config, config.arch)
+    kernel = compile_for_emulator(config, arch)
     emulator.reset_stats()
     kernel.run(*arguments(config, x, offs))
     stats = emulator.stats()
@@ -149,7 +149,7 @@ def main() -> None:
     heads = ("instr", "issued", "read B", "written B", "sectors", "conflicts", "registers", "stack")
     print(f"{'kernel':34}" + "".join(f"{head:>11}" for head in heads))
     for name, config in variants(options.dtype, options.cols, options.arch).items():
-        counts = count(config, x, ends.int())
+        counts = count(config, options.arch, x, ends.int())
         resources = read_resources(compile_for_emulator(config, options.arch).cubin).values()
         cells = [f"{value:11.2f}" for value in dataclasses.astuple(counts)]
         cells.append(f"{max(r.registers for r in resources):11d}")
