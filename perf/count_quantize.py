@@ -60,6 +60,7 @@ def arguments(config: Any, x: torch.Tensor, offs: torch.Tensor) -> tuple[Any, ..
     out = buffers(x.shape[0], x.shape[1], len(offs))
     row_amax, group_amax = x.float().abs().amax(1), torch.full((len(offs),), float(x.abs().max()))
     if isinstance(config, RowScaledConfig):
+        row_amax = group_amax if config.group_amax else row_amax
         return x, offs, row_amax, out["codes"], out["scales"], NUM_SMS
     if isinstance(config, AmaxConfig):
         amaxes = (row_amax if config.per_row else None, group_amax if config.per_group else None)
@@ -79,11 +80,11 @@ def arguments(config: Any, x: torch.Tensor, offs: torch.Tensor) -> tuple[Any, ..
     return x, offs, *amaxes, *rowwise, *columnwise, NUM_SMS
 
 
-def count(config: Any, x: torch.Tensor, offs: torch.Tensor) -> Counts:
+def count(config: Any, arch: str, x: torch.Tensor, offs: torch.Tensor) -> Counts:
     """Run ``config`` once on the emulator and count."""
     from perf.compiled import compile_for_emulator
 
-    kernel = compile_for_emulator(config, config.arch)
+    kernel = compile_for_emulator(config, arch)
     emulator.reset_stats()
     kernel.run(*arguments(config, x, offs))
     stats = emulator.stats()
@@ -107,6 +108,7 @@ def variants(dtype: str, cols: int, arch: Any = "sm_100a") -> dict[str, Any]:
         "rowwise, amax given": TileConfig(dtype),
         "rowwise, two phases": TileConfig(dtype, compute_amax=True),
         "row-scaled, one read": rows,
+        "rowwise by rows, amax given": dataclasses.replace(rows, group_amax=True),
         "columnwise, amax given": TileConfig(dtype, rowwise=False, columnwise=True),
         "row + column, amax given": TileConfig(dtype, columnwise=True),
         "row-scaled + column, two phases": TileConfig(
@@ -147,7 +149,7 @@ def main() -> None:
     heads = ("instr", "issued", "read B", "written B", "sectors", "conflicts", "registers", "stack")
     print(f"{'kernel':34}" + "".join(f"{head:>11}" for head in heads))
     for name, config in variants(options.dtype, options.cols, options.arch).items():
-        counts = count(config, x, ends.int())
+        counts = count(config, options.arch, x, ends.int())
         resources = read_resources(compile_for_emulator(config, options.arch).cubin).values()
         cells = [f"{value:11.2f}" for value in dataclasses.astuple(counts)]
         cells.append(f"{max(r.registers for r in resources):11d}")

@@ -54,7 +54,7 @@ def _supported_input(dtype: str, cols: int) -> Support:
 
 @dataclasses.dataclass(frozen=True)
 class RowScaledConfig:
-    """Row-scaled rowwise NVFP4 from one read of the input.
+    """Rowwise NVFP4, row by row, from one read of the input: row-scaled, or with given amaxes.
 
     A team of ``warps_per_row`` warps holds one row in registers at a time, or a team of one warp
     holds several short rows.
@@ -65,6 +65,7 @@ class RowScaledConfig:
         warps_per_row: warps of a team: 1, 2, 4, 8 or 16.
         num_stages: how many times what a team holds is in flight.
         rows_per_warp: rows that a team of one warp holds: 1, 2, 4 or 8.
+        group_amax: the second level is per group and given, instead of per row and a result.
         arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
     """
 
@@ -73,6 +74,7 @@ class RowScaledConfig:
     warps_per_row: int = 4
     num_stages: int = 3
     rows_per_warp: int = 1
+    group_amax: bool = False
     arch: str = "sm_100a"
 
     #: Warps that convert; one more loads.
@@ -94,10 +96,19 @@ class RowScaledConfig:
         return held // self.rows_per_warp
 
     @classmethod
-    def choose(cls, problem: QuantizeProblem, arch: str = "sm_100a") -> RowScaledConfig:
+    def choose(
+        cls, problem: QuantizeProblem, arch: str = "sm_100a", group_amax: bool = False
+    ) -> RowScaledConfig:
         """The configuration with the fewest lanes a row that holds the row."""
         for warps, rows in cls.teams:
-            config = cls(problem.dtype, problem.grouping, warps, rows_per_warp=rows, arch=arch)
+            config = cls(
+                problem.dtype,
+                problem.grouping,
+                warps,
+                rows_per_warp=rows,
+                group_amax=group_amax,
+                arch=arch,
+            )
             if problem.cols <= config.max_cols:
                 break
         return config
@@ -119,7 +130,7 @@ class RowScaledConfig:
         """The function to compile and its fake arguments.
 
         The compiled function takes (x, offs, amax, codes, scales, num_sms): x (T, K) or (G, N, K)
-        contiguous; offs (G,) int32, None when uniform; amax (T,) fp32; codes (T, K/2) or
+        contiguous; offs (G,) int32, None when uniform; amax (T,) fp32, or (G,); codes (T, K/2) or
         (G, N, K/2) uint8 of padded pitch; scales (tiles, K/64, 512) or (G, tiles, K/64, 512) uint8.
         """
         from cute_kernels.quantize.nvfp4_rows import RowScaledQuantizer

@@ -32,7 +32,8 @@ __all__ = ["Dequantizer"]
 _BLOCK = NVFP4.sf_vec_size
 _WARP = 32
 _WARPS = 8
-_CTAS_PER_SM = 4
+#: As many as an SM holds for certain: the kernels take 66 to 128 registers.
+_CTAS_PER_SM = 2
 #: Columns of a lane.
 _LANE_COLS = 8
 _ROW_STRIP = _WARP * _LANE_COLS

@@ -59,8 +59,8 @@ class SharedMemory(NamedTuple):
     Attributes:
         rows: num_teams * num_stages stages of ``rows_per_warp`` rows.
         scales: scale bytes of each team's packet, row by row.
-        packets: with a packet's first stage, its number and its tile's first row and row count; no
-            rows end the work.
+        packets: with a packet's first stage, its number, its tile's first row and row count, and
+            the group; no rows end the work.
         partial: amax of each warp's part of a row, two deep.
         full: arrival barriers of the stages.
         empty: release barriers of the stages.
@@ -95,7 +95,7 @@ class RowScaledQuantizer:
     def fake_args(config: RowScaledConfig) -> tuple[Any, ...]:
         """Stand-ins for (x, offs, amax, codes, scales, num_sms, stream)."""
         fake = FakeBuffers(config.dtype, config.grouping == "uniform")
-        amax = fake.amax(per_row=True)
+        amax = fake.amax(per_row=not config.group_amax)
         return (fake.x(), fake.offs(), amax, fake.codes(), fake.scales(), Int32(1), env_stream())
 
     @cute.jit
@@ -177,7 +177,7 @@ class RowScaledQuantizer:
                         wait_each(shared.empty + slot, phase)
                         if r == 0:
                             place = shared.packets.toint() + slot * 16
-                            store_shared(place, [Uint32(v) for v in (item, first, count, 0)])
+                            store_shared(place, [Uint32(v) for v in (item, first, count, group)])
                         self.load_rows(x, packet, r, first, count, slot, shared)
                         stage, phase = self.next_stage(stage, phase)
                 item += step
@@ -248,13 +248,16 @@ class RowScaledQuantizer:
         while count > 0:
             slot = team * config.num_stages + stage
             cute.arch.mbarrier_wait(shared.full + slot, phase)
-            item, first, count, _ = (
+            item, first, count, group = (
                 Int32(word) for word in load_shared(shared.packets.toint() + slot * 16, 4)
             )
             tile, packet = item // _PACKETS, item % _PACKETS
             sectors = scales.iterator.toint() + Int64(tile) * tiles_along_k * SF_TILE_BYTES
             sectors += packet * _SECTOR
             if _packet_row(packet, 0) < count:
+                g = Float32(0.0)
+                if cutlass.const_expr(config.group_amax):
+                    g = amax[group]
                 for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
                     row = _packet_row(packet, r + part)
                     scales_at = staged + (r + part) * self.scale_pitch
@@ -267,11 +270,12 @@ class RowScaledQuantizer:
                         words, a = self.load_row(source, lane, num_blocks)
                         self.release(shared.empty + slot)
                         stage, phase = self.next_stage(stage, phase)
-                        g = self.row_amax(a, warp, team, parity, shared)
-                        parity ^= 1
-                        if live:
-                            if lane_of_row == 0:
+                        if cutlass.const_expr(not config.group_amax):
+                            g = self.row_amax(a, warp, team, parity, shared)
+                            parity ^= 1
+                            if live and lane_of_row == 0:
                                 amax[first + row] = g
+                        if live:
                             target = _row_address(codes, first + row)
                             self.quantize_row(words, a, g, target, scales_at, lane, num_blocks)
                     if not live:
@@ -286,7 +290,9 @@ class RowScaledQuantizer:
                         at = staged + (r * self.scale_pitch + j * SF_TILE_COLS)
                         sector.extend(load_shared(at, 1))
                     store_global(sectors + j * SF_TILE_BYTES, sector)
-                # The next row's amax keeps larger teams from overwriting what is still read.
+                # Otherwise the next row's amax keeps larger teams from overwriting what is read.
+                if cutlass.const_expr(config.group_amax):
+                    self.sync_team(team)
                 cute.arch.sync_warp()
             else:
                 self.release(shared.empty + slot)

@@ -28,6 +28,7 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.nvfp4 import second_level
+from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
 from cute_kernels.quantize.amax import AmaxKernels
 from cute_kernels.quantize.fakes import FakeBuffers, dsl_dtype, env_stream
 from cute_kernels.quantize.nvfp4_tile_columns import ColumnConverter
@@ -199,13 +200,10 @@ class TileQuantizer(AmaxKernels):
         if warp == self.num_compute_warps:
             cpasync.prefetch_descriptor(box_copy)
             cpasync.prefetch_descriptor(line_copy)
-            self.load(
-                groups, cols, (box_copy, box_source, box), (line_copy, line_source, line), shared
-            )
+            boxes, lines = (box_copy, box_source, box), (line_copy, line_source, line)
+            self.load(groups, cols, group_amax, boxes, lines, shared)
         else:
-            self.compute(
-                groups, cols, row_amax, group_amax, codes, scales, codes_t, scales_t, warp, shared
-            )
+            self.compute(groups, cols, row_amax, codes, scales, codes_t, scales_t, warp, shared)
 
     @cute.jit
     def next_stage(self, stage: Int32, phase: Int32, by: int) -> tuple[Int32, Int32]:
@@ -219,7 +217,13 @@ class TileQuantizer(AmaxKernels):
 
     @cute.jit
     def load(
-        self, groups: Grouping, cols: Int32, boxes: tuple, lines: tuple, shared: SharedMemory
+        self,
+        groups: Grouping,
+        cols: Int32,
+        group_amax: cute.Tensor | None,
+        boxes: tuple,
+        lines: tuple,
+        shared: SharedMemory,
     ) -> None:
         """Find the tiles that hold rows and load them; rows that do not exist are not read.
 
@@ -230,6 +234,7 @@ class TileQuantizer(AmaxKernels):
         tile but one is loaded.
         """
         stage, phase, group, full = Int32(0), Int32(1), Int32(0), Int32(0)
+        amax, amax_of = Int32(0), Int32(-1)
         col_tiles = (cols + (TILE_COLS - 1)) // TILE_COLS
         step = cute.arch.grid_dim()[0]
         item = cute.arch.block_idx()[0]
@@ -241,8 +246,12 @@ class TileQuantizer(AmaxKernels):
                 item = next_item(item, step, tile, col_tiles)
             else:
                 col_tile = item - wanted * col_tiles
+                if cutlass.const_expr(group_amax is not None):
+                    if group != amax_of:
+                        amax, amax_of = Int32(f32_as_bits(group_amax[group])), group
                 cute.arch.mbarrier_wait(shared.empty + stage, phase)
-                self.describe(shared, stage, Descriptor(tile, col_tile, first, count, group))
+                what = Descriptor(tile, col_tile, first, count, group, amax)
+                self.describe(shared, stage, what)
                 with cute.arch.elect_one():
                     size = count * (self.tile.num_boxes * BOX_BYTES)
                     cute.arch.mbarrier_arrive_and_expect_tx(shared.full + full, size)
@@ -262,7 +271,7 @@ class TileQuantizer(AmaxKernels):
         for _ in cutlass.range(self.config.num_teams, unroll=1):
             cute.arch.mbarrier_wait(shared.empty + stage, phase)
             zero = Int32(0)
-            self.describe(shared, stage, Descriptor(zero, zero, zero, zero, zero))
+            self.describe(shared, stage, Descriptor(*[zero] * 6))
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(shared.full + full)
             stage, phase = self.next_stage(stage, phase, 1)
@@ -281,7 +290,7 @@ class TileQuantizer(AmaxKernels):
         at = shared.descriptors.toint() + stage * (4 * _DESCRIPTOR_WORDS)
         with cute.arch.elect_one():
             store_shared(at, [Uint32(value) for value in what[:4]])
-            store_shared(at + 16, [Uint32(what.group)])
+            store_shared(at + 16, [Uint32(what.group), Uint32(what.amax)])
 
     @cute.jit
     def copy_box(
@@ -309,7 +318,6 @@ class TileQuantizer(AmaxKernels):
         groups: Grouping,
         cols: Int32,
         row_amax: cute.Tensor | None,
-        group_amax: cute.Tensor | None,
         codes: cute.Tensor | None,
         scales: cute.Tensor | None,
         codes_t: cute.Tensor | None,
@@ -333,7 +341,7 @@ class TileQuantizer(AmaxKernels):
                 scales_at = shared.scales_t.toint() + buffer * _SCALES_T_BYTES
                 squares_at = shared.squares.toint() + buffer * _SQUARES_BYTES
                 if cutlass.const_expr(config.uses_group_amax):
-                    level = second_level(group_amax[what.group])
+                    level = second_level(bits_as_f32(Uint32(what.amax)))
                 if cutlass.const_expr(config.columnwise or config.square_blocks):
                     if count < TILE_ROWS:
                         self.clear_rows(tile_at, count, team)
@@ -363,7 +371,7 @@ class TileQuantizer(AmaxKernels):
     @cute.jit
     def read_descriptor(self, shared: SharedMemory, stage: Int32) -> Descriptor:
         at = shared.descriptors.toint() + stage * (4 * _DESCRIPTOR_WORDS)
-        words = load_shared(at, 4) + load_shared(at + 16, 1)
+        words = load_shared(at, 4) + load_shared(at + 16, 2)
         return Descriptor(*[Int32(word) for word in words])
 
     @cute.jit

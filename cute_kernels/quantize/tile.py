@@ -65,6 +65,8 @@ class Descriptor(NamedTuple):
         first: matrix row of the tile's first row.
         count: rows that exist, at most 128.
         group: the group.
+        amax: bits of the group's amax, 0 where groups have none. The loader reads it ahead, for
+            a team would wait for it at every tile.
     """
 
     tile: Int32
@@ -72,6 +74,7 @@ class Descriptor(NamedTuple):
     first: Int32
     count: Int32
     group: Int32
+    amax: Int32
 
 
 def pack_halves(low: Uint16, high: Uint16) -> Uint32:

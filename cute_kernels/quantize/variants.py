@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,10 @@ def kernel_specs(arch: str) -> Iterator[Config]:
             # For row-scaled tiles whose amaxes of groups are given.
             yield AmaxConfig(dtype, grouping, per_row=True, per_group=False, arch=arch)
             for warps, rows in RowScaledConfig.teams:
-                yield RowScaledConfig(dtype, grouping, warps, rows_per_warp=rows, arch=arch)
+                config = RowScaledConfig(dtype, grouping, warps, rows_per_warp=rows, arch=arch)
+                yield config
+                if arch == "sm_90a":
+                    yield dataclasses.replace(config, group_amax=True)
             yield from _tiles(dtype, grouping, arch)
 
 

@@ -48,6 +48,13 @@ def test_rows(dtype: str) -> None:
         check_rows(Rows(dtype, warps_per_row=2), ragged(case, dtype))
 
 
+@pytest.mark.parametrize(("warps", "rows"), [(1, 4), (1, 1), (2, 1)])
+def test_rows_with_amaxes_of_groups(warps: int, rows: int) -> None:
+    config = Rows("bfloat16", warps_per_row=warps, rows_per_warp=rows, group_amax=True)
+    for case in RAGGED:
+        check_rows(config, ragged(case))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_special_values(dtype: str) -> None:
     """NaN, infinities, denormals, groups that are all tiny; factors from the smallest to FMAX."""
@@ -69,6 +76,7 @@ def test_any_order(mode: dict) -> None:
     with emulator.options(**mode):
         check_tiles(Tiles("bfloat16", columnwise=True, compute_amax=True), problem)
         check_rows(Rows("bfloat16", warps_per_row=4), problem)
+        check_rows(Rows("bfloat16", warps_per_row=4, group_amax=True), problem)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
