@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cute_kernels.gemm.hopper.config import STAGE_K
 from cute_kernels.shapes import ceil_div
 
 if TYPE_CHECKING:
@@ -43,10 +42,10 @@ def estimated_hopper_cycles(config: HopperGemmConfig, problem: GemmProblem, num_
     # Whole waves while there are few of them; many even out.
     waves = max(1.0, tiles / num_sms) if tiles > 4 * num_sms else -(-tiles // num_sms)
     stage = max(
-        tile.m * tile.n * STAGE_K / _MACS_PER_CYCLE,
+        tile.m * tile.n * config.stage_k / _MACS_PER_CYCLE,
         config.stage_bytes / _LOAD_BYTES_PER_CYCLE,
         sum(config.m_stage_bytes) / row_tiles / _HBM_BYTES_PER_CYCLE,
     )
     if config.is_decoded:
-        stage = max(stage, tile.m * STAGE_K / _DECODED_PER_CYCLE[config.consumers])
-    return waves * (ceil_div(depth, STAGE_K) * stage + _FILL_CYCLES)
+        stage = max(stage, tile.m * config.stage_k / _DECODED_PER_CYCLE[config.consumers])
+    return waves * (ceil_div(depth, config.stage_k) * stage + _FILL_CYCLES)
