@@ -52,14 +52,12 @@ HOPPER_TILE_SHAPES = (
     HopperTile(256, 8, swap_ab=True, consumers=4),
     HopperTile(256, 16, swap_ab=True, consumers=4),
     HopperTile(256, 16, swap_ab=True, consumers=2),
-    HopperTile(128, 16, swap_ab=True, consumers=2),
     HopperTile(256, 32, swap_ab=True, consumers=4),
     HopperTile(256, 32, swap_ab=True, consumers=2),
     HopperTile(256, 64, swap_ab=True, consumers=4),
     HopperTile(256, 64, swap_ab=True, consumers=2),
     HopperTile(128, 128, swap_ab=True),
     HopperTile(256, 128, swap_ab=True),
-    HopperTile(256, 128, swap_ab=True, consumers=4),
     HopperTile(128, 256, swap_ab=True),
     HopperTile(128, 128),
     HopperTile(256, 128),
@@ -126,7 +124,10 @@ class HopperGemmConfig(GemmConfig):
         """Bytes of operand M in one stage, and of its block scales."""
         if self.is_decoded:
             vec = NVFP4.sf_vec_size
-            return self.tile.m * self.stage_k * self.kind.bits // 8, self.tile.m * self.stage_k // vec
+            return (
+                self.tile.m * self.stage_k * self.kind.bits // 8,
+                self.tile.m * self.stage_k // vec,
+            )
         return self.tile.m * self.stage_k * 2, 0
 
     @property

@@ -74,8 +74,9 @@ class Consumer:
         tile, tile_state = self.tiles.next(tile_state)
         while tile.group >= 0:
             self.acc.fill(0.0)
+            factors = self.epilogue.load_factors(tile)
             ab_state = self.multiply(tile, ab_state)
-            self.epilogue.store(self.acc, tile)
+            self.epilogue.store(self.acc, factors, tile)
             tile, tile_state = self.tiles.next(tile_state)
 
     @cute.jit
