@@ -173,7 +173,7 @@ class Bench:
             for tile in HOPPER_TILE_SHAPES
             if base.takes(tile)
             and tile != best.tile
-            and case.tokens / 4 <= tile.n <= 16 * case.tokens
+            and case.tokens / 2 <= tile.n <= 4 * max(case.tokens, 8)
         ]
         return [best, *(dataclasses.replace(base, tile=tile) for tile in tiles)]
 

@@ -19,8 +19,11 @@ from cute_kernels.gemm.config import GemmConfig, Grouping, OperandKind, TileShap
 
 __all__ = ["HOPPER_TILE_SHAPES", "ExpandConfig", "HopperGemmConfig", "HopperTile"]
 
-#: Elements along K of one stage: 128 bytes of fp16, one swizzle atom.
+#: Elements along K of one stage: 128 bytes of fp16, one swizzle atom, or two where the instructions
+#: are short beside what a stage costs.
 STAGE_K = 64
+LONG_STAGE_K = 128
+_SHORT_N = 64
 #: Elements of K that one instruction takes.
 INSTRUCTION_K = 16
 #: Rows of M of one instruction, which a warpgroup issues.
@@ -49,14 +52,12 @@ HOPPER_TILE_SHAPES = (
     HopperTile(256, 8, swap_ab=True, consumers=4),
     HopperTile(256, 16, swap_ab=True, consumers=4),
     HopperTile(256, 16, swap_ab=True, consumers=2),
-    HopperTile(128, 16, swap_ab=True, consumers=2),
     HopperTile(256, 32, swap_ab=True, consumers=4),
     HopperTile(256, 32, swap_ab=True, consumers=2),
     HopperTile(256, 64, swap_ab=True, consumers=4),
     HopperTile(256, 64, swap_ab=True, consumers=2),
     HopperTile(128, 128, swap_ab=True),
     HopperTile(256, 128, swap_ab=True),
-    HopperTile(256, 128, swap_ab=True, consumers=4),
     HopperTile(128, 256, swap_ab=True),
     HopperTile(128, 128),
     HopperTile(256, 128),
@@ -70,7 +71,6 @@ class HopperGemmConfig(GemmConfig):
     tile: TileShape = HopperTile(128, 128)
 
     tile_shapes: ClassVar[tuple[TileShape, ...]] = HOPPER_TILE_SHAPES
-    k_blocks: ClassVar[int] = STAGE_K // INSTRUCTION_K
     can_zero_tail: ClassVar[bool] = False
 
     @classmethod
@@ -86,6 +86,21 @@ class HopperGemmConfig(GemmConfig):
     def kind(self) -> OperandKind:
         """What the operands are made of."""
         return dataclasses.replace(super().kind, instruction_k=INSTRUCTION_K)
+
+    @property
+    def stage_k(self) -> int:
+        """Elements along K of one stage."""
+        return LONG_STAGE_K if self.is_decoded and self.tile.n <= _SHORT_N else STAGE_K
+
+    @property
+    def k_blocks(self) -> int:  # type: ignore[override]
+        """MMA instructions along K for one stage of shared memory."""
+        return self.stage_k // INSTRUCTION_K
+
+    @property
+    def k_groups(self) -> int:
+        """Groups of instructions of one stage: what is decoded while another is multiplied."""
+        return 2 if self.is_decoded else 1
 
     @property
     def is_decoded(self) -> bool:
@@ -110,13 +125,16 @@ class HopperGemmConfig(GemmConfig):
         """Bytes of operand M in one stage, and of its block scales."""
         if self.is_decoded:
             vec = NVFP4.sf_vec_size
-            return self.tile.m * STAGE_K * self.kind.bits // 8, self.tile.m * STAGE_K // vec
-        return self.tile.m * STAGE_K * 2, 0
+            return (
+                self.tile.m * self.stage_k * self.kind.bits // 8,
+                self.tile.m * self.stage_k // vec,
+            )
+        return self.tile.m * self.stage_k * 2, 0
 
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage of both operands."""
-        return sum(self.m_stage_bytes) + self.tile.n * STAGE_K * 2
+        return sum(self.m_stage_bytes) + self.tile.n * self.stage_k * 2
 
     @property
     def block_bytes(self) -> int:

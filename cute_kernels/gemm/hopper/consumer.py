@@ -8,7 +8,6 @@ import cutlass
 from cutlass import Boolean, Float32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.gemm.hopper.config import INSTRUCTION_K, STAGE_K
 from cute_kernels.gemm.hopper.decode import FragmentDecoder
 from cute_kernels.gemm.hopper.warp_schedule import WARPGROUP_SIZE
 from cute_kernels.gemm.scheduler import WorkTile
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from cute_kernels.gemm.scheduler import TileReader
 
 __all__ = ["Consumer"]
-
-_BLOCKS = STAGE_K // INSTRUCTION_K
 
 
 class Consumer:
@@ -60,8 +57,11 @@ class Consumer:
         self.acc = cute.make_rmem_tensor(shape, Float32)
         if config.is_decoded:
             self.decoder = FragmentDecoder(config, operand_m, scales)
-            shape = thread.partition_shape_A((config.tile.m, INSTRUCTION_K))
-            self.fragments = [cute.make_rmem_tensor(shape, layouts.element) for _ in range(2)]
+            width = config.stage_k // config.k_groups
+            shape = thread.partition_shape_A((config.tile.m, width))
+            self.fragments = [
+                cute.make_rmem_tensor(shape, layouts.element) for _ in range(config.k_groups)
+            ]
         else:
             self.m = layouts.tiled_mma.make_fragment_A(thread.partition_A(operand_m))
 
@@ -74,14 +74,16 @@ class Consumer:
         tile, tile_state = self.tiles.next(tile_state)
         while tile.group >= 0:
             self.acc.fill(0.0)
+            factors = self.epilogue.load_factors(tile)
             ab_state = self.multiply(tile, ab_state)
-            self.epilogue.store(self.acc, tile)
+            self.epilogue.store(self.acc, factors, tile)
             tile, tile_state = self.tiles.next(tile_state)
 
     @cute.jit
     def multiply(self, tile: WorkTile, state: Any) -> Any:
         """Add the tile's products to the accumulators; the next state of the stages."""
-        k_tiles = (tile.k_blocks + (_BLOCKS - 1)) // _BLOCKS
+        k_blocks = self.config.k_blocks
+        k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
         if k_tiles > 0:
             # Stages whose products are complete, one behind those that are being multiplied.
             done = state.clone()
@@ -100,37 +102,37 @@ class Consumer:
     def multiply_stage(self, state: Any, done: Any, is_behind: Boolean, is_last: bool) -> Any:
         """Multiply a stage and, unless it is the tile's last, wait for the next one.
 
-        Operand M of a block of K is decoded while the block before it is multiplied. That includes
-        the next stage's first block: the compiler would not let a product run on while registers
-        that a later one reads are written, if that crossed the end of a loop.
+        Operand M of a group of instructions is decoded while the group before it is multiplied.
+        That includes the next stage's first group: the compiler would not let a product run on
+        while registers that a later one reads are written, if that crossed the end of a loop.
 
         Returns:
             The states of the next stage, and of the next one to free.
         """
-        stage = state.index
-        for block in cutlass.range_constexpr(_BLOCKS):
+        stage, config = state.index, self.config
+        group_blocks = config.k_blocks // config.k_groups
+        for group in cutlass.range_constexpr(config.k_groups):
             warpgroup.fence()
-            at = (None, None, block, stage)
-            if cutlass.const_expr(self.config.is_decoded):
-                m = self.fragments[block % 2][None, None, 0]
-            else:
-                m = self.m[at]
-            cute.gemm(self.tiled_mma, self.acc, m, self.n[at], self.acc)
+            for block in cutlass.range_constexpr(group_blocks):
+                at = (None, None, group * group_blocks + block, stage)
+                if cutlass.const_expr(config.is_decoded):
+                    m = self.fragments[group][None, None, block]
+                else:
+                    m = self.m[at]
+                cute.gemm(self.tiled_mma, self.acc, m, self.n[at], self.acc)
             warpgroup.commit_group()
-            if cutlass.const_expr(self.config.is_decoded or block == 0):
-                # The products of the block before are complete, its fragment is free.
-                warpgroup.wait_group(1)
-            if cutlass.const_expr(block == 0):
+            # The products of the group before are complete, its fragments are free.
+            warpgroup.wait_group(1)
+            if cutlass.const_expr(group == 0):
                 if is_behind:
                     self.ab_pipeline.consumer_release(done)
                     done.advance()
-            if cutlass.const_expr(block + 1 < _BLOCKS):
-                if cutlass.const_expr(self.config.is_decoded):
-                    self.decoder.decode(self.fragments[(block + 1) % 2], block + 1)
+            if cutlass.const_expr(group + 1 < config.k_groups):
+                self.decoder.decode(self.fragments[group + 1], group + 1)
         state.advance()
         if cutlass.const_expr(not is_last):
             self.ab_pipeline.consumer_wait(state)
-            if cutlass.const_expr(self.config.is_decoded):
+            if cutlass.const_expr(config.is_decoded):
                 self.decoder.load(state.index)
                 self.decoder.decode(self.fragments[0], 0)
         return state, done

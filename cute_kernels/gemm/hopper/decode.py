@@ -18,19 +18,21 @@ from cutlass import Int32, Uint16, Uint32, cute
 
 from cute_kernels.device.memory import load_shared
 from cute_kernels.device.ptx import asm
-from cute_kernels.gemm.hopper.config import INSTRUCTION_K, STAGE_K, WARPGROUP_M
+from cute_kernels.gemm.hopper.config import WARPGROUP_M
+from cute_kernels.gemm.hopper.loader import SCALE_TILE_K
 from cute_kernels.gemm.hopper.warp_schedule import WARPGROUP_SIZE
-from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_ROWS
+from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.hopper.config import HopperGemmConfig
 
 __all__ = ["FragmentDecoder", "decode_halves", "scales_as_fp16"]
 
-#: Bytes of a row of codes in one stage, and of one block of 16.
-_ROW_BYTES = STAGE_K // 2
+#: Bytes of the codes of one block of 16.
 _BLOCK_BYTES = 8
-_BLOCKS = STAGE_K // INSTRUCTION_K
+#: What TMA's swizzles move about, and the rows of 128 bytes after which they repeat.
+_CHUNK_BYTES = 16
+_SWIZZLE_ROWS = 8
 #: From a row of a fragment to the second one of the same thread.
 _NEXT_ROW = 8
 _DECODE = """{{
@@ -88,7 +90,7 @@ class FragmentDecoder:
     Args:
         config: the kernel's configuration.
         codes: stages of codes, (rows, bytes, STAGE).
-        scales: stages of scale tiles as words, (row tiles, 1, words, STAGE).
+        scales: stages of scale tiles as words, (row tiles, K tiles, words, STAGE).
     """
 
     def __init__(self, config: HopperGemmConfig, codes: cute.Tensor, scales: cute.Tensor):
@@ -99,48 +101,58 @@ class FragmentDecoder:
         self.stage_bytes = config.m_stage_bytes
         self.step = config.consumers * WARPGROUP_M
         self.repeats = config.tile.m // self.step
-        # TMA's 32-byte swizzle puts the halves of every other four rows in the opposite order.
-        half = row // 4 % 2 * 16
-        start = codes.iterator.toint() + row * _ROW_BYTES + lane % 4 * 2
-        self.code_addresses = [start + half, start + (half ^ 16)]
+        self.blocks = config.k_blocks
+        self.group_blocks = config.k_blocks // config.k_groups
+        # TMA's swizzle of as many bytes as a row has: 16-byte chunks change places with the row.
+        self.row_bytes = config.stage_k * config.kind.bits // 8
+        chunks = self.row_bytes // _CHUNK_BYTES
+        place = row // (_SWIZZLE_ROWS // chunks) % chunks
+        start = codes.iterator.toint() + row * self.row_bytes + lane % 4 * 2
+        self.chunk_addresses = [start + (place ^ chunk) * _CHUNK_BYTES for chunk in range(chunks)]
+        #: Bytes of scale tiles that follow each other along K in a stage.
+        self.scale_row_bytes = config.stage_k // SCALE_TILE_K * SF_TILE_BYTES
         self.scale_address = (
             scales.iterator.toint()
-            + row // SF_TILE_ROWS * SF_TILE_BYTES
+            + row // SF_TILE_ROWS * self.scale_row_bytes
             + row % 32 * 16
             + row % SF_TILE_ROWS // 32 * 4
         )
-        self.words = cute.make_rmem_tensor((_BLOCKS, self.repeats), Uint32)
-        self.scales = cute.make_rmem_tensor((_BLOCKS // 2, 2, self.repeats), Uint32)
+        self.words = cute.make_rmem_tensor((self.blocks, self.repeats), Uint32)
+        self.scales = cute.make_rmem_tensor((self.blocks // 2, 2, self.repeats), Uint32)
 
     def load(self, stage: Int32) -> None:
         """Read the thread's codes and block scales of a stage."""
         offset = stage * self.stage_bytes[0]
-        low, high = (address + offset for address in self.code_addresses)
+        chunks = [address + offset for address in self.chunk_addresses]
         base = self.scale_address + stage * self.stage_bytes[1]
         for repeat in range(self.repeats):
-            for block in range(_BLOCKS):
-                at = (low if block < 2 else high) + block % 2 * _BLOCK_BYTES
+            for block in range(self.blocks):
+                at = chunks[block // 2] + block % 2 * _BLOCK_BYTES
                 self.words[block, repeat] = self._load_codes(at, repeat)
-            first = base + repeat * (self.step // SF_TILE_ROWS) * SF_TILE_BYTES
+            first = base + repeat * (self.step // SF_TILE_ROWS) * self.scale_row_bytes
             for row in range(2):
-                word = load_shared(first + row * _NEXT_ROW * 16, 1)[0]
-                for half, pair in enumerate(scales_as_fp16(word)):
-                    self.scales[half, row, repeat] = pair
+                for tile in range(self.blocks // SF_TILE_COLS):
+                    at = first + row * _NEXT_ROW * 16 + tile * SF_TILE_BYTES
+                    for half, pair in enumerate(scales_as_fp16(load_shared(at, 1)[0])):
+                        self.scales[tile * 2 + half, row, repeat] = pair
 
     def _load_codes(self, base: Int32, repeat: int) -> Uint32:
         """Four codes of each of the thread's rows: bytes x0 y0 x1 y1 of rows x and y."""
-        at = base + repeat * self.step * _ROW_BYTES
-        x, y = _load_u16(at), _load_u16(at + _NEXT_ROW * _ROW_BYTES)
+        at = base + repeat * self.step * self.row_bytes
+        x, y = _load_u16(at), _load_u16(at + _NEXT_ROW * self.row_bytes)
         return asm("prmt.b32 $0, $1, $2, 0x5140;", [Uint32], [x, y])
 
-    def decode(self, fragment: cute.Tensor, block: int) -> None:
-        """Write the fragment of a block of K, ((2, 2, 2), repeats, 1) fp16."""
+    def decode(self, fragment: cute.Tensor, group: int) -> None:
+        """Write the fragment of a group of instructions, ((2, 2, 2), repeats, blocks) fp16."""
         bits = cute.recast_tensor(fragment, Uint32)
-        target = cute.make_tensor(bits.iterator, cute.make_layout((4, self.repeats)))
-        for repeat in range(self.repeats):
-            x, y = (self.scales[block // 2, row, repeat] for row in range(2))
-            word = self.words[block, repeat]
-            target[0, repeat] = decode_halves(word, 0, x, block % 2)
-            target[1, repeat] = decode_halves(word, 2, y, block % 2)
-            target[2, repeat] = decode_halves(word, 1, x, block % 2)
-            target[3, repeat] = decode_halves(word, 3, y, block % 2)
+        shape = (4, self.repeats, self.group_blocks)
+        target = cute.make_tensor(bits.iterator, cute.make_layout(shape))
+        for i in range(self.group_blocks):
+            block = group * self.group_blocks + i
+            for repeat in range(self.repeats):
+                x, y = (self.scales[block // 2, row, repeat] for row in range(2))
+                word = self.words[block, repeat]
+                target[0, repeat, i] = decode_halves(word, 0, x, block % 2)
+                target[1, repeat, i] = decode_halves(word, 2, y, block % 2)
+                target[2, repeat, i] = decode_halves(word, 1, x, block % 2)
+                target[3, repeat, i] = decode_halves(word, 3, y, block % 2)

@@ -56,7 +56,29 @@ class HopperEpilogue:
         self.column = self.lane // BLOCK * N_ALIGN
 
     @cute.jit
-    def store(self, acc: cute.Tensor, tile: WorkTile) -> None:
+    def load_factors(self, tile: WorkTile) -> cute.Tensor:
+        """What rows are multiplied by; 1 where nothing was multiplied or no row is.
+
+        Loaded ahead of the products, whose time hides the latency. With one factor a row the lanes
+        of the warp have one of 32 rows each, and otherwise all have the group's.
+        """
+        config = self.config
+        count = (config.tile.n + 31) // 32 if config.row_scaled else 1
+        factors = cute.make_rmem_tensor(count, Float32)
+        for i in cutlass.range_constexpr(count):
+            factor = Float32(1.0)
+            if tile.k_blocks > 0:
+                if cutlass.const_expr(config.row_scaled):
+                    local = i * 32 + self.lane
+                    if local < tile.rows:
+                        factor = self.tensors.factor(tile.group, tile.n_row + local)
+                else:
+                    factor = self.tensors.factor(tile.group, tile.group)
+            factors[i] = factor
+        return factors
+
+    @cute.jit
+    def store(self, acc: cute.Tensor, factors: cute.Tensor, tile: WorkTile) -> None:
         """Store a tile's accumulators, ((2, 2, N / 8), repeats along M, 1) of compact layout."""
         config, tensors = self.config, self.tensors
         step = config.consumers * WARPGROUP_M
@@ -64,12 +86,15 @@ class HopperEpilogue:
         acc = cute.make_tensor(acc.iterator, cute.make_layout(shape))
         num_blocks = (config.tile.n + BLOCK - 1) // BLOCK
         for block in cutlass.range_constexpr(num_blocks):
+            factor = factors[0]
+            if cutlass.const_expr(config.row_scaled):
+                source = block % 2 * BLOCK + self.line
+                factor = cute.arch.shuffle_sync(factors[block // 2], source)
             if cutlass.const_expr(config.tile.swap_ab):
                 local = block * BLOCK + self.line
                 if block * BLOCK < tile.rows:
                     in_group = local < cutlass.min(tile.rows, config.tile.n)
                     row = tile.n_row + local
-                    factor = self.factor(tile, row, in_group)
                     for repeat in cutlass.range_constexpr(config.tile.m // step):
                         values = self.transpose(acc, repeat, block)
                         col = tile.m_row + self.first_m + repeat * step + self.column
@@ -79,18 +104,8 @@ class HopperEpilogue:
                 for repeat in cutlass.range_constexpr(config.tile.m // step):
                     row = tile.m_row + self.first_m + repeat * step + self.line
                     in_output = row < tensors.out.shape[1]
-                    factor = self.factor(tile, row, in_output)
                     values = self.transpose(acc, repeat, block)
                     self.finish(values, factor, tile.group, row, in_output, col)
-
-    @cute.jit
-    def factor(self, tile: WorkTile, row: Int32, exists: Boolean) -> Float32:
-        """What a row is multiplied by; 1 where nothing was multiplied."""
-        factor = Float32(1.0)
-        if exists and tile.k_blocks > 0:
-            at = row if cutlass.const_expr(self.config.row_scaled) else tile.group
-            factor = self.tensors.factor(tile.group, at)
-        return factor
 
     @cute.jit
     def transpose(self, acc: cute.Tensor, repeat: int, block: int) -> cute.Tensor:

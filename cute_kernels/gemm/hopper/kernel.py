@@ -21,10 +21,14 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.gemm.config import OPERANDS
 from cute_kernels.gemm.epilogue import EpilogueTensors
 from cute_kernels.gemm.fakes import fake_arguments
-from cute_kernels.gemm.hopper.config import STAGE_K
 from cute_kernels.gemm.hopper.consumer import Consumer
 from cute_kernels.gemm.hopper.epilogue import HopperEpilogue
-from cute_kernels.gemm.hopper.loader import StageLoad, codes_view, scale_words_view
+from cute_kernels.gemm.hopper.loader import (
+    SCALE_TILE_K,
+    StageLoad,
+    codes_view,
+    scale_words_view,
+)
 from cute_kernels.gemm.hopper.storage import (
     HopperBarriers,
     HopperLayouts,
@@ -191,6 +195,6 @@ class HopperGemmKernel:
         per_byte = 8 // self.config.kind.bits if self.config.is_decoded else 1
         operand_m = [StageLoad(sources[0], shared[0], layouts.m_tiler, per_byte, False)]
         if self.config.is_decoded:
-            scales = StageLoad(sources[2], shared[2], layouts.scale_tiler, STAGE_K, True)
+            scales = StageLoad(sources[2], shared[2], layouts.scale_tiler, SCALE_TILE_K, True)
             operand_m.append(scales)
         return tuple(operand_m), (StageLoad(sources[1], shared[1], layouts.n_tiler, 1, False),)

@@ -8,12 +8,16 @@ import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_ROWS
+from cute_kernels.formats import NVFP4
+from cute_kernels.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.loader import TmaSource
 
-__all__ = ["StageLoad", "codes_view", "scale_words_view"]
+__all__ = ["SCALE_TILE_K", "StageLoad", "codes_view", "scale_words_view"]
+
+#: Elements of K whose block scales are in one scale tile.
+SCALE_TILE_K = SF_TILE_COLS * NVFP4.sf_vec_size
 
 
 def codes_view(codes: cute.Tensor) -> cute.Tensor:

@@ -8,10 +8,10 @@ from cutlass import Float32, Int32, Int64, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from cute_kernels.gemm.hopper.config import BLOCK, BLOCK_PITCH, STAGE_K, WARPGROUP_M
+from cute_kernels.gemm.hopper.config import BLOCK, BLOCK_PITCH, WARPGROUP_M
 from cute_kernels.gemm.operands import DSL_TYPES
 from cute_kernels.gemm.scheduler import TILE_WORDS
-from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_ROWS
+from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
 
 if TYPE_CHECKING:
     import cutlass
@@ -34,7 +34,7 @@ class HopperLayouts:
         element: type of the elements that are multiplied.
         tiled_mma: the MMA.
         m: stages of operand M, (rows, K, STAGE); of bytes if it comes as codes.
-        scales: stages of its block scales as words, (row tiles, 1, words, STAGE), or None.
+        scales: stages of its block scales as words, (row tiles, K tiles, words, STAGE), or None.
         n: stages of operand N, (rows, K, STAGE).
     """
 
@@ -56,17 +56,19 @@ class HopperLayouts:
         )
         self.scales = None
         if decoded:
-            width = STAGE_K * config.kind.bits // 8
+            width = config.stage_k * config.kind.bits // 8
             self.m_type, self.m_tiler = Uint8, (tile.m, width)
             tiles = tile.m // SF_TILE_ROWS
             words = SF_TILE_BYTES // 4
-            self.scale_tiler = (tiles, 1, words)
+            k_tiles = config.stage_k // (SF_TILE_COLS * config.kind.sf_vec_size)
+            self.scale_tiler = (tiles, k_tiles, words)
             self.scales = cute.make_layout(
-                (tiles, 1, words, stages), stride=(words, words, 1, tiles * words)
+                (*self.scale_tiler, stages),
+                stride=(k_tiles * words, words, 1, tiles * k_tiles * words),
             )
         else:
-            self.m_type, self.m_tiler = self.element, (tile.m, STAGE_K)
-        self.n_tiler = (tile.n, STAGE_K)
+            self.m_type, self.m_tiler = self.element, (tile.m, config.stage_k)
+        self.n_tiler = (tile.n, config.stage_k)
         self.m = self._staged(self.m_type, self.m_tiler, m_major, stages)
         self.n = self._staged(self.element, self.n_tiler, n_major, stages)
 
