@@ -42,6 +42,7 @@ _KERNELS = {
     ("grouped_dbias", "sm_100a"),
     ("grouped_dequantize", "sm_90a"),
     ("grouped_dequantize", "sm_100a"),
+    ("grouped_gemm", "sm_90a"),
     ("grouped_gemm", "sm_100a"),
     ("grouped_quantize", "sm_90a"),
     ("grouped_quantize", "sm_100a"),

@@ -1,4 +1,4 @@
-"""Count what the NVFP4 quantizers execute and move, per element, on the emulator.
+"""Count what the kernels of quantization execute and move, per element, on the emulator.
 
     python -m perf.count_quantize [--rows 1024] [--cols 4096] [--groups 4] [--dtype bfloat16]
                                   [--arch sm_100a]
@@ -19,7 +19,14 @@ from typing import Any
 import torch
 
 from cute_kernels import emulator
-from cute_kernels.quantize import AmaxConfig, QuantizeProblem, RowScaledConfig, TileConfig
+from cute_kernels.quantize import (
+    AmaxConfig,
+    DbiasConfig,
+    DequantizeConfig,
+    QuantizeProblem,
+    RowScaledConfig,
+    TileConfig,
+)
 from cute_kernels.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles
 
 NUM_SMS = 4
@@ -58,6 +65,12 @@ def arguments(config: Any, x: torch.Tensor, offs: torch.Tensor) -> tuple[Any, ..
     if isinstance(config, AmaxConfig):
         amaxes = (row_amax if config.per_row else None, group_amax if config.per_group else None)
         return x, offs, *amaxes, NUM_SMS
+    if isinstance(config, DbiasConfig):
+        return x, offs, torch.empty(len(offs), x.shape[1]), NUM_SMS
+    if isinstance(config, DequantizeConfig):
+        names = ("codes_t", "scales_t") if config.columnwise else ("codes", "scales")
+        amax = row_amax if config.row_scaled else group_amax
+        return *(out[name] for name in names), amax, offs, torch.empty_like(x), 0, NUM_SMS
     rowwise = (out["codes"], out["scales"]) if config.rowwise else (None, None)
     columnwise = (out["codes_t"], out["scales_t"]) if config.columnwise else (None, None)
     amaxes = (
@@ -67,11 +80,11 @@ def arguments(config: Any, x: torch.Tensor, offs: torch.Tensor) -> tuple[Any, ..
     return x, offs, *amaxes, *rowwise, *columnwise, NUM_SMS
 
 
-def count(config: Any, x: torch.Tensor, offs: torch.Tensor) -> Counts:
+def count(config: Any, arch: str, x: torch.Tensor, offs: torch.Tensor) -> Counts:
     """Run ``config`` once on the emulator and count."""
     from perf.compiled import compile_for_emulator
 
-    kernel = compile_for_emulator(config, config.arch)
+    kernel = compile_for_emulator(config, arch)
     emulator.reset_stats()
     kernel.run(*arguments(config, x, offs))
     stats = emulator.stats()
@@ -102,8 +115,16 @@ def variants(dtype: str, cols: int, arch: Any = "sm_100a") -> dict[str, Any]:
             dtype, columnwise=True, row_scaled=True, compute_amax=True
         ),
         "16x16 row + column, amax given": TileConfig(dtype, columnwise=True, square_blocks=True),
+        "dequantize, rowwise": DequantizeConfig(dtype),
+        "dequantize, row-scaled": DequantizeConfig(dtype, row_scaled=True),
+        "dequantize, columnwise": DequantizeConfig(dtype, columnwise=True),
+        "dbias": DbiasConfig(dtype),
     }
-    return {name: dataclasses.replace(config, arch=arch) for name, config in kernels.items()}
+    # Those without the field have one code for all architectures.
+    return {
+        name: dataclasses.replace(config, arch=arch) if hasattr(config, "arch") else config
+        for name, config in kernels.items()
+    }
 
 
 def main() -> None:
@@ -128,7 +149,7 @@ def main() -> None:
     heads = ("instr", "issued", "read B", "written B", "sectors", "conflicts", "registers", "stack")
     print(f"{'kernel':34}" + "".join(f"{head:>11}" for head in heads))
     for name, config in variants(options.dtype, options.cols, options.arch).items():
-        counts = count(config, x, ends.int())
+        counts = count(config, options.arch, x, ends.int())
         resources = read_resources(compile_for_emulator(config, options.arch).cubin).values()
         cells = [f"{value:11.2f}" for value in dataclasses.astuple(counts)]
         cells.append(f"{max(r.registers for r in resources):11d}")

@@ -5,9 +5,8 @@
 Results are checked first, byte for byte, against ``cute_kernels.reference`` on the same GPU, for
 ``--check-rows`` rows. Then all candidates run in turn, ``--calls`` calls each, for ``--rounds``
 rounds in one process; the median round counts, so clocks are those of sustained load. The input is
-far larger than L2.
-``floor`` is the time of a copy that moves the candidate's bytes, each input read once and each
-output written once, at the rate of the fastest copy kernel of the same run.
+far larger than L2. ``floor`` is the time of a copy that moves the candidate's bytes, each input
+read once and each output written once, at the rate of the fastest copy kernel of the same run.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ least 128 rows of M, which few rows a group would leave empty, but may be narrow
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from cute_kernels.capability import Support
 from cute_kernels.formats import NVFP4
@@ -178,6 +178,14 @@ class GemmConfig:
     zero_tail: bool = False
     tile: TileShape = TileShape(128, 128)
 
+    #: The tiles that this architecture's kernel is built for.
+    tile_shapes: ClassVar[tuple[TileShape, ...]] = TILE_SHAPES
+    #: MMA instructions along K for one stage of shared memory.
+    k_blocks: ClassVar[int] = K_BLOCKS
+    #: Whether this architecture's kernel takes ``zero_tail``.
+    can_zero_tail: ClassVar[bool] = True
+    #: The operand, "a" or "b", whose block scales are multiplied in before the product.
+    expanded: ClassVar[str | None] = None
     #: Blocks of output of one epilogue warp that are staged for TMA.
     num_store_stage = 2
     #: Tiles that the scheduler is ahead.
@@ -192,19 +200,30 @@ class GemmConfig:
             dtype = getattr(self, name)
             if dtype not in DTYPE_BYTES and (name == "out_dtype" or dtype is not None):
                 raise ValueError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
-        if self.tile not in TILE_SHAPES:
-            raise ValueError(f"tile must be one of TILE_SHAPES, got {self.tile}")
+        if self.tile not in self.tile_shapes:
+            raise ValueError(f"tile must be one of tile_shapes, got {self.tile}")
         if self.row_scaled and not (self.kind.is_block_scaled and self.grouping == "m_grouped"):
             raise ValueError("row_scaled needs block-scaled operands of an m_grouped product")
         if self.bias_dtype is not None and self.grouping == "k_grouped":
             raise ValueError("a k_grouped product takes no bias")
 
+        if self.zero_tail and not self.can_zero_tail:
+            raise ValueError("this architecture's kernel does not take zero_tail")
         if self.zero_tail and (self.grouping == "k_grouped" or self.accumulate):
             raise ValueError("zero_tail needs an m_grouped product that does not accumulate")
-        if self.tile.swap_ab and self.grouping == "k_grouped":
-            raise ValueError("swap_ab needs an m_grouped product")
+        if not self.takes(self.tile):
+            raise ValueError(f"a {self.grouping} product cannot have the tile {self.tile}: swap_ab")
         if self.transpose_b and (self.kind.is_block_scaled or self.grouping == "k_grouped"):
             raise ValueError("transpose_b needs plain operands of an m_grouped product")
+
+    @classmethod
+    def any_tile(cls, grouping: Grouping) -> TileShape:
+        """A tile that every product of a grouping may have."""
+        return TileShape(128, 128)
+
+    def takes(self, tile: TileShape) -> bool:
+        """Whether this configuration means something with another tile."""
+        return not (tile.swap_ab and self.grouping == "k_grouped")
 
     @property
     def kind(self) -> OperandKind:

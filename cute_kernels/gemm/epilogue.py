@@ -25,7 +25,15 @@ from cute_kernels.gemm.warp_schedule import WARP_SIZE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["AccReader", "Epilogue", "EpilogueTensors", "OutputStore", "pairwise", "read_vector"]
+__all__ = [
+    "AccReader",
+    "Epilogue",
+    "EpilogueTensors",
+    "OutputStore",
+    "pairwise",
+    "read_vector",
+    "vector_at",
+]
 
 _VECTOR_BYTES = 16
 _SWIZZLE_ROWS = 8
@@ -79,7 +87,7 @@ class OutputStore(NamedTuple):
     shared: cute.Tensor
 
 
-def _vector(tensor: cute.Tensor, offset: Int64, size: int) -> cute.Tensor:
+def vector_at(tensor: cute.Tensor, offset: Int64, size: int) -> cute.Tensor:
     """``size`` elements of ``tensor`` from element ``offset`` on, aligned to 16 bytes."""
     width = tensor.element_type.width // 8
     address = tensor.iterator.toint() + offset * width
@@ -93,7 +101,7 @@ def _vector(tensor: cute.Tensor, offset: Int64, size: int) -> cute.Tensor:
 def read_vector(tensor: cute.Tensor, offset: Int64, size: int = N_ALIGN) -> cute.Tensor:
     """``size`` elements of ``tensor`` from element ``offset`` on as fp32 registers."""
     narrow = cute.make_rmem_tensor(size, tensor.element_type)
-    cute.autovec_copy(_vector(tensor, offset, size), narrow)
+    cute.autovec_copy(vector_at(tensor, offset, size), narrow)
     wide = cute.make_rmem_tensor(size, Float32)
     wide.store(narrow.load().to(Float32))
     return wide
@@ -297,7 +305,7 @@ class Epilogue:
         for i in cutlass.range_constexpr(0, self.columns, N_ALIGN):
             if col + i < self.tensors.out.shape[2]:
                 part = cute.make_tensor(rounded.iterator + i, cute.make_layout(N_ALIGN))
-                target = _vector(self.tensors.out, self.offset(group, row, col + i), N_ALIGN)
+                target = vector_at(self.tensors.out, self.offset(group, row, col + i), N_ALIGN)
                 cute.autovec_copy(part, target)
 
     @cute.jit

@@ -58,6 +58,12 @@ class _FakeArguments:
         width = cute.sym_int(divisibility=N_ALIGN)
         return _pitched(uint8, self.rows, self.k), _pitched(uint8, self.groups, self.n, width)
 
+    def expanded(self) -> Any:
+        """The quantized operand that comes as fp16 values."""
+        if self.is_ragged_k:
+            return _pitched(cutlass.Float16, self.n, cute.sym_int(divisibility=TILE_ROWS))
+        return _pitched(cutlass.Float16, self.rows, cute.sym_int(divisibility=N_ALIGN))
+
     def matrices(self) -> tuple[Any, Any]:
         """Plain operands."""
         dtype = DSL_TYPES[self.config.operand]
@@ -89,6 +95,10 @@ def fake_arguments(config: GemmConfig) -> tuple[Any, ...]:
         a_amax = b_amax = fake.per_group()
         if config.row_scaled:
             a_amax = _compact(cutlass.Float32, fake.rows, align=4)
+        if config.expanded == "a":
+            a, a_scales = fake.expanded(), None
+        if config.expanded == "b":
+            b, b_scales = fake.expanded(), None
     else:
         a, b = fake.matrices()
     if config.bias_dtype is not None:

@@ -9,13 +9,16 @@ measurements: they decide ties between tiles, never correctness.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from cute_kernels.gemm.config import TILE_SHAPES, GemmConfig
 from cute_kernels.shapes import ceil_div
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.config import GemmProblem, TileShape
+    from collections.abc import Callable
+
+    from cute_kernels.gemm.config import GemmConfig, GemmProblem, TileShape
+
+ConfigT = TypeVar("ConfigT", bound="GemmConfig")
 
 __all__ = ["choose_config", "estimated_cycles"]
 
@@ -51,8 +54,12 @@ def estimated_cycles(config: GemmConfig, problem: GemmProblem, num_sms: int) -> 
 
 
 def choose_config(
-    base: GemmConfig, problem: GemmProblem, num_sms: int, tile: TileShape | None = None
-) -> GemmConfig:
+    base: ConfigT,
+    problem: GemmProblem,
+    num_sms: int,
+    tile: TileShape | None = None,
+    cost: Callable[[ConfigT, GemmProblem, int], float] = estimated_cycles,
+) -> ConfigT:
     """The configuration with the tile that suits a problem best.
 
     Deterministic: the same sizes give the same tile, and every tile gives the same bits.
@@ -62,6 +69,7 @@ def choose_config(
         problem: the call's sizes.
         num_sms: SMs of the device.
         tile: use this one, whatever the sizes.
+        cost: the model of time: configuration, problem and number of SMs to cycles.
 
     Returns:
         ``base`` with its tile replaced.
@@ -71,8 +79,8 @@ def choose_config(
     """
     candidates = []
     reason = ""
-    for shape in TILE_SHAPES if tile is None else (tile,):
-        if shape.swap_ab and base.grouping == "k_grouped" and tile is None:
+    for shape in base.tile_shapes if tile is None else (tile,):
+        if tile is None and not base.takes(shape):
             continue
         if shape.num_ctas > num_sms:
             reason = f"{shape.num_ctas} CTAs need as many SMs, there are {num_sms}"
@@ -84,4 +92,4 @@ def choose_config(
         reason = support.reason or reason
     if not candidates:
         raise ValueError(f"no grouped GEMM kernel takes {problem}: {reason}")
-    return min(candidates, key=lambda config: estimated_cycles(config, problem, num_sms))
+    return min(candidates, key=lambda config: cost(config, problem, num_sms))

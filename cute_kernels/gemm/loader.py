@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.gemm.config import K_BLOCKS, RAGGED_ROWS
+from cute_kernels.gemm.config import RAGGED_ROWS
 from cute_kernels.shapes import SF_TILE_COLS, SF_TILE_ROWS
 
 if TYPE_CHECKING:
@@ -52,6 +52,10 @@ class OperandLoad(NamedTuple):
     cta_layout: cute.Layout
     mcast_mask: Any
     is_scale: bool
+
+    def copies(self, row: Int32, k_start: Int32, group: Any) -> tuple[cute.Tensor, cute.Tensor]:
+        """Source tiles along K from ``k_start`` on, and stages to put them in."""
+        return _tile_copies(self, row, k_start, group)
 
 
 @cute.jit
@@ -126,11 +130,11 @@ class LoadWarp:
             copies = []
             for load in self.operand_m:
                 row = tile.m_sf_row if cutlass.const_expr(load.is_scale) else tile.m_row
-                copies.append((load, *_tile_copies(load, row, k_start, m_group)))
+                copies.append((load, *load.copies(row, k_start, m_group)))
             for load in self.operand_n:
                 row = tile.n_sf_row if cutlass.const_expr(load.is_scale) else tile.n_row
-                copies.append((load, *_tile_copies(load, row, k_start, n_group)))
-            k_tiles = (tile.k_blocks + (K_BLOCKS - 1)) // K_BLOCKS
+                copies.append((load, *load.copies(row, k_start, n_group)))
+            k_tiles = (tile.k_blocks + (self.config.k_blocks - 1)) // self.config.k_blocks
             for k_tile in cutlass.range(k_tiles, unroll=1):
                 self.ab_pipeline.producer_acquire(ab_state)
                 barrier = self.ab_pipeline.producer_get_barrier(ab_state)

@@ -6,20 +6,27 @@ of any dtype); the rest is compiled when it is first used.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
 from cute_kernels.capability import support
 from cute_kernels.formats import NVFP4
-from cute_kernels.gemm.config import OPERANDS, TILE_SHAPES, GemmConfig
+from cute_kernels.gemm.config import OPERANDS, GemmConfig
+from cute_kernels.gemm.hopper.config import ExpandConfig, HopperGemmConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cute_kernels.runtime.spec import KernelSpec
+
 __all__ = ["kernel_specs"]
 
 
-def kernel_specs(arch: str) -> Iterator[GemmConfig]:
+_CONFIGS = {"sm_90a": HopperGemmConfig, "sm_100a": GemmConfig}
+
+
+def kernel_specs(arch: str) -> Iterator[KernelSpec]:
     """Configurations of the kernels for ``"sm_90a"`` or ``"sm_100a"``.
 
     Activations are bf16, or fp16 with fp16 operands, and a bias has their dtype; they are written
@@ -28,28 +35,33 @@ def kernel_specs(arch: str) -> Iterator[GemmConfig]:
     for operand, kind in OPERANDS.items():
         if support("grouped_gemm", NVFP4() if kind.is_block_scaled else None, arch):
             dtype = "bfloat16" if kind.is_block_scaled else operand
-            yield from _m_grouped(operand, dtype, kind.is_block_scaled)
-            yield from _k_grouped(operand, dtype)
+            cls = _CONFIGS[arch]
+            yield from _m_grouped(cls, operand, dtype, kind.is_block_scaled)
+            yield from _k_grouped(cls, operand, dtype)
+            if arch == "sm_90a" and kind.is_block_scaled:
+                yield from (ExpandConfig(is_ragged) for is_ragged in (False, True))
 
 
-def _m_grouped(operand: str, dtype: str, is_block_scaled: bool) -> Iterator[GemmConfig]:
-    flags = itertools.product((False, True), (None, dtype), TILE_SHAPES)
-    for flag, bias_dtype, tile in flags:
-        yield GemmConfig(
+def _m_grouped(
+    cls: type[GemmConfig], operand: str, dtype: str, is_block_scaled: bool
+) -> Iterator[GemmConfig]:
+    any_tile = cls(operand, tile=cls.any_tile("m_grouped"))
+    tiles = filter(any_tile.takes, cls.tile_shapes)
+    for flag, bias_dtype, tile in itertools.product((False, True), (None, dtype), tiles):
+        yield cls(
             operand,
             out_dtype=dtype,
             row_scaled=flag and is_block_scaled,
             transpose_b=flag and not is_block_scaled,
             bias_dtype=bias_dtype,
-            zero_tail=True,
+            zero_tail=cls.can_zero_tail,
             tile=tile,
         )
 
 
-def _k_grouped(operand: str, dtype: str) -> Iterator[GemmConfig]:
+def _k_grouped(cls: type[GemmConfig], operand: str, dtype: str) -> Iterator[GemmConfig]:
+    base = cls(operand, "k_grouped", tile=cls.any_tile("k_grouped"))
     outputs = ((dtype, False), ("float32", False), ("float32", True))
-    for (out_dtype, accumulate), tile in itertools.product(outputs, TILE_SHAPES):
-        if not tile.swap_ab:
-            yield GemmConfig(
-                operand, "k_grouped", out_dtype=out_dtype, accumulate=accumulate, tile=tile
-            )
+    tiles = filter(base.takes, cls.tile_shapes)
+    for (out_dtype, accumulate), tile in itertools.product(outputs, tiles):
+        yield dataclasses.replace(base, out_dtype=out_dtype, accumulate=accumulate, tile=tile)

@@ -6,15 +6,18 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
+
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.gemm.config import OPERANDS, GemmConfig, GemmProblem
-from cute_kernels.gemm.heuristics import choose_config
+from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
+from cute_kernels.gemm.hopper.config import ExpandConfig, HopperGemmConfig
+from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.shapes import PITCH_ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from torch import Tensor
 
     from cute_kernels.ops.gemm import (
@@ -26,9 +29,13 @@ if TYPE_CHECKING:
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
 
+    Parts: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
     AnyGemm: TypeAlias = MGroupedGemm | MGroupedGemmNVFP4 | KGroupedGemm | KGroupedGemmNVFP4
 
 __all__ = ["k_grouped", "m_grouped"]
+
+_CONFIGS = {"sm_90a": HopperGemmConfig, "sm_100a": GemmConfig}
+_COSTS = {"sm_90a": estimated_hopper_cycles, "sm_100a": estimated_cycles}
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -55,8 +62,10 @@ def m_grouped(op: MGroupedGemm | MGroupedGemmNVFP4, launch: Launcher) -> Runner:
     rows, cols = spec.shape
     if rows == 0 or cols == 0:
         return _nothing
-    base = GemmConfig(
+    cls = _CONFIGS[launch.arch]
+    base = cls(
         _operand(op),
+        tile=cls.any_tile("m_grouped"),
         out_dtype=_name(spec.dtype),
         row_scaled=op.row_scaled,
         bias_dtype=None if op.bias is None else _name(op.bias.dtype),
@@ -76,8 +85,13 @@ def k_grouped(op: KGroupedGemm | KGroupedGemmNVFP4, launch: Launcher) -> Runner:
     groups, m, n = spec.shape
     if op.rows == 0 or m == 0 or n == 0:
         return _zero
-    base = GemmConfig(
-        _operand(op), "k_grouped", out_dtype=_name(spec.dtype), has_alpha=op.alpha is not None
+    cls = _CONFIGS[launch.arch]
+    base = cls(
+        _operand(op),
+        "k_grouped",
+        tile=cls.any_tile("k_grouped"),
+        out_dtype=_name(spec.dtype),
+        has_alpha=op.alpha is not None,
     )
     problem = GemmProblem(base.operand, "k_grouped", base.out_dtype, groups, op.rows, n, m=m)
     return _runner(_choose(base, problem, launch), launch)
@@ -97,7 +111,7 @@ def _zero(op: object, outputs: Sequence[Tensor | None], accumulate: bool = False
 
 def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmConfig:
     try:
-        return choose_config(base, problem, launch.num_sms)
+        return choose_config(base, problem, launch.num_sms, cost=_COSTS[launch.arch])
     except ValueError as error:
         raise UnsupportedError(str(error)) from None
 
@@ -109,17 +123,25 @@ def _runner(config: GemmConfig, launch: Launcher) -> Runner:
             dataclasses.replace(config, accumulate=accumulate, zero_tail=zero_tail)
         )
 
+    expand = None
+    if config.expanded is not None:
+        expand = launch.kernel(ExpandConfig(is_ragged=config.expanded == "a"))
+
     def run(
         op: AnyGemm,
         outputs: Sequence[Tensor | None],
         accumulate: bool = False,
         fresh: bool = False,
     ) -> None:
-        left, right = op.operands()
+        left, right = (tuple(map(_addressable, parts)) for parts in op.operands())
+        if expand is not None and config.expanded == "a":
+            left = _expanded(expand, left, op.offs, launch.num_sms)
+        elif expand is not None:
+            right = _expanded(expand, right, None, launch.num_sms)
         bias: Tensor | None = getattr(op, "bias", None)
         kernel(accumulate, fresh)(
-            *map(_addressable, left),
-            *map(_addressable, right),
+            *left,
+            *right,
             op.offs,
             None if bias is None else bias.contiguous(),
             op.alpha,
@@ -128,6 +150,18 @@ def _runner(config: GemmConfig, launch: Launcher) -> Runner:
         )
 
     return run
+
+
+def _expanded(
+    expand: Callable[..., object], parts: Parts, offs: Tensor | None, num_sms: int
+) -> Parts:
+    """An operand with the fp16 values of its codes, in the order that Hopper kernels take."""
+    codes, scales, amax = parts
+    values = torch.empty(
+        codes.shape[0], codes.shape[1] * 2, dtype=torch.float16, device=codes.device
+    )
+    expand(codes, scales, offs, values, num_sms)
+    return values, None, amax
 
 
 def _addressable(x: Tensor | None) -> Tensor | None:

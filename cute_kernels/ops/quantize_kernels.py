@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         GroupedQuantizeNVFP4,
     )
     from cute_kernels.ops.registry import Runner
-    from cute_kernels.quantize.config import Grouping
     from cute_kernels.runtime.launch import Launcher
 
 __all__ = [
@@ -212,12 +211,18 @@ def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
 def dequantize_nvfp4(op: GroupedDequantizeNVFP4, launch: Launcher) -> Runner:
     """How ``grouped_dequantize_nvfp4`` runs."""
     if not op.rows:
-        return lambda op, outputs: None
-    grouping: Grouping = "uniform" if op.offs is None else "ragged"
-    config = DequantizeConfig(_dtype_name(op.dtype), grouping, op.row_scaled, op.columnwise)
+        return lambda op, outputs, fresh=False: None
+    config = DequantizeConfig(
+        _dtype_name(op.dtype),
+        "uniform" if op.offs is None else "ragged",
+        row_scaled=op.row_scaled,
+        columnwise=op.columnwise,
+    )
     kernel = launch.kernel(config)
 
-    def run(op: GroupedDequantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
+    def run(
+        op: GroupedDequantizeNVFP4, outputs: Sequence[Tensor | None], fresh: bool = False
+    ) -> None:
         (out,) = outputs
         assert out is not None
         codes = _readable(op.codes) if op.columnwise else _readable_rows(op.codes)
@@ -225,7 +230,7 @@ def dequantize_nvfp4(op: GroupedDequantizeNVFP4, launch: Launcher) -> Runner:
         # A copy has what the kernel leaves alone, too.
         target = out if out.data_ptr() % _ALIGNMENT == 0 else out.clone()
         amax = op.amax.contiguous().view(-1)
-        kernel(codes, _readable(op.scales), amax, offs, target, launch.num_sms)
+        kernel(codes, _readable(op.scales), amax, offs, target, int(fresh), launch.num_sms)
         if target is not out:
             out.copy_(target)
 

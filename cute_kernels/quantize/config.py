@@ -348,9 +348,9 @@ class DequantizeConfig:
     def entry(self) -> tuple[Any, tuple[Any, ...]]:
         """The function to compile and its fake arguments.
 
-        The compiled function takes (codes, scales, amax, offs, out, num_sms): codes, scales and
-        amax as the quantizers write them, rowwise or columnwise; offs (G,) int32, None when
-        uniform; out (T, K) or (G, N, K) contiguous.
+        The compiled function takes (codes, scales, amax, offs, out, fresh, num_sms): codes, scales
+        and amax as the quantizers write them, rowwise or columnwise; offs (G,) int32, None when
+        uniform; out (T, K) or (G, N, K) contiguous; fresh, not 0 to write zeros to the tail.
         """
         from cute_kernels.quantize.dequantize import Dequantizer
 

@@ -32,7 +32,8 @@ __all__ = ["Dequantizer"]
 _BLOCK = NVFP4.sf_vec_size
 _WARP = 32
 _WARPS = 8
-_CTAS_PER_SM = 4
+#: As many as an SM holds for certain: the kernels take 66 to 128 registers.
+_CTAS_PER_SM = 2
 #: Columns of a lane.
 _LANE_COLS = 8
 _ROW_STRIP = _WARP * _LANE_COLS
@@ -54,12 +55,12 @@ class Dequantizer:
 
     @staticmethod
     def fake_args(config: DequantizeConfig) -> tuple[Any, ...]:
-        """Stand-ins for (codes, scales, amax, offs, out, num_sms, stream)."""
+        """Stand-ins for (codes, scales, amax, offs, out, fresh, num_sms, stream)."""
         fake = FakeBuffers(config.dtype, config.grouping == "uniform")
         copy = (fake.codes_t(), fake.scales_t()) if config.columnwise else None
         codes, scales = copy or (fake.codes(), fake.scales())
         amax = fake.amax(per_row=config.row_scaled)
-        return (codes, scales, amax, fake.offs(), fake.x(), Int32(1), env_stream())
+        return (codes, scales, amax, fake.offs(), fake.x(), Int32(0), Int32(1), env_stream())
 
     @cute.jit
     def __call__(
@@ -69,10 +70,11 @@ class Dequantizer:
         amax: cute.Tensor,
         offs: cute.Tensor | None,
         out: cute.Tensor,
+        fresh: Int32,
         num_sms: Int32,
         stream: Any,
     ) -> None:
-        self.kernel(codes, scales, amax, offs, out).launch(
+        self.kernel(codes, scales, amax, offs, out, fresh).launch(
             grid=[num_sms * _CTAS_PER_SM, 1, 1],
             block=[_WARPS * _WARP, 1, 1],
             stream=stream,
@@ -86,6 +88,7 @@ class Dequantizer:
         amax: cute.Tensor,
         offs: cute.Tensor | None,
         out: cute.Tensor,
+        fresh: Int32,
     ) -> None:
         groups = Grouping.of(out, offs)
         cols = out.shape[len(out.shape) - 1]
@@ -113,6 +116,20 @@ class Dequantizer:
                     place = (tile, group, first, count)
                     self.rows(codes, scales, amax, cols, target, place, part)
                 item += step
+        if cutlass.const_expr(offs is not None):
+            if fresh != 0:
+                self.clear_tail(out, groups.last_row())
+
+    @cute.jit
+    def clear_tail(self, out: cute.Tensor, first: Int32) -> None:
+        """Write zeros to the rows from ``first`` on."""
+        row_bytes = Int64(out.shape[1]) * self.element
+        stop = out.iterator.toint() + out.shape[0] * row_bytes
+        thread = cute.arch.block_idx()[0] * (_WARPS * _WARP) + cute.arch.thread_idx()[0]
+        at = out.iterator.toint() + first * row_bytes + thread * 16
+        while at < stop:
+            store_global(at, [Uint32(0)] * 4)
+            at += cute.arch.grid_dim()[0] * (_WARPS * _WARP * 16)
 
     @cute.jit
     def rows(

@@ -39,12 +39,13 @@ def step(recipe, backend):
 
 
 @pytest.mark.filterwarnings("error:.*has no kernel yet")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_step_has_the_bits_of_the_tensor_core_reference(recipe):
+def test_a_step_has_the_bits_of_the_tensor_core_reference(recipe, arch):
     cute_kernels.emulator.reset_stats()
-    loss, gradients = step(recipe, "emulated:sm_100a")
+    loss, gradients = step(recipe, f"emulated:{arch}")
     assert cute_kernels.emulator.stats()["mma_flops"] > 0
-    same_loss, same_gradients = step(recipe, "reference:sm_100a")
+    same_loss, same_gradients = step(recipe, f"reference:{arch}")
     assert torch.equal(loss, same_loss)
     for name, gradient in gradients.items():
         assert torch.equal(gradient, same_gradients[name]), name

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cute_kernels import reference
 from cute_kernels.formats import NVFP4
+from cute_kernels.gemm.hopper.config import ExpandConfig, HopperGemmConfig
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.runtime import architecture, compile_kernel
@@ -30,9 +31,14 @@ if importlib.util.find_spec("cutlass") is None:
     pytest.skip("needs the CuTe DSL", allow_module_level=True)
 
 
-def compiled(config: GemmConfig) -> Any:
-    """The compiled kernel of a configuration."""
-    return compile_kernel(config, architecture(f"emulated:{ARCH}"))
+def arch_of(config: GemmConfig) -> str:
+    """The architecture that a configuration is for."""
+    return "sm_90a" if isinstance(config, HopperGemmConfig) else ARCH
+
+
+def compiled(config: Any, arch: str = ARCH, device: str = "cpu") -> Any:
+    """The compiled kernel of a configuration, for the emulator or for a GPU."""
+    return compile_kernel(config, architecture(arch if device == "cuda" else f"emulated:{arch}"))
 
 
 @dataclasses.dataclass
@@ -42,6 +48,19 @@ class Operand:
     codes: Tensor
     scales: Tensor | None = None
     amax: Tensor | None = None
+
+
+#: Tensors of an operand, in the order in which kernels take them.
+PARTS = ("codes", "scales", "amax")
+
+
+def _on(like: Tensor, tensor: Tensor | None) -> Tensor | None:
+    """A tensor on the device of another, with the strides that it has."""
+    if tensor is None or tensor.device == like.device:
+        return tensor
+    shape = (*tensor.shape[:-1], tensor.stride(-2)) if tensor.dim() > 1 else tensor.shape
+    padded = torch.empty(shape, dtype=tensor.dtype, device=like.device)
+    return padded[..., : tensor.shape[-1]].copy_(tensor)
 
 
 def _poison(*shape: int) -> Tensor:
@@ -112,21 +131,40 @@ class Product:
     bias: Tensor | None = None
     alpha: Tensor | None = None
 
-    def run(self, num_sms: int = NUM_SMS) -> Tensor:
-        """The kernel's output."""
-        out = self.before.clone()
+    def run(self, num_sms: int = NUM_SMS, device: str = "cpu") -> Tensor:
+        """The kernel's output, from the emulator or from a GPU."""
+        # A fresh tensor, also on the CPU.
+        out = self.before.to(device, copy=True)
         self.run_into(out, num_sms)
-        return out
+        return out.cpu()
 
     def run_into(self, out: Tensor, num_sms: int = NUM_SMS) -> None:
-        """Launch on an output of the caller's."""
-        compiled(self.config)(*self.tensors(), self.offs, self.bias, self.alpha, out, num_sms)
+        """Launch on an output of the caller's, where that is."""
+        arch, device = arch_of(self.config), out.device.type
+        offs, bias, alpha = (_on(out, t) for t in (self.offs, self.bias, self.alpha))
+        sides = {"a": self.a, "b": self.b}
+        tensors = []
+        for side, operand in sides.items():
+            codes, scales, amax = (_on(out, getattr(operand, n)) for n in PARTS)
+            if self.config.expanded == side:
+                values = torch.full((len(codes), 2 * codes.shape[1]), float("nan"))
+                values = values.to(out.device, torch.float16)
+                is_ragged = side == "a"
+                expand = compiled(ExpandConfig(is_ragged), arch, device)
+                expand(codes, scales, offs if is_ragged else None, values, num_sms)
+                codes, scales = values, None
+            tensors += [codes, scales, amax]
+        compiled(self.config, arch, device)(*tensors, offs, bias, alpha, out, num_sms)
 
     def expected(self) -> Tensor:
-        """What a tensor core of sm_100a gives, to the bit."""
+        """What a tensor core of the configuration's architecture gives, to the bit."""
         out = self.before.clone()
         config, groups = self.config, Groups.ragged(self.offs, self.rows)
-        options = {"alpha": self.alpha, "accumulate": config.accumulate, "tensor_core": ARCH}
+        options = {
+            "alpha": self.alpha,
+            "accumulate": config.accumulate,
+            "tensor_core": arch_of(config),
+        }
         quantized = self.a.scales is not None
         if config.grouping == "m_grouped":
             options["bias"] = self.bias
@@ -142,7 +180,7 @@ class Product:
 
     def tensors(self) -> list[Tensor | None]:
         """Both operands' tensors."""
-        return [getattr(x, n) for x in (self.a, self.b) for n in ("codes", "scales", "amax")]
+        return [getattr(x, n) for x in (self.a, self.b) for n in PARTS]
 
 
 def m_grouped(

@@ -174,6 +174,24 @@ def test_only_the_rows_of_groups_are_touched(kind: str) -> None:
     assert_same_bits(out[:live], dequantize(args)[:live])
 
 
+@pytest.mark.parametrize("live", [0, 219, 259, 260])
+def test_the_tail_of_a_fresh_result_is_zero(live: int) -> None:
+    """The kernel writes it, so that nobody has to clear the rest first."""
+    args = arguments((260, 144), ends(0, 0, live), "row-scaled")
+    want = dequantize(args)
+    storage = torch.full((2, 260, 144), -7.0, dtype=torch.bfloat16)
+    run = compile_for_emulator(DequantizeConfig("bfloat16", row_scaled=True), "sm_90a").run
+    for out, fresh in zip(storage, (0, 1), strict=True):
+        try:
+            readable = [args[0].as_strided((260 * 80,), (1,)), *args[1:4]]
+            emulator.watch(*(t.numpy() for t in readable), out.view(torch.int16).numpy())
+            run(*args[:4], out, fresh, 2)
+        finally:
+            emulator.unwatch()
+        assert_same_bits(out[:live], want[:live])
+        assert (out[live:] == (0 if fresh else -7)).all()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_offsets_and_grid(kind: str) -> None:
     args = arguments((140, 64), ends(-5, 20, 1000, 2**31 - 1), kind)

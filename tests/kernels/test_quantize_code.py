@@ -64,7 +64,7 @@ def test_counted_cost(name: str) -> None:
     config, instructions, bytes_read = BUDGETS[name]
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(512, 4096, generator=generator).bfloat16()
-    counts = count(config, x, torch.tensor([256, 512], dtype=torch.int32))
+    counts = count(config, ARCH, x, torch.tensor([256, 512], dtype=torch.int32))
     assert counts.instructions <= instructions
     assert counts.bytes_read <= bytes_read
     assert counts.store_sectors >= 0.98

@@ -1,0 +1,176 @@
+"""What a grouped GEMM kernel for sm_90a is compiled for.
+
+The tensor cores of sm_90a know no FP4. A code times its block scale has 6 significant bits at most,
+so it is exact in fp16, and fp16 instructions multiply the values. Operand M goes into the kernel as
+codes and becomes fp16 in registers on the way to the tensor core. Operand N is read by several
+warpgroups, once for each tile of M; it is expanded to fp16 once, by a kernel before this one.
+
+An m_grouped product always has its operands swapped: the weights, which are the larger operand and
+the one that is read from memory, are M, and the few rows of a group are N, in steps of 8.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from cute_kernels.formats import NVFP4
+from cute_kernels.gemm.config import GemmConfig, Grouping, OperandKind, TileShape
+
+__all__ = ["HOPPER_TILE_SHAPES", "ExpandConfig", "HopperGemmConfig", "HopperTile"]
+
+#: Elements along K of one stage: 128 bytes of fp16, one swizzle atom, or two where the instructions
+#: are short beside what a stage costs.
+STAGE_K = 64
+LONG_STAGE_K = 128
+_SHORT_N = 64
+#: Elements of K that one instruction takes.
+INSTRUCTION_K = 16
+#: Rows of M of one instruction, which a warpgroup issues.
+WARPGROUP_M = 64
+#: Rows, columns and pitch in words of the block of accumulators that a warp transposes at a time.
+BLOCK = 16
+BLOCK_PITCH = 20
+_SMEM_CAPACITY = 232448
+_SMEM_RESERVED = 2048
+#: Warps of a warpgroup.
+_WARPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperTile(TileShape):
+    """What a CTA works on at a time.
+
+    Attributes:
+        consumers: warpgroups that share the tile along M.
+    """
+
+    consumers: int = 2
+
+
+HOPPER_TILE_SHAPES = (
+    HopperTile(256, 8, swap_ab=True, consumers=4),
+    HopperTile(256, 16, swap_ab=True, consumers=4),
+    HopperTile(256, 16, swap_ab=True, consumers=2),
+    HopperTile(256, 32, swap_ab=True, consumers=4),
+    HopperTile(256, 32, swap_ab=True, consumers=2),
+    HopperTile(256, 64, swap_ab=True, consumers=4),
+    HopperTile(256, 64, swap_ab=True, consumers=2),
+    HopperTile(128, 128, swap_ab=True),
+    HopperTile(256, 128, swap_ab=True),
+    HopperTile(128, 256, swap_ab=True),
+    HopperTile(128, 128),
+    HopperTile(256, 128),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperGemmConfig(GemmConfig):
+    """One variant of the grouped GEMM for sm_90a; attributes as for sm_100a."""
+
+    tile: TileShape = HopperTile(128, 128)
+
+    tile_shapes: ClassVar[tuple[TileShape, ...]] = HOPPER_TILE_SHAPES
+    can_zero_tail: ClassVar[bool] = False
+
+    @classmethod
+    def any_tile(cls, grouping: Grouping) -> TileShape:
+        """A tile that every product of a grouping may have."""
+        return HopperTile(128, 128, swap_ab=grouping == "m_grouped")
+
+    def takes(self, tile: TileShape) -> bool:
+        """Whether this configuration means something with another tile."""
+        return tile.swap_ab == (self.grouping == "m_grouped")
+
+    @property
+    def kind(self) -> OperandKind:
+        """What the operands are made of."""
+        return dataclasses.replace(super().kind, instruction_k=INSTRUCTION_K)
+
+    @property
+    def stage_k(self) -> int:
+        """Elements along K of one stage."""
+        return LONG_STAGE_K if self.is_decoded and self.tile.n <= _SHORT_N else STAGE_K
+
+    @property
+    def k_blocks(self) -> int:  # type: ignore[override]
+        """MMA instructions along K for one stage of shared memory."""
+        return self.stage_k // INSTRUCTION_K
+
+    @property
+    def k_groups(self) -> int:
+        """Groups of instructions of one stage: what is decoded while another is multiplied."""
+        return 2 if self.is_decoded else 1
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether operand M comes as codes and operand N as the fp16 values of codes."""
+        return self.kind.is_block_scaled
+
+    @property
+    def expanded(self) -> str | None:  # type: ignore[override]
+        """The operand, "a" or "b", that comes as the fp16 values of its codes."""
+        if not self.is_decoded:
+            return None
+        return "a" if self.tile.swap_ab else "b"
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply."""
+        assert isinstance(self.tile, HopperTile)
+        return self.tile.consumers
+
+    @property
+    def m_stage_bytes(self) -> tuple[int, int]:
+        """Bytes of operand M in one stage, and of its block scales."""
+        if self.is_decoded:
+            vec = NVFP4.sf_vec_size
+            return (
+                self.tile.m * self.stage_k * self.kind.bits // 8,
+                self.tile.m * self.stage_k // vec,
+            )
+        return self.tile.m * self.stage_k * 2, 0
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage of both operands."""
+        return sum(self.m_stage_bytes) + self.tile.n * self.stage_k * 2
+
+    @property
+    def block_bytes(self) -> int:
+        """Shared memory in which the warps transpose blocks of accumulators."""
+        return self.consumers * _WARPS * BLOCK * BLOCK_PITCH * 4
+
+    @property
+    def num_ab_stage(self) -> int:
+        """Stages of both operands that fit in shared memory."""
+        return (_SMEM_CAPACITY - _SMEM_RESERVED - self.block_bytes) // self.stage_bytes
+
+    @property
+    def num_acc_stage(self) -> int:
+        """Accumulators are in registers: one."""
+        return 1
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments, see ``HopperGemmKernel.__call__``."""
+        from cute_kernels.gemm.hopper.kernel import HopperGemmKernel
+
+        return HopperGemmKernel(self), HopperGemmKernel.fake_args(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpandConfig:
+    """One variant of the kernel that turns NVFP4 codes and block scales into fp16 values.
+
+    Attributes:
+        is_ragged: rows of groups, with block scales in slots; otherwise a row's number is its place
+            among the block scales.
+    """
+
+    is_ragged: bool
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments, see ``ExpandKernel.__call__``."""
+        from cute_kernels.gemm.hopper.expand import ExpandKernel
+
+        return ExpandKernel(self), ExpandKernel.fake_args(self)

@@ -1,0 +1,138 @@
+"""The consumer warpgroups: warpgroup MMA over the stages, then the epilogue."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+from cutlass import Boolean, Float32, cute, pipeline
+from cutlass.cute.nvgpu import warpgroup
+
+from cute_kernels.gemm.hopper.decode import FragmentDecoder
+from cute_kernels.gemm.hopper.warp_schedule import WARPGROUP_SIZE
+from cute_kernels.gemm.scheduler import WorkTile
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.hopper.config import HopperGemmConfig
+    from cute_kernels.gemm.hopper.epilogue import HopperEpilogue
+    from cute_kernels.gemm.hopper.storage import HopperLayouts
+    from cute_kernels.gemm.scheduler import TileReader
+
+__all__ = ["Consumer"]
+
+
+class Consumer:
+    """A consumer warpgroup.
+
+    Args:
+        config: the kernel's configuration.
+        layouts: its layouts.
+        stages: stages of operand M, of its block scales or None, and of operand N.
+        tiles: the tile records.
+        ab_pipeline: the stages.
+        epilogue: what becomes of the accumulators.
+    """
+
+    def __init__(
+        self,
+        config: HopperGemmConfig,
+        layouts: HopperLayouts,
+        stages: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor],
+        tiles: TileReader,
+        ab_pipeline: pipeline.PipelineTmaAsync,
+        epilogue: HopperEpilogue,
+    ):
+        self.config = config
+        self.tiles = tiles
+        self.ab_pipeline = ab_pipeline
+        self.epilogue = epilogue
+        self.tiled_mma = layouts.tiled_mma
+        self.tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP_SIZE)
+        threads = cute.make_layout(config.consumers, stride=WARPGROUP_SIZE)
+        thread = layouts.tiled_mma.get_slice(threads(group))
+        operand_m, scales, operand_n = stages
+        self.n = layouts.tiled_mma.make_fragment_B(thread.partition_B(operand_n))
+        shape = thread.partition_shape_C((config.tile.m, config.tile.n))
+        self.acc = cute.make_rmem_tensor(shape, Float32)
+        if config.is_decoded:
+            self.decoder = FragmentDecoder(config, operand_m, scales)
+            width = config.stage_k // config.k_groups
+            shape = thread.partition_shape_A((config.tile.m, width))
+            self.fragments = [
+                cute.make_rmem_tensor(shape, layouts.element) for _ in range(config.k_groups)
+            ]
+        else:
+            self.m = layouts.tiled_mma.make_fragment_A(thread.partition_A(operand_m))
+
+    @cute.jit
+    def run(self) -> None:
+        tile_state = self.tiles.new_state()
+        ab_state = pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Consumer, self.ab_pipeline.num_stages
+        )
+        tile, tile_state = self.tiles.next(tile_state)
+        while tile.group >= 0:
+            self.acc.fill(0.0)
+            factors = self.epilogue.load_factors(tile)
+            ab_state = self.multiply(tile, ab_state)
+            self.epilogue.store(self.acc, factors, tile)
+            tile, tile_state = self.tiles.next(tile_state)
+
+    @cute.jit
+    def multiply(self, tile: WorkTile, state: Any) -> Any:
+        """Add the tile's products to the accumulators; the next state of the stages."""
+        k_blocks = self.config.k_blocks
+        k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
+        if k_tiles > 0:
+            # Stages whose products are complete, one behind those that are being multiplied.
+            done = state.clone()
+            self.ab_pipeline.consumer_wait(state)
+            if cutlass.const_expr(self.config.is_decoded):
+                self.decoder.load(state.index)
+                self.decoder.decode(self.fragments[0], 0)
+            for k_tile in cutlass.range(k_tiles - 1, unroll=1):
+                state, done = self.multiply_stage(state, done, k_tile > 0, False)
+            state, done = self.multiply_stage(state, done, k_tiles > 1, True)
+            warpgroup.wait_group(0)
+            self.ab_pipeline.consumer_release(done)
+        return state
+
+    @cute.jit
+    def multiply_stage(self, state: Any, done: Any, is_behind: Boolean, is_last: bool) -> Any:
+        """Multiply a stage and, unless it is the tile's last, wait for the next one.
+
+        Operand M of a group of instructions is decoded while the group before it is multiplied.
+        That includes the next stage's first group: the compiler would not let a product run on
+        while registers that a later one reads are written, if that crossed the end of a loop.
+
+        Returns:
+            The states of the next stage, and of the next one to free.
+        """
+        stage, config = state.index, self.config
+        group_blocks = config.k_blocks // config.k_groups
+        for group in cutlass.range_constexpr(config.k_groups):
+            warpgroup.fence()
+            for block in cutlass.range_constexpr(group_blocks):
+                at = (None, None, group * group_blocks + block, stage)
+                if cutlass.const_expr(config.is_decoded):
+                    m = self.fragments[group][None, None, block]
+                else:
+                    m = self.m[at]
+                cute.gemm(self.tiled_mma, self.acc, m, self.n[at], self.acc)
+            warpgroup.commit_group()
+            # The products of the group before are complete, its fragments are free.
+            warpgroup.wait_group(1)
+            if cutlass.const_expr(group == 0):
+                if is_behind:
+                    self.ab_pipeline.consumer_release(done)
+                    done.advance()
+            if cutlass.const_expr(group + 1 < config.k_groups):
+                self.decoder.decode(self.fragments[group + 1], group + 1)
+        state.advance()
+        if cutlass.const_expr(not is_last):
+            self.ab_pipeline.consumer_wait(state)
+            if cutlass.const_expr(config.is_decoded):
+                self.decoder.load(state.index)
+                self.decoder.decode(self.fragments[0], 0)
+        return state, done

@@ -1,0 +1,54 @@
+"""What a tile costs on an H200: a small model of time, as for sm_100a.
+
+Group sizes are on the device, so all groups are taken to be of the mean size. A step of a tile
+along K costs the larger of the time to decode and multiply, and the time to load.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cute_kernels.shapes import ceil_div
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.config import GemmProblem
+    from cute_kernels.gemm.hopper.config import HopperGemmConfig
+
+__all__ = ["estimated_hopper_cycles"]
+
+#: Multiply-adds of fp16 that one SM does in a cycle.
+_MACS_PER_CYCLE = 2048
+#: Elements that one SM decodes in a cycle. Tiles of 64 to 256 columns ran as if that came before
+#: the products, not beside them (H200, 512 rows a group).
+_DECODED_PER_CYCLE = 34
+#: Bytes that one SM loads in a cycle: from L2, and its share of memory.
+_LOAD_BYTES_PER_CYCLE = 40
+_HBM_BYTES_PER_CYCLE = 19
+#: Part of the time of everything that is not hidden behind the slowest.
+_LOST_OVERLAP = 0.1
+#: Cycles before the first MMA of a tile's pipeline and after the last: TMA latency and epilogue.
+_FILL_CYCLES = 3000
+
+
+def estimated_hopper_cycles(config: HopperGemmConfig, problem: GemmProblem, num_sms: int) -> float:
+    """Cycles of one call on ``num_sms`` SMs, by the model of this module."""
+    tile = config.tile
+    live = min(problem.groups, problem.rows)
+    mean = ceil_div(problem.rows, live)
+    if config.grouping == "m_grouped":
+        # A group of more than a tile ends half-way through one on average.
+        row_tiles = 1.0 if mean <= tile.rows else mean / tile.rows + 0.5
+        depth = problem.k
+    else:
+        row_tiles, depth = float(ceil_div(problem.m, tile.m)), mean
+    tiles = live * row_tiles * ceil_div(problem.n, tile.cols)
+    # Whole waves while there are few of them; many even out.
+    waves = max(1.0, tiles / num_sms) if tiles > 4 * num_sms else -(-tiles // num_sms)
+    multiply = tile.m * tile.n * config.stage_k / _MACS_PER_CYCLE
+    if config.is_decoded:
+        multiply += tile.m * config.stage_k / _DECODED_PER_CYCLE
+    load = config.stage_bytes / _LOAD_BYTES_PER_CYCLE
+    from_memory = sum(config.m_stage_bytes) / row_tiles / _HBM_BYTES_PER_CYCLE
+    # Overlap is not perfect; and where memory bounds all tiles, the one with the least work is best.
+    stage = max(multiply, load, from_memory) + _LOST_OVERLAP * (multiply + load)
+    return waves * (ceil_div(depth, config.stage_k) * stage + _FILL_CYCLES)

@@ -1,0 +1,87 @@
+"""How stages of both operands, and of operand M's block scales, get into shared memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync
+
+from cute_kernels.formats import NVFP4
+from cute_kernels.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.loader import TmaSource
+
+__all__ = ["SCALE_TILE_K", "StageLoad", "codes_view", "scale_words_view"]
+
+#: Elements of K whose block scales are in one scale tile.
+SCALE_TILE_K = SF_TILE_COLS * NVFP4.sf_vec_size
+
+
+def codes_view(codes: cute.Tensor) -> cute.Tensor:
+    """([G,] rows, bytes) codes as (rows, bytes, G or 1)."""
+    groups, group_stride = 1, Int64(0)
+    if len(codes.shape) == 3:
+        groups = codes.shape[0]
+        group_stride = cute.assume(Int64(codes.stride[0]), PITCH_ALIGNMENT)
+    rows, width = codes.shape[-2:]
+    pitch = cute.assume(Int64(codes.stride[-2]), PITCH_ALIGNMENT)
+    layout = cute.make_layout((rows, width, groups), stride=(pitch, 1, group_stride))
+    return cute.make_tensor(codes.iterator, layout)
+
+
+def scale_words_view(scales: cute.Tensor) -> cute.Tensor:
+    """Scale tiles ([G,] row tiles, K tiles, 512) as 32-bit words (row tiles, K tiles, words, G)."""
+    row_tiles, k_tiles, _ = scales.shape[-3:]
+    groups = scales.shape[0] if len(scales.shape) == 4 else 1
+    words = SF_TILE_BYTES // 4
+    row_stride = cute.assume(Int64(k_tiles) * words, words)
+    group_stride = cute.assume(row_stride * row_tiles, words)
+    layout = cute.make_layout(
+        (row_tiles, k_tiles, words, groups), stride=(row_stride, words, 1, group_stride)
+    )
+    return cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=Int32), layout)
+
+
+class StageLoad(NamedTuple):
+    """How one tensor gets into shared memory.
+
+    Attributes:
+        source: where it comes from, (rows, K, G); of block scales see ``scale_words_view``.
+        shared: its stages, (rows, K, STAGE), or (row tiles, K tiles, words, STAGE).
+        tiler: its extents in one stage, without the last.
+        k_divisor: elements of K for one of its own along K.
+        is_scale: it holds block scales.
+    """
+
+    source: TmaSource
+    shared: cute.Tensor
+    tiler: tuple[int, ...]
+    k_divisor: int
+    is_scale: bool
+
+    #: There are no clusters.
+    mcast_mask = None
+
+    @cute.jit
+    def copies(self, row: Int32, k_start: Int32, group: Any) -> tuple[cute.Tensor, cute.Tensor]:
+        """Source tiles along K from ``k_start`` on, and stages to put them in."""
+        k_start = k_start // self.k_divisor
+        if cutlass.const_expr(self.is_scale):
+            at = (row // SF_TILE_ROWS, k_start, Int32(0), group)
+            rest = (0, None, 0, 0)
+        else:
+            at, rest = (row, k_start, group), (0, None, 0)
+        origin = cute.domain_offset(at, self.source.tensor)
+        tiles = cute.local_tile(origin, self.tiler, rest)
+        modes = len(self.tiler)
+        to_shared, from_global = cpasync.tma_partition(
+            self.source.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(self.shared, 0, modes),
+            cute.group_modes(tiles, 0, modes),
+        )
+        return from_global, to_shared

@@ -1,0 +1,138 @@
+"""What a CTA keeps in shared memory, and the pipelines over it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cutlass import Float32, Int32, Int64, Uint8, cute, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import hopper_helpers
+
+from cute_kernels.gemm.hopper.config import BLOCK, BLOCK_PITCH, WARPGROUP_M
+from cute_kernels.gemm.operands import DSL_TYPES
+from cute_kernels.gemm.scheduler import TILE_WORDS
+from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+
+if TYPE_CHECKING:
+    import cutlass
+
+    from cute_kernels.gemm.hopper.config import HopperGemmConfig
+    from cute_kernels.gemm.hopper.warp_schedule import HopperWarpSchedule
+
+__all__ = ["HopperBarriers", "HopperLayouts", "make_hopper_pipelines"]
+
+_Kind = warpgroup.SmemLayoutAtomKind
+#: Swizzles that keep the rows of a tile apart, by the bytes of a row.
+_K_SWIZZLES = {32: _Kind.K_SW32, 64: _Kind.K_SW64, 128: _Kind.K_SW128}
+_MN_SWIZZLES = {16: _Kind.MN_INTER, 32: _Kind.MN_SW32, 64: _Kind.MN_SW64, 128: _Kind.MN_SW128}
+
+
+class HopperLayouts:
+    """The tiled MMA and the layouts of a configuration; made while tracing.
+
+    Attributes:
+        element: type of the elements that are multiplied.
+        tiled_mma: the MMA.
+        m: stages of operand M, (rows, K, STAGE); of bytes if it comes as codes.
+        scales: stages of its block scales as words, (row tiles, K tiles, words, STAGE), or None.
+        n: stages of operand N, (rows, K, STAGE).
+    """
+
+    def __init__(self, config: HopperGemmConfig):
+        self.config = config
+        tile, stages = config.tile, config.num_ab_stage
+        self.element = DSL_TYPES["float16" if config.is_decoded else config.operand]
+        m_major, n_major = config.mn_major
+        decoded = config.is_decoded
+        source = warpgroup.OperandSource
+        self.tiled_mma = hopper_helpers.make_trivial_tiled_mma(
+            self.element,
+            self.element,
+            *(OperandMajorMode.MN if mn else OperandMajorMode.K for mn in (m_major, n_major)),
+            Float32,
+            (config.consumers, 1, 1),
+            (WARPGROUP_M, tile.n),
+            source.RMEM if decoded else source.SMEM,
+        )
+        self.scales = None
+        if decoded:
+            width = config.stage_k * config.kind.bits // 8
+            self.m_type, self.m_tiler = Uint8, (tile.m, width)
+            tiles = tile.m // SF_TILE_ROWS
+            words = SF_TILE_BYTES // 4
+            k_tiles = config.stage_k // (SF_TILE_COLS * config.kind.sf_vec_size)
+            self.scale_tiler = (tiles, k_tiles, words)
+            self.scales = cute.make_layout(
+                (*self.scale_tiler, stages),
+                stride=(k_tiles * words, words, 1, tiles * k_tiles * words),
+            )
+        else:
+            self.m_type, self.m_tiler = self.element, (tile.m, config.stage_k)
+        self.n_tiler = (tile.n, config.stage_k)
+        self.m = self._staged(self.m_type, self.m_tiler, m_major, stages)
+        self.n = self._staged(self.element, self.n_tiler, n_major, stages)
+
+    @staticmethod
+    def _staged(dtype: Any, tiler: tuple[int, int], mn_major: bool, stages: int) -> Any:
+        width = dtype.width // 8 * tiler[0 if mn_major else 1]
+        swizzles = _MN_SWIZZLES if mn_major else _K_SWIZZLES
+        atom = warpgroup.make_smem_layout_atom(swizzles[min(width, 128)], dtype)
+        order = (1, 0, 2) if mn_major else (0, 1, 2)
+        return cute.tile_to_shape(atom, (*tiler, stages), order)
+
+
+class HopperBarriers(NamedTuple):
+    """Barriers and small exchanges in shared memory.
+
+    Attributes:
+        ab: full and empty barriers of the stages.
+        sched: full and empty barriers of the tile records.
+        tiles: the tile records.
+        blocks: a block of accumulators for each consumer warp, of fp32 words.
+    """
+
+    ab: cute.Pointer
+    sched: cute.Pointer
+    tiles: cute.Tensor
+    blocks: cute.Tensor
+
+    @staticmethod
+    def allocate(
+        config: HopperGemmConfig, warps: HopperWarpSchedule, smem: cutlass.memory.SmemAllocator
+    ) -> HopperBarriers:
+        """Reserve them."""
+        words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
+        blocks = cute.make_layout(warps.num_consumer_warps * BLOCK * BLOCK_PITCH)
+        return HopperBarriers(
+            ab=smem.allocate_array(Int64, 2 * config.num_ab_stage, byte_alignment=8),
+            sched=smem.allocate_array(Int64, 2 * config.num_sched_stage, byte_alignment=8),
+            tiles=smem.allocate_tensor(Int32, words, byte_alignment=16),
+            blocks=smem.allocate_tensor(Float32, blocks, byte_alignment=16),
+        )
+
+
+def make_hopper_pipelines(
+    config: HopperGemmConfig, warps: HopperWarpSchedule, barriers: HopperBarriers
+) -> tuple[Any, Any]:
+    """The pipelines of stages and of tile records."""
+
+    def threads(count: int) -> pipeline.CooperativeGroup:
+        return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
+
+    ab_pipeline = pipeline.PipelineTmaAsync.create(
+        barrier_storage=barriers.ab,
+        num_stages=config.num_ab_stage,
+        producer_group=threads(1),
+        consumer_group=threads(warps.num_consumer_warps),
+        tx_count=config.stage_bytes,
+        cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+        defer_sync=True,
+    )
+    ring = pipeline.PipelineAsync.create(
+        barrier_storage=barriers.sched,
+        num_stages=config.num_sched_stage,
+        producer_group=threads(1),
+        consumer_group=threads(warps.tile_consumer_arrivals),
+        defer_sync=True,
+    )
+    return ab_pipeline, ring

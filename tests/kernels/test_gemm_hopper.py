@@ -1,0 +1,236 @@
+"""The grouped GEMM of sm_90a, bit for bit against the tensor-core reference.
+
+Runs on the emulator, and again on a Hopper GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from cute_kernels import emulator
+from cute_kernels.gemm.config import GemmProblem
+from cute_kernels.gemm.heuristics import choose_config
+from cute_kernels.gemm.hopper.config import (
+    HOPPER_TILE_SHAPES,
+    ExpandConfig,
+    HopperGemmConfig,
+    HopperTile,
+)
+from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
+from cute_kernels.gemm.hopper.warp_schedule import HopperWarpSchedule
+from tests.kernels.gemm_support import Product, assert_same_bits, compiled, k_grouped, m_grouped
+
+M_TILES = {f"{t.m}x{t.n} c{t.consumers}": t for t in HOPPER_TILE_SHAPES if t.swap_ab}
+K_TILES = {f"{t.m}x{t.n}": t for t in HOPPER_TILE_SHAPES if not t.swap_ab}
+
+FPROP = HopperGemmConfig("nvfp4", row_scaled=True, tile=M_TILES["128x128 c2"])
+FPROP_ALL = HopperGemmConfig(
+    "nvfp4",
+    out_dtype="float16",
+    bias_dtype="float32",
+    has_alpha=True,
+    accumulate=True,
+    tile=M_TILES["256x16 c4"],
+)
+WGRAD = HopperGemmConfig("nvfp4", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
+WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True, tile=K_TILES["256x128"])
+PLAIN = HopperGemmConfig("bfloat16", bias_dtype="bfloat16", tile=M_TILES["256x32 c4"])
+PLAIN_DGRAD = HopperGemmConfig(
+    "float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=M_TILES["128x128 c2"]
+)
+PLAIN_WGRAD = HopperGemmConfig(
+    "bfloat16", "k_grouped", out_dtype="float32", accumulate=True, tile=K_TILES["128x128"]
+)
+
+#: (rows of each group, N, K, rows of the tail).
+SHAPES = {
+    "one row": ([1], 8, 32, 0),
+    "whole tiles": ([128, 256], 128, 256, 0),
+    "tails": ([100, 0, 128, 5, 200], 136, 320, 11),
+    "empty first and last": ([0, 0, 60, 0], 24, 64, 70),
+    "padded pitch, part of a stage": ([3, 130], 40, 48, 1),
+    "all empty": ([0, 0], 16, 32, 40),
+    "long K": ([130, 7], 72, 1056, 0),
+}
+#: (rows of each group, columns of A, columns of B, rows of the tail).
+WGRAD_SHAPES = {
+    "one row": ([1], 8, 8, 0),
+    "whole tiles": ([256, 512], 128, 128, 0),
+    "tails": ([100, 0, 128, 5, 200, 300], 136, 200, 11),
+    "all empty": ([0, 0], 8, 16, 3),
+}
+MODES = [{"mode": "chaos", "seed": seed} for seed in range(5)] + [{"races": True}]
+MODE_IDS = [f"chaos {seed}" for seed in range(5)] + ["races"]
+
+
+def has_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+DEVICES = ["cpu", *(["cuda"] if has_hopper() else [])]
+
+
+@pytest.fixture(params=DEVICES, ids=["emulated", "gpu"][: len(DEVICES)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("config", [FPROP, FPROP_ALL], ids=["row-scaled", "all"])
+def test_fprop(config: HopperGemmConfig, shape: str, device: str) -> None:
+    sizes, n, k, tail = SHAPES[shape]
+    product = m_grouped(config, sizes, n, k, tail=tail)
+    assert_same_bits(product.run(device=device), product.expected())
+
+
+@pytest.mark.parametrize("k", [32, 144, 320])
+def test_dgrad_reads_a_columnwise_copy(k: int, device: str) -> None:
+    product = m_grouped(FPROP, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
+    assert_same_bits(product.run(device=device), product.expected())
+
+
+@pytest.mark.parametrize("shape", WGRAD_SHAPES)
+@pytest.mark.parametrize("config", [WGRAD, WGRAD_ADD], ids=["overwrite", "accumulate"])
+def test_wgrad(config: HopperGemmConfig, shape: str, device: str) -> None:
+    sizes, m, n, tail = WGRAD_SHAPES[shape]
+    product = k_grouped(config, sizes, m, n, tail=tail)
+    assert_same_bits(product.run(device=device), product.expected())
+
+
+@pytest.mark.parametrize("shape", ["one row", "whole tiles", "tails"])
+@pytest.mark.parametrize(
+    "config", [PLAIN, PLAIN_DGRAD, PLAIN_WGRAD], ids=["fprop", "dgrad", "wgrad"]
+)
+def test_plain_operands(config: HopperGemmConfig, shape: str, device: str) -> None:
+    sizes, n, k, tail = SHAPES[shape]
+    if config.grouping == "k_grouped":
+        product = k_grouped(config, sizes, k, n, tail=tail)
+    else:
+        product = m_grouped(config, sizes, n, k, tail=tail)
+    assert_same_bits(product.run(device=device), product.expected())
+
+
+@pytest.mark.parametrize("operand", ["nvfp4", "bfloat16"])
+@pytest.mark.parametrize("tile", M_TILES.values(), ids=M_TILES)
+def test_every_tile(tile: HopperTile, operand: str, device: str) -> None:
+    config = HopperGemmConfig(operand, out_dtype="float32", tile=tile)
+    for product in (
+        m_grouped(config, [100, 0, 5, tile.n + 1], 264, 288, tail=11),
+        m_grouped(config, [1, 8, 9, 33], 72, 48),
+    ):
+        assert_same_bits(product.run(num_sms=1, device=device), product.expected())
+
+
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
+    # One or two CTAs and more stages than fit, so that every ring is gone through again.
+    for product, num_sms in (
+        (m_grouped(FPROP, [70, 0, 5], 264, 1056, tail=11), 1),
+        (m_grouped(FPROP_ALL, [1, 140], 136, 160, tail=1), 2),
+        (m_grouped(PLAIN, [33, 0, 5], 136, 328, tail=1), 1),
+        (k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
+    ):
+        want = product.expected()
+        with emulator.options(**mode):
+            assert_same_bits(product.run(num_sms), want)
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 7])
+def test_bits_do_not_depend_on_the_grid(num_sms: int, device: str) -> None:
+    for product in (
+        m_grouped(FPROP, [100, 0, 128, 5, 200], 136, 64, tail=11),
+        k_grouped(WGRAD, [100, 0, 128, 5], 136, 136),
+    ):
+        assert_same_bits(product.run(num_sms, device), product.expected())
+
+
+def test_every_code_times_every_scale_is_exact(device: str) -> None:
+    """Expands all pairs; the order within a block is even elements, then odd ones."""
+    scales = torch.arange(127, dtype=torch.uint8)
+    codes = torch.tensor([0x10 * (i + 1) + i for i in range(0, 16, 2)], dtype=torch.uint8)
+    codes = codes.repeat(128, 8)
+    tiles = torch.zeros(1, 2, 512, dtype=torch.uint8)
+    for row in range(128):
+        for block in range(8):
+            at = row % 32 * 16 + row // 32 * 4 + block % 4
+            tiles[0, block // 4, at] = scales[(row * 8 + block) % 127]
+    out = torch.full((128, 128), float("nan"), dtype=torch.float16, device=device)
+    expand = compiled(ExpandConfig(is_ragged=False), "sm_90a", device)
+    expand(codes.to(device), tiles.to(device), None, out, 4)
+    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([e2m1, -e2m1])
+    values = torch.cat([values[0::2], values[1::2]])
+    linear = torch.arange(128 * 8).remainder(127).to(torch.uint8).view(torch.float8_e4m3fn)
+    want = linear.float().view(128, 8, 1) * values
+    assert torch.equal(out.cpu().float(), want.view(128, 128))
+
+
+def test_only_rows_of_groups_are_touched() -> None:
+    product = m_grouped(FPROP_ALL, [100, 0, 5], 24, 64, tail=30)
+    want = product.expected()
+    memory = product.before.view(torch.int16).numpy().copy()
+    out = torch.from_numpy(memory).view(product.before.dtype)
+    product.run_into(out)
+    assert_same_bits(out, want)
+
+
+def test_values_of_every_magnitude_stay_exact(device: str) -> None:
+    """Blocks with scales of 2^-9 next to some of 448: products that subnormals would misalign."""
+    product = m_grouped(FPROP, [40], 16, 64)
+    for operand, bytes_ in ((product.a, (0x01, 0x7E)), (product.b, (0x7E, 0x01))):
+        assert operand.scales is not None
+        operand.scales[..., 0::4], operand.scales[..., 1::4] = bytes_
+    assert_same_bits(product.run(device=device), product.expected())
+
+
+def test_configurations_are_keys_that_survive_pickling() -> None:
+    configs = {FPROP, FPROP_ALL, WGRAD, WGRAD_ADD, PLAIN, PLAIN_DGRAD, PLAIN_WGRAD}
+    assert {pickle.loads(pickle.dumps(config)) for config in configs} == configs
+
+
+@pytest.mark.parametrize("operand", ["nvfp4", "bfloat16"])
+@pytest.mark.parametrize("tile", HOPPER_TILE_SHAPES, ids=str)
+def test_memory_of_every_tile_fits(tile: HopperTile, operand: str) -> None:
+    grouping = "m_grouped" if tile.swap_ab else "k_grouped"
+    config = HopperGemmConfig(operand, grouping, tile=tile)
+    assert config.num_ab_stage >= 3
+    assert config.num_ab_stage * config.stage_bytes + config.block_bytes <= 227 * 1024 - 2048
+    warps = HopperWarpSchedule(tile.consumers)
+    consumer, other = warps.registers
+    # What a CTA is launched with, in steps of eight a thread, is all that its warps can share.
+    launched = 65536 // warps.num_threads // 8 * 8 * warps.num_threads
+    assert (consumer * tile.consumers + other) * 128 <= launched
+
+
+@pytest.mark.parametrize("rows_each, n", [(1, 8), (16, 16), (64, 64), (128, 128), (512, 256)])
+def test_the_tile_follows_the_rows_of_a_group(rows_each: int, n: int) -> None:
+    problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
+    chosen = choose_config(FPROP, problem, 132, cost=estimated_hopper_cycles)
+    assert chosen.tile.n == n and chosen.tile.swap_ab
+
+
+def test_products_keep_to_their_tiles() -> None:
+    with pytest.raises(ValueError, match="tile"):
+        dataclasses.replace(WGRAD, tile=M_TILES["128x128 c2"])
+    with pytest.raises(ValueError, match="tile"):
+        dataclasses.replace(FPROP, tile=K_TILES["128x128"])
+
+
+def test_grouped_equals_each_group_alone(device: str) -> None:
+    config = dataclasses.replace(PLAIN, bias_dtype=None)
+    sizes = [100, 0, 37]
+    product = m_grouped(config, sizes, 40, 192)
+    got, start = product.run(device=device), 0
+    for group, rows in enumerate(sizes):
+        if rows:
+            part, one = slice(start, start + rows), slice(group, group + 1)
+            a = dataclasses.replace(product.a, codes=product.a.codes[part].clone())
+            b = dataclasses.replace(product.b, codes=product.b.codes[one].clone())
+            offs = torch.tensor([rows], dtype=torch.int32)
+            alone = Product(config, a, b, offs, rows, product.before[part])
+            assert_same_bits(got[part], alone.run(device=device))
+        start += rows
