@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint16, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from cute_kernels.device.encode import encode_column_blocks
 from cute_kernels.device.groups import Grouping
-from cute_kernels.device.memory import load_shared, store_global, store_shared, store_shared_half
+from cute_kernels.device.memory import exchange_halves, load_shared, store_global, store_shared
 from cute_kernels.device.nvfp4 import (
     absmax_pairs,
     absmax_words,
@@ -60,74 +60,50 @@ class ColumnConverter:
         squares_at: Int32,
     ) -> None:
         """A warp's 64 rows of half the tile's columns; a lane takes one word of every row."""
+        config = self.config
+        s_dec, mult = level
         lane = cute.arch.lane_idx()
         half = part // 2
+        # Rows r and r + 8 have the same swizzle.
+        places = [r * BOX_BYTES + ((lane * 4) ^ (r * 16)) for r in range(8)]
         for u in cutlass.range_constexpr(self.tile.num_boxes // 2):
             box = (part % 2) * (self.tile.num_boxes // 2) + u
             base = tile_at + box * BOX_SIZE + half * (BOX_SIZE // 2)
+            lanes_at = [base + place for place in places]
             col = box * self.tile.box_cols + lane * self.tile.cols_per_word
-            rest = (level, codes_t, what, half, col, base + lane * 4, scales_at, squares_at)
-            if cutlass.const_expr(self.arch == "sm_100a"):
-                self.convert_blocks(groups, cols, 0, ROW_BLOCKS // 2, *rest)
-            else:
-                # Two instead of four at once: the code must not outgrow the instruction cache.
-                for rb in cutlass.range(0, ROW_BLOCKS // 2, 2, unroll=1):
-                    self.convert_blocks(groups, cols, rb, 2, *rest)
-
-    @cute.jit
-    def convert_blocks(
-        self,
-        groups: Grouping,
-        cols: Int32,
-        first: Int32,
-        count: int,
-        level: tuple[Float32, Float32],
-        codes_t: cute.Tensor | None,
-        what: Descriptor,
-        half: Int32,
-        col: Int32,
-        word_at: Int32,
-        scales_at: Int32,
-        squares_at: Int32,
-    ) -> None:
-        """``count`` of the half's row blocks, from ``first`` on; word_at: the word of row 0."""
-        config = self.config
-        s_dec, mult = level
-        codes_of = [[] for _ in range(self.tile.cols_per_word)]
-        scales_of = [[] for _ in range(self.tile.cols_per_word)]
-        # Rows r and r + 8 have the same swizzle.
-        word_at += first * (BLOCK * BOX_BYTES)
-        rows_at = [word_at ^ (r * (BOX_BYTES + 16)) for r in range(8)]
-        for rb in cutlass.range_constexpr(0, count, 2):
-            blocks = [
-                [
-                    load_shared(rows_at[r % 8] + ((rb + i) * BLOCK + r // 8 * 8) * BOX_BYTES, 1)[0]
-                    for r in range(BLOCK)
+            codes_of = [[] for _ in range(self.tile.cols_per_word)]
+            scales_of = [[] for _ in range(self.tile.cols_per_word)]
+            for rb in cutlass.range_constexpr(0, ROW_BLOCKS // 2, 2):
+                blocks = [
+                    [
+                        load_shared(
+                            lanes_at[r % 8] + ((rb + i) * BLOCK + r // 8 * 8) * BOX_BYTES, 1
+                        )[0]
+                        for r in range(BLOCK)
+                    ]
+                    for i in range(2)
                 ]
-                for i in range(2)
-            ]
-            amaxes = [self.amaxes(words) for words in blocks]
-            if cutlass.const_expr(config.square_blocks):
-                if cute.arch.lane_idx() % (BLOCK // self.tile.cols_per_word) == 0:
-                    row_block = half * (ROW_BLOCKS // 2) + first + rb
-                    at = squares_at + (row_block * COL_BLOCKS + col // BLOCK) * 4
-                    store_shared(at, [f32_as_bits(amaxes[0][0])])
-                    store_shared(at + 4 * COL_BLOCKS, [f32_as_bits(amaxes[1][0])])
-            if cutlass.const_expr(config.columnwise):
-                factors = ([], [])
-                for c in cutlass.range_constexpr(self.tile.cols_per_word):
-                    bytes_, enc0, enc1 = scale_pair(amaxes[0][c], amaxes[1][c], s_dec, mult)
-                    scales_of[c].append(bytes_)
-                    factors[0].append(enc0)
-                    factors[1].append(enc1)
-                for words, a, enc in zip(blocks, amaxes, factors, strict=True):
-                    codes = encode_column_blocks(words, a, enc, self.dtype, self.arch)
+                amaxes = [self.amaxes(words) for words in blocks]
+                if cutlass.const_expr(config.square_blocks):
+                    if lane % (BLOCK // self.tile.cols_per_word) == 0:
+                        row_block = half * (ROW_BLOCKS // 2) + rb
+                        at = squares_at + (row_block * COL_BLOCKS + col // BLOCK) * 4
+                        store_shared(at, [f32_as_bits(amaxes[0][0])])
+                        store_shared(at + 4 * COL_BLOCKS, [f32_as_bits(amaxes[1][0])])
+                if cutlass.const_expr(config.columnwise):
+                    factors = ([], [])
                     for c in cutlass.range_constexpr(self.tile.cols_per_word):
-                        codes_of[c] += codes[c]
-        if cutlass.const_expr(config.columnwise):
-            self.store(
-                groups, cols, codes_t, what, half, first, col, codes_of, scales_of, scales_at
-            )
+                        bytes_, enc0, enc1 = scale_pair(amaxes[0][c], amaxes[1][c], s_dec, mult)
+                        scales_of[c].append(bytes_)
+                        factors[0].append(enc0)
+                        factors[1].append(enc1)
+                    for words, a, enc in zip(blocks, amaxes, factors, strict=True):
+                        codes = encode_column_blocks(words, a, enc, self.dtype, self.arch)
+                        for c in cutlass.range_constexpr(self.tile.cols_per_word):
+                            codes_of[c] += codes[c]
+            if cutlass.const_expr(config.columnwise):
+                scale_words = [pack_halves(*pair) for pair in scales_of]
+                self.store(groups, cols, codes_t, what, half, col, codes_of, scale_words, scales_at)
 
     @cute.jit
     def clear(
@@ -144,9 +120,9 @@ class ColumnConverter:
             box = (part % 2) * (self.tile.num_boxes // 2) + u
             col = box * self.tile.box_cols + cute.arch.lane_idx() * self.tile.cols_per_word
             codes_of = [[Uint32(0)] * 8] * self.tile.cols_per_word
-            scales_of = [[Uint16(0)] * 2] * self.tile.cols_per_word
+            scale_words = [Uint32(0)] * self.tile.cols_per_word
             self.store(
-                groups, cols, codes_t, what, part // 2, 0, col, codes_of, scales_of, scales_at
+                groups, cols, codes_t, what, part // 2, col, codes_of, scale_words, scales_at
             )
 
     @cute.jit
@@ -157,34 +133,34 @@ class ColumnConverter:
         codes_t: cute.Tensor,
         what: Descriptor,
         half: Int32,
-        first: Int32,
         col: Int32,
         codes_of: list,
-        scales_of: list,
+        scale_words: list,
         scales_at: Int32,
     ) -> None:
-        """A lane's columns, row blocks from ``first`` on: codes out, scales to shared memory.
-
-        A column has two words of codes a block, and the scale bytes of two blocks in a half word.
-        """
-        place = scales_at + (half * TILE_COLS + col) * 4
-        if cutlass.const_expr(len(scales_of[0]) == 2):
-            store_shared(place, [pack_halves(*pair) for pair in scales_of])
-        else:
-            for c in cutlass.range_constexpr(self.tile.cols_per_word):
-                store_shared_half(place + c * 4 + first, scales_of[c][0])
+        """A lane's columns of half a tile: 32 bytes of codes each, and scales to shared memory."""
+        store_shared(scales_at + (half * TILE_COLS + col) * 4, scale_words)
         k = what.col_tile * TILE_COLS + col
+        pairs = []
+        if cutlass.const_expr(self.arch == "sm_90a"):
+            pairs = [exchange_halves(words) for words in codes_of]
+        # K is a multiple of 16, so neighbouring lanes agree.
         if k < cols:
             pitch = codes_t.stride[len(codes_t.stride) - 2]
             tile = groups.local_tile(what.tile, what.group)
-            target = codes_t.iterator.toint() + (
-                tile * (TILE_ROWS // 2) + half * 32 + first * (BLOCK // 2)
-            )
+            target = codes_t.iterator.toint() + (tile * (TILE_ROWS // 2) + half * 32)
             if cutlass.const_expr(groups.offs is None):
                 target += what.group * codes_t.stride[0]
             target += Int64(k) * pitch
-            for c in cutlass.range_constexpr(self.tile.cols_per_word):
-                store_global(target + c * pitch, codes_of[c])
+            if cutlass.const_expr(self.arch == "sm_90a"):
+                step = self.tile.cols_per_word * pitch
+                target -= cute.arch.lane_idx() % 2 * (step - 16)
+                for c in cutlass.range_constexpr(self.tile.cols_per_word):
+                    store_global(target + c * pitch, pairs[c][0])
+                    store_global(target + c * pitch + step, pairs[c][1])
+            else:
+                for c in cutlass.range_constexpr(self.tile.cols_per_word):
+                    store_global(target + c * pitch, codes_of[c])
 
     def amaxes(self, words: list[Uint32]) -> list[Float32]:
         """Amax of each of a lane's columns over a block of rows; of the 16x16 block if square."""

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from cute_kernels.device.encode import encode_row_block
-from cute_kernels.device.memory import load_shared, store_global
+from cute_kernels.device.memory import exchange_halves, load_shared, store_global
 from cute_kernels.device.nvfp4 import absmax_words, scale_pair, second_level
 from cute_kernels.device.ptx import bits_as_f32, select
 from cute_kernels.quantize.tile import (
@@ -70,8 +70,7 @@ class RowConverter:
         boxes = 64 // self.tile.box_cols
         # The first row of the warp's is the lowest: without it there are only scales to clear.
         idle = row % 32 // 8 * 8 >= what.count
-        # sm_90a takes twice the instructions, too many for its instruction cache if unrolled.
-        for u in cutlass.range(TILE_COLS // 64, unroll=1, unroll_full=self.arch == "sm_100a"):
+        for u in cutlass.range_constexpr(TILE_COLS // 64):
             col = what.col_tile * TILE_COLS + u * 64
             if col < cols and idle:
                 store_global(scales_at + (col // 64) * SF_TILE_BYTES, [Uint32(0)])
@@ -94,8 +93,27 @@ class RowConverter:
                 out = []
                 for block, amax, enc in zip(blocks, a, (enc0, enc1, enc2, enc3), strict=True):
                     out += encode_row_block(block, amax, enc, self.dtype, self.arch)
-                if live:
-                    self.store_codes(codes_at + col // 2, out, cols - col, pitch)
+                target, left = codes_at + col // 2, cols - col
+                if cutlass.const_expr(self.arch == "sm_90a"):
+                    if left >= 64 and pitch % 32 == 0:
+                        self.store_in_pairs(target, out, row, what.count, pitch)
+                    elif live:
+                        self.store_codes(target, out, left, pitch)
+                elif live:
+                    self.store_codes(target, out, left, pitch)
+
+    @cute.jit
+    def store_in_pairs(
+        self, target: Int64, words: list, row: Int32, count: Int32, pitch: Int64
+    ) -> None:
+        """Codes of 64 columns, with the lane that has the neighbouring row; rows may not exist."""
+        first, second = exchange_halves(words)
+        odd = row % 2
+        even_at = target - odd * (pitch - 16)
+        if row - odd < count:
+            store_global(even_at, first)
+        if row - odd + 1 < count:
+            store_global(even_at + pitch, second)
 
     @cute.jit
     def store_codes(self, target: Int64, words: list, left: Int32, pitch: Int64) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from cute_kernels import emulator
 from cute_kernels.quantize import AmaxConfig, RowScaledConfig, TileConfig
 from cute_kernels.reference.conversions import encode_e2m1, pack_codes
+from perf.compiled import compile_for_emulator
+from perf.count_quantize import count
+from perf.cubin import read_resources
 from tests.kernels import test_amax as test_amax_module
 from tests.kernels.quantize_support import Problem, compiled, random_input, special_input
 
@@ -120,3 +124,26 @@ def test_codes_beside_every_tie(dtype: str) -> None:
         words = blocks.view(torch.uint32), a, factors, out.view(torch.uint32)
         compiled(EncodeConfig(dtype))(*words)
         assert torch.equal(out, want)
+
+
+#: Most PTX instructions an element; 17.5 would fill an H200 at its copy rate, rowwise.
+BUDGETS = {
+    "rowwise": (Rows("bfloat16", warps_per_row=2, group_amax=True), 16.5),
+    "row-scaled": (Rows("bfloat16", warps_per_row=2), 16.5),
+    "row and column": (Tiles("bfloat16", columnwise=True), 30),
+}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_counted_cost(name: str) -> None:
+    config, instructions = BUDGETS[name]
+    x = torch.randn(256, 4096).bfloat16()
+    counts = count(config, "sm_90a", x, torch.tensor([100, 256], dtype=torch.int32))
+    assert counts.instructions <= instructions
+    assert counts.bytes_read <= 2.1
+    assert counts.store_sectors >= (0.98 if isinstance(config, TileConfig) else 0.85)
+    assert counts.conflicts <= 0.1
+    code = compile_for_emulator(config, "sm_90a")
+    assert not re.findall(r"\.ftz|\.approx|e2m1", code.ptx)
+    for function, resources in read_resources(code.cubin).items():
+        assert resources.stack_bytes == 0, function
