@@ -138,7 +138,7 @@ BUDGETS = {
 def test_counted_cost(name: str) -> None:
     config, instructions = BUDGETS[name]
     x = torch.randn(256, 4096).bfloat16()
-    counts = count(config, "sm_90a", x, torch.tensor([100, 256], dtype=torch.int32))
+    counts = count(config, "sm_90a", x, torch.tensor([128, 256], dtype=torch.int32))
     assert counts.instructions <= instructions
     assert counts.bytes_read <= 2.1
     assert counts.store_sectors >= (0.98 if isinstance(config, TileConfig) else 0.85)
