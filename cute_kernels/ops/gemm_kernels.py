@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, TypeAlias
@@ -13,13 +14,15 @@ from cute_kernels.gemm.config import OPERANDS, GemmConfig, GemmProblem
 from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
 from cute_kernels.gemm.hopper.config import ExpandConfig, HopperGemmConfig
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
+from cute_kernels.ops import registry
 from cute_kernels.shapes import PITCH_ALIGNMENT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
+    from cute_kernels.gemm.config import TileShape
     from cute_kernels.ops.gemm import (
         KGroupedGemm,
         KGroupedGemmNVFP4,
@@ -32,10 +35,32 @@ if TYPE_CHECKING:
     Parts: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
     AnyGemm: TypeAlias = MGroupedGemm | MGroupedGemmNVFP4 | KGroupedGemm | KGroupedGemmNVFP4
 
-__all__ = ["k_grouped", "m_grouped"]
+__all__ = ["force_tile", "k_grouped", "m_grouped"]
 
 _CONFIGS = {"sm_90a": HopperGemmConfig, "sm_100a": GemmConfig}
 _COSTS = {"sm_90a": estimated_hopper_cycles, "sm_100a": estimated_cycles}
+
+
+_forced: list[TileShape] = []
+
+
+@contextlib.contextmanager
+def force_tile(tile: TileShape) -> Iterator[None]:
+    """Have grouped GEMMs use ``tile`` whatever their sizes, in all threads; for measurements.
+
+    Every tile gives the same bits. A product that cannot have the tile raises UnsupportedError.
+
+    Args:
+        tile: one of ``cute_kernels.gemm.config.TILE_SHAPES``, or on sm_90a one of
+            ``cute_kernels.gemm.hopper.config.HOPPER_TILE_SHAPES``.
+    """
+    _forced.append(tile)
+    registry.forget_plans()
+    try:
+        yield
+    finally:
+        _forced.pop()
+        registry.forget_plans()
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -111,7 +136,8 @@ def _zero(op: object, outputs: Sequence[Tensor | None], accumulate: bool = False
 
 def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmConfig:
     try:
-        return choose_config(base, problem, launch.num_sms, cost=_COSTS[launch.arch])
+        tile = _forced[-1] if _forced else None
+        return choose_config(base, problem, launch.num_sms, tile, cost=_COSTS[launch.arch])
     except ValueError as error:
         raise UnsupportedError(str(error)) from None
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cute_kernels.runtime.backend import Backend
     from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["Op", "OutputSpec", "register"]
+__all__ = ["Op", "OutputSpec", "forget_plans", "register"]
 
 _LIBRARY = torch.library.Library("cute_kernels", "DEF")
 _SCHEMA_TYPES = {
@@ -104,6 +104,11 @@ class _Plan(NamedTuple):
 
 
 _plans: PlanCache[_Plan] = PlanCache()
+
+
+def forget_plans() -> None:
+    """Decide anew what runs each call; for settings that are no argument of an op."""
+    _plans.clear()
 
 
 class Op(abc.ABC):

@@ -6,6 +6,10 @@ import pytest
 import torch
 
 import cute_kernels
+from cute_kernels.gemm.config import TILE_SHAPES
+from cute_kernels.ops import registry
+from cute_kernels.ops.gemm_kernels import force_tile
+from cute_kernels.runtime.launch import launcher
 from tests.helpers import assert_same_bytes, offsets, ops, sample
 
 pytestmark = pytest.mark.skipif(
@@ -82,3 +86,41 @@ def test_what_the_kernels_refuse_says_why():
             ops.m_grouped_gemm(x, w, offsets((4,)))
         with pytest.raises(cute_kernels.UnsupportedError, match="K must be a positive multiple"):
             ops.m_grouped_gemm(x.bfloat16(), w.bfloat16(), offsets((4,)))
+
+
+def test_a_forced_tile_is_used_and_gives_the_same_bits(monkeypatch):
+    used = []
+
+    def noting(backend, device):
+        launch = launcher(backend, device)
+        kernel = launch.kernel
+        monkeypatch.setattr(launch, "kernel", lambda spec: used.append(spec.tile) or kernel(spec))
+        return launch
+
+    launcher.cache_clear()
+    monkeypatch.setattr(registry, "launcher", noting)
+    name, arguments = quantized(True)
+    run = getattr(ops, name)
+    with cute_kernels.backend("emulated:sm_100a"):
+        registry.forget_plans()
+        free = run(*arguments)
+        chosen = set(used)
+        tile = next(t for t in TILE_SHAPES if t not in chosen and t.num_ctas == 1)
+        with force_tile(tile):
+            forced = run(*arguments)
+        assert used[-1] == tile
+        run(*arguments)
+        assert used[-1] in chosen
+    launcher.cache_clear()
+    assert_same_bytes(free, forced)
+
+
+def test_a_tile_that_a_product_cannot_have_is_refused():
+    swapped = next(tile for tile in TILE_SHAPES if tile.swap_ab)
+    x = sample(sum(SPLITS), 32).bfloat16()
+    with (
+        cute_kernels.backend("emulated:sm_100a"),
+        force_tile(swapped),
+        pytest.raises(cute_kernels.UnsupportedError, match="swap_ab"),
+    ):
+        ops.k_grouped_gemm(x, x, offsets(SPLITS))
