@@ -107,6 +107,7 @@ def near_ties(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     blocks = torch.rand(count, 16, generator=generator) * 2 - 1
     sign = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1
     place = torch.randint(0, 16, (count,), generator=generator)
+    blocks[::3, 5], blocks[1::3, 5] = 0.0, -0.0
     blocks[torch.arange(count), place] = mantissa.flatten() * sign
     power = 10 if dtype == torch.float16 else 100
     shift = torch.randint(-power, power + 1, (count,), generator=generator).float()
