@@ -51,11 +51,8 @@ class HopperTile(TileShape):
 HOPPER_TILE_SHAPES = (
     HopperTile(256, 8, swap_ab=True, consumers=4),
     HopperTile(256, 16, swap_ab=True, consumers=4),
-    HopperTile(256, 16, swap_ab=True, consumers=2),
     HopperTile(256, 32, swap_ab=True, consumers=4),
-    HopperTile(256, 32, swap_ab=True, consumers=2),
     HopperTile(256, 64, swap_ab=True, consumers=4),
-    HopperTile(256, 64, swap_ab=True, consumers=2),
     HopperTile(128, 128, swap_ab=True),
     HopperTile(256, 128, swap_ab=True),
     HopperTile(128, 256, swap_ab=True),
