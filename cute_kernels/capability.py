@@ -34,10 +34,17 @@ _PLAIN_OPS = ("compute_offsets", "grouped_amax", "grouped_dbias", "grouped_gemm"
 _NVFP4_OPS = ("grouped_quantize", "grouped_dequantize", "grouped_gemm")
 #: The ops that have CuTe DSL kernels, for every format that they take at all.
 _KERNELS = {
+    ("compute_offsets", "sm_90a"),
     ("compute_offsets", "sm_100a"),
+    ("grouped_amax", "sm_90a"),
     ("grouped_amax", "sm_100a"),
+    ("grouped_dbias", "sm_90a"),
+    ("grouped_dbias", "sm_100a"),
+    ("grouped_dequantize", "sm_90a"),
+    ("grouped_dequantize", "sm_100a"),
     ("grouped_gemm", "sm_90a"),
     ("grouped_gemm", "sm_100a"),
+    ("grouped_quantize", "sm_90a"),
     ("grouped_quantize", "sm_100a"),
 }
 
@@ -107,22 +114,28 @@ def require(op: str, fmt: Format | None, arch: str) -> None:
 
 
 def markdown_table() -> str:
-    """The support table of the README, in Markdown."""
-    formats: tuple[tuple[str, Format | None], ...] = (
-        ("bf16, fp16, fp32", None),
+    """The support table of the README, in Markdown: formats that run alike share a row."""
+    plain = {"compute_offsets": "int32, int64", "grouped_gemm": "bf16, fp16"}
+    formats: tuple[tuple[str, Format], ...] = (
         ("NVFP4", NVFP4()),
-        ("NVFP4, row-scaled", NVFP4(row_scaled=True)),
-        ("NVFP4, 16x16", NVFP4(block=(16, 16))),
+        ("row-scaled NVFP4", NVFP4(row_scaled=True)),
+        ("16x16 NVFP4", NVFP4(block=(16, 16))),
         ("MXFP8", MXFP8()),
         ("FP8Block", FP8Block()),
         ("FP8", FP8()),
     )
-    rows = ["| op | format | " + " | ".join(ARCHITECTURES) + " |"]
+
+    def cells(op: str, fmt: Format | None) -> str:
+        return " | ".join("yes" if support(op, fmt, arch) else "-" for arch in ARCHITECTURES)
+
+    rows = ["| op | operands | " + " | ".join(ARCHITECTURES) + " |"]
     rows.append("|---|---|" + "---|" * len(ARCHITECTURES))
     for op in OPS:
-        for title, fmt in formats:
-            if fmt is None and op not in _PLAIN_OPS or fmt is not None and op not in _NVFP4_OPS:
-                continue
-            cells = ("yes" if support(op, fmt, arch) else "-" for arch in ARCHITECTURES)
-            rows.append(f"| `{op}` | {title} | " + " | ".join(cells) + " |")
+        titles: dict[str, list[str]] = {}
+        if op in _PLAIN_OPS:
+            titles.setdefault(cells(op, None), []).append(plain.get(op, "bf16, fp16, fp32"))
+        if op in _NVFP4_OPS:
+            for title, fmt in formats:
+                titles.setdefault(cells(op, fmt), []).append(title)
+        rows += [f"| `{op}` | {', '.join(names)} | {key} |" for key, names in titles.items()]
     return "\n".join(rows)

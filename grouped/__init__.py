@@ -7,7 +7,8 @@ gives the end row of each group) or the weights of each expert (uniform: (G, N, 
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from grouped import nn, recipes
 from grouped.functional import compute_offsets, grouped_gemm, quantize
-from grouped.tensor import GroupedMember, GroupedTensor, QuantizedCopy
+from grouped.members import GroupedMember, QuantizedCopy
+from grouped.tensor import GroupedTensor
 
 __all__ = [
     "FP8",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -11,7 +11,10 @@ from cute_kernels import ops
 from cute_kernels.capability import require
 from cute_kernels.formats import NVFP4, Format
 from grouped.offsets import Offsets, as_offs
-from grouped.tensor import GroupedTensor, QuantizedCopy, assemble, handler, not_differentiable
+from grouped.tensor import GroupedTensor, assemble, handler, not_differentiable
+
+if TYPE_CHECKING:
+    from grouped.members import QuantizedCopy
 
 __all__ = ["compute_offsets", "grouped_gemm", "quantize"]
 

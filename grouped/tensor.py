@@ -9,7 +9,7 @@ an optimizer, and passed to a compiled function. Products of grouped tensors are
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,50 +17,19 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from cute_kernels import ops
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
-from cute_kernels.reference.groups import untile_scales
-from cute_kernels.shapes import TILE_ROWS, ceil_div, slot_tile, uniform_tiles
+from grouped.members import GroupedMember, GroupSpan, QuantizedCopy, group_spans, member
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch._ops import OpOverload
 
-__all__ = ["GroupedMember", "GroupedTensor", "QuantizedCopy"]
+__all__ = ["GroupedTensor"]
 
 aten = torch.ops.aten
-_COMPONENTS = ("codes", "scales", "amax")
 #: Attributes that hold the plain tensors, in the order of the quantize op's outputs.
 _INNER = ("_codes", "_scales", "_amax", "_codes_t", "_scales_t", "_amax_t", "_offs")
 _FORMATS: dict[str, type[Any]] = {f.name: f for f in (NVFP4, MXFP8, FP8Block, FP8)}
-
-
-class QuantizedCopy(NamedTuple):
-    """One direction of a quantized tensor: codes, block scales in 128x4 tiles, second level."""
-
-    codes: Tensor
-    scales: Tensor
-    amax: Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupedMember:
-    """One group of m rows, scales linear and without padding; None for an absent direction.
-
-    Attributes:
-        codes: (m, K / 2) uint8, two E2M1 codes a byte, the even column in the low nibble.
-        scales: (m, K / 16) float8_e4m3fn.
-        amax: fp32 scalar, or (m,) when row-scaled.
-        codes_t: (K, ceil(m / 2)) uint8.
-        scales_t: (K, ceil(m / 16)) float8_e4m3fn.
-        amax_t: fp32 scalar.
-    """
-
-    codes: Tensor | None = None
-    scales: Tensor | None = None
-    amax: Tensor | None = None
-    codes_t: Tensor | None = None
-    scales_t: Tensor | None = None
-    amax_t: Tensor | None = None
 
 
 class GroupedTensor(Tensor):
@@ -165,63 +134,19 @@ class GroupedTensor(Tensor):
             IndexError: ``group`` is not in [-G, G).
             RuntimeError: the stream is being captured into a CUDA graph.
         """
-        return self._members(*self._spans(), group)
+        if not -self.num_groups <= group < self.num_groups:
+            raise IndexError(f"group must be in [0, {self.num_groups}), got {group}")
+        return self._member(group_spans(self._offs, self.shape)[group])
 
     def unbind(self, dim: int = 0) -> tuple[GroupedMember, ...]:  # type: ignore[override]
         """All members in order; reads ``offs`` on the host once, as ``member`` does."""
         if dim != 0:
             raise ValueError(f"dim must be 0, the groups, got {dim}")
-        spans = self._spans()
-        return tuple(self._members(*spans, group) for group in range(self.num_groups))
+        return tuple(map(self._member, group_spans(self._offs, self.shape)))
 
-    def _spans(self) -> tuple[list[int], list[int]]:
-        """First row of each group, and first slot tile."""
-        if self._offs is None:
-            rows, tiles = self.shape[1], uniform_tiles(self.shape[1])
-            groups = range(self.shape[0] + 1)
-            return [g * rows for g in groups], [g * tiles for g in groups[:-1]]
-        if self._offs.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("member() and unbind() read offs on the host: not while capturing")
-        starts = [0, *self._offs.tolist()]
-        return starts, [slot_tile(start, g) for g, start in enumerate(starts[:-1])]
-
-    def _members(self, starts: list[int], tiles: list[int], group: int) -> GroupedMember:
-        if not -self.num_groups <= group < self.num_groups:
-            raise IndexError(f"group must be in [0, {self.num_groups}), got {group}")
-        group %= self.num_groups
-        start, rows = starts[group], starts[group + 1] - starts[group]
-        columns = self.shape[-1]
+    def _member(self, span: GroupSpan) -> GroupedMember:
         assert isinstance(self.format, NVFP4)
-        fields: dict[str, Tensor] = {}
-        if self.rowwise is not None:
-            codes, scales, amax = self.rowwise
-            used = slice(tiles[group], tiles[group] + ceil_div(rows, TILE_ROWS))
-            linear = untile_scales(
-                scales.flatten(0, -3)[used].unsqueeze(1), ceil_div(columns, self.format.sf_vec_size)
-            )
-            per_row = self.format.row_scaled
-            fields = {
-                "codes": codes.flatten(0, -2)[start : start + rows],
-                "scales": linear.flatten(0, 1)[:rows].view(torch.float8_e4m3fn),
-                "amax": amax.flatten()[start : start + rows] if per_row else amax[group],
-            }
-        if self.columnwise is not None:
-            codes, scales, amax = self.columnwise
-            tile = tiles[group]
-            if self._offs is None:
-                codes, scales, tile = codes[group], scales[group], 0
-            first = tile * TILE_ROWS // 2
-            block_tiles = TILE_ROWS // self.format.sf_vec_size // 4
-            blocks = ceil_div(rows, self.format.sf_vec_size)
-            used = slice(tile * block_tiles, tile * block_tiles + ceil_div(blocks, 4))
-            fields |= {
-                "codes_t": codes[:, first : first + ceil_div(rows, 2)],
-                "scales_t": untile_scales(scales[:, used], blocks)[:columns].view(
-                    torch.float8_e4m3fn
-                ),
-                "amax_t": amax[group],
-            }
-        return GroupedMember(**fields)
+        return member(span, self.format, self.shape[-1], self.rowwise, self.columnwise)
 
     def __matmul__(self, other: Any) -> Tensor:
         raise TypeError(

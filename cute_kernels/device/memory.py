@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cutlass import Int32, Int64, Uint8, Uint32, cute
 
-from cute_kernels.device.ptx import asm_volatile
+from cute_kernels.device.ptx import asm, asm_volatile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "bulk_load",
     "load_global",
+    "load_global_if",
     "load_shared",
     "store_global",
     "store_shared",
@@ -57,6 +58,26 @@ def store_shared(address: Int32, values: Sequence[Uint32]) -> None:
 def load_global(address: Int64, words: int) -> list[Uint32]:
     """``words`` (1, 2, 4 or 8) 32-bit words at an aligned global address, in one instruction."""
     return _load(address, words, cute.AddressSpace.gmem)
+
+
+def load_global_if(address: Int64, num_bytes: int, index: Int32, end: Int32) -> list[Uint32]:
+    """2, 4 or 16 aligned bytes that the kernel never writes, or zeros unless ``index < end``.
+
+    Without a branch, so that many loads are under way at once. Two bytes come as the low half.
+    """
+    words = max(1, num_bytes // 4)
+    address_at, index_at, end_at = words, words + 1, words + 2
+    names = [f"${i}" for i in range(words)]
+    head = f".reg .pred in; setp.lt.s32 in, ${index_at}, ${end_at};"
+    if num_bytes == 2:
+        body = f".reg .b16 h; mov.b16 h, 0; @in ld.global.nc.b16 h, [${address_at}]; "
+        body += "cvt.u32.u16 $0, h;"
+    else:
+        body = " ".join(f"mov.b32 {name}, 0;" for name in names)
+        vector = f".v{words}.b32 {{{', '.join(names)}}}" if words > 1 else ".b32 $0"
+        body += f" @in ld.global.nc{vector}, [${address_at}];"
+    out = asm(f"{{ {head} {body} }}", [Uint32] * words, [address, index, end])
+    return [out] if words == 1 else list(out)
 
 
 def store_global(address: Int64, values: Sequence[Uint32]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cutlass import Float32, Uint16, Uint32, cute
 
+from cute_kernels.device.convert import unpack_pair
 from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits
 from cute_kernels.formats import NVFP4
 
@@ -50,51 +51,42 @@ def absmax_pairs(words: Sequence[Uint32], dtype: str) -> Uint32:
     return words[0]
 
 
-def _unpack_bf16(word: Uint32) -> tuple[Float32, Float32]:
-    return bits_as_f32(word << 16), bits_as_f32(word & Uint32(0xFFFF0000))
+def _fmax_abs(numbers: Sequence[Float32], arch: str) -> Float32:
+    """The largest magnitude; a NaN is dropped. sm_100a has a maximum of three."""
+    text, step = "max.abs.f32 $0, $1, $2, $3;", 2
+    if arch == "sm_90a":
+        text, step = "{ .reg .f32 t; abs.f32 t, $2; max.f32 $0, $1, t; }", 1
+    out, numbers = Float32(0.0), [*numbers]
+    numbers += numbers[-1:] * (-len(numbers) % step)
+    for i in range(0, len(numbers), step):
+        out = asm(text, [Float32], [out, *numbers[i : i + step]])
+    return out
 
 
-def _unpack_f16(word: Uint32) -> tuple[Float32, Float32]:
-    return asm(
-        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.f32.f16 $0, lo; cvt.f32.f16 $1, hi; }",
-        [Float32, Float32],
-        [word],
-    )
-
-
-def split_absmax(pair: Uint32, dtype: str) -> tuple[Float32, Float32]:
+def split_absmax(pair: Uint32, dtype: str, arch: str) -> tuple[Float32, Float32]:
     """The two magnitudes of a packed pair of maxima, as fp32; 0 for NaN."""
-    low, high = _unpack_bf16(pair) if dtype == "bfloat16" else _unpack_f16(pair)
-    zero = Float32(0.0)
-    text = "max.abs.f32 $0, $1, $2, $2;"
-    return asm(text, [Float32], [low, zero]), asm(text, [Float32], [high, zero])
+    low, high = unpack_pair(pair, dtype)
+    return _fmax_abs([low], arch), _fmax_abs([high], arch)
 
 
-def absmax_packed(words: Sequence[Uint32], dtype: str) -> Uint32:
+def absmax_packed(words: Sequence[Uint32], dtype: str, arch: str) -> Uint32:
     """Absmax of words, still packed: a pair for 16-bit types, one number's bits for fp32."""
     if dtype != "float32":
         return absmax_pairs(words, dtype)
-    out = Float32(0.0)
-    numbers = [bits_as_f32(word) for word in words]
-    for i in range(0, len(numbers) - 1, 2):
-        operands = [out, *numbers[i : i + 2]]
-        out = asm("max.abs.f32 $0, $1, $2, $3;", [Float32], operands)
-    if len(numbers) % 2:
-        out = asm("max.abs.f32 $0, $1, $2, $2;", [Float32], [numbers[-1], out])
-    return f32_as_bits(out)
+    return f32_as_bits(_fmax_abs([bits_as_f32(word) for word in words], arch))
 
 
-def unpack_absmax(packed: Uint32, dtype: str) -> Float32:
+def unpack_absmax(packed: Uint32, dtype: str, arch: str) -> Float32:
     """The number that ``absmax_packed`` stands for."""
     if dtype == "float32":
         return bits_as_f32(packed)
-    low, high = _unpack_bf16(packed) if dtype == "bfloat16" else _unpack_f16(packed)
-    return asm("max.abs.f32 $0, $1, $2, $3;", [Float32], [low, high, Float32(0.0)])
+    low, high = unpack_pair(packed, dtype)
+    return _fmax_abs([low, high], arch)
 
 
-def absmax_words(words: Sequence[Uint32], dtype: str) -> Float32:
+def absmax_words(words: Sequence[Uint32], dtype: str, arch: str) -> Float32:
     """Largest magnitude among all elements of ``words``, as fp32; NaN is passed over."""
-    return unpack_absmax(absmax_packed(words, dtype), dtype)
+    return unpack_absmax(absmax_packed(words, dtype, arch), dtype, arch)
 
 
 def warp_max(value: Float32) -> Float32:

@@ -35,15 +35,15 @@ bits, and the shape of the tile does not.
 
 - global (``watch``), shared, tensor-memory and local accesses out of bounds; misalignment; invalid
   TMA boxes and tensor maps;
-- deadlock, with every warp's position and what it waits for;
+- deadlock, with every warp's position and what it waits for, and polling for what does not come;
 - an mbarrier that is used before ``mbarrier.init`` or gets more arrivals than it was made for, and
   named barriers with differing thread counts;
 - shared memory that is written by ordinary stores and read by TMA or a tensor core with no
   ``fence.proxy.async`` between, by the writer or the issuer;
 - tensor memory that is not freed, a CTA that exits under a pending bulk store, a cluster that
   exits before its loads, copies, MMAs or commits have completed;
-- in chaos mode, by wrong results: missing waits. Copies, MMAs and tensor-memory stores
-  take effect late and out of order. Run several seeds;
+- in chaos mode, by wrong results: missing waits. Copies, MMAs and tensor-memory stores take effect
+  late and out of order. Run several seeds;
 - with ``races=True``: data races on shared and tensor memory, by happens-before (vector clocks
   over warps, TMA loads, bulk stores, wgmmas and the tensor core). Order comes from barriers,
   mbarriers and completed operations, so no lucky schedule is needed, and both sides are named.
@@ -58,24 +58,30 @@ bits, and the shape of the tile does not.
 - ``cvt.rs`` (stochastic rounding) uses its random bits in an order of its own, since the PTX ISA
   gives the hardware's only as a figure.
 - Races between lanes of one warp and on global memory are not looked for. A missing
-  ``wgmma.fence``, ``fence.proxy.tensormap`` or memory fence may go unseen. Several warps that
-  write the same value to the same place are reported; shared flags that are polled by ordinary
-  loads are, too.
-- A spin on ordinary loads or ``mbarrier.test_wait`` is found when ``max_insns`` is used up.
+  ``wgmma.fence``, ``tcgen05.wait::ld``, ``fence.proxy.tensormap`` or memory fence may go unseen.
+  Several warps that write the same value to the same place are reported; shared flags that are
+  polled by ordinary loads are, too.
+- A spin on ordinary loads or ``mbarrier.test_wait`` is found after ``max_idle_insns``.
 
 **How far it is checked.** ``tests/emulator`` compares 228 integer, floating-point, conversion,
-packed-half and warp-exchange instructions with the answers of an H200 (random bits, special
-values, ties, denormals): 220 agree bit for bit, 8 approximate ones within 2e-5. Every instruction
-class is tested against NumPy, and every checker by a kernel with its fault and a corrected twin.
-The rule by which Hopper adds gave an H200's fp32 results of whole GEMMs bit for bit (bf16, fp16,
-e4m3; K 512 to 4096), and those of single tiles of every kind with subnormals, zeros, Inf and NaN
-(``tests/reference/h200_wgmma.npz``). The rule for ``tcgen05`` is the one that arXiv 2511.10909
-found on a B200; no B200 was at hand.
+packed-half and warp-exchange instructions with the answers of an H200 (1024 inputs each: random
+bits, special values, ties, denormals): 220 agree bit for bit, 8 approximate ones within 2e-5.
+Every instruction class is tested against NumPy, and every checker by a kernel with its fault and a
+corrected twin. The rule by which Hopper adds gave an H200's fp32 results of whole GEMMs bit for
+bit (bf16, fp16, e4m3; K 512 to 4096), and those of single tiles of every kind with subnormals,
+zeros, Inf and NaN (``tests/reference/h200_wgmma.npz``). The rule for ``tcgen05`` is the one that
+arXiv 2511.10909 found on a B200; no B200 was at hand. NVIDIA's examples pass their own checks,
+eager, in chaos mode and without a data race: persistent GEMMs with one and two CTAs (static and
+dynamic schedules) and the grouped block-scaled GEMM on sm_100a; the persistent, grouped and FP8
+GEMMs on sm_90a.
 
-**Limits of ``install``.** A function that is compiled while the emulator is installed stays on it,
-others stay on the real device, so one process may use both, and several emulated architectures.
-Kernels are recognised by their cubin: an object file from a disk cache runs only if ``load_ptx``
-got its PTX and cubin in this process. The engine is not thread-safe.
+**Limits of ``install``.** The architecture may change within a process, and ``import cutlass`` may
+come first. But CuTe DSL binds all functions of a process to the CUDA runtime that was loaded
+first: compiling for the emulator after compiling for a real device is an error (see
+``cutlass_hooks``). A process that never calls ``install`` is not touched. While the emulator is
+installed, the DSL's ``from_dlpack`` takes CPU tensors only. Kernels are recognised by their cubin:
+an object file from a disk cache runs only if ``load_ptx`` got its PTX and cubin in this process
+(``call`` then runs it). The engine is not thread-safe.
 """
 
 from cute_kernels.emulator.compilation import build

@@ -1,10 +1,15 @@
 """Makes CuTe DSL compile for, and run on, the emulated device.
 
 ``cute.compile`` needs no GPU. Its host code calls some CUDA runtime functions from a library that
-the DSL takes from ``CUTE_DSL_LIBS``; the engine exports the same functions. So a function that
-is compiled while the emulator is installed is bound to the emulator for good, and one that was
-compiled before or after is bound to the real runtime; both kinds may live in one process. The
-classes of the DSL are patched once, and the patches do nothing to functions of the second kind.
+the DSL takes from ``CUTE_DSL_LIBS``; the engine exports the same functions. A function that is
+compiled while the emulator is installed is bound to the emulator for good. The classes of the DSL
+are patched once; the patches do nothing to functions that were compiled without the emulator.
+
+The DSL's loader looks CUDA's functions up by name in the whole process, where the library that was
+loaded first wins. So a process that has compiled for the real device cannot compile for the
+emulator here (an error), and once it has compiled for the emulator, TVM-FFI functions for the real
+device fail. Host code that is linked into a library of its own (``RTLD_DEEPBIND``) has no such
+limit: ``cute_kernels.runtime`` loads emulated kernels in that way.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import ctypes
 import functools
 import os
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cute_kernels.emulator import engine
@@ -24,12 +30,14 @@ if TYPE_CHECKING:
 
 _DL_CPU, _DL_CUDA = 1, 2  # DLDeviceType
 _L2_BYTES = 126 << 20
+_REAL_RUNTIME = "libcute_dsl_runtime"
 
 
 class _State:
     """The installed architecture, and the DSL's settings from before the installation."""
 
     arch: str | None = None
+    is_first_runtime = False
     environment: dict[str, str | None] = {}
     settings: list[tuple[Any, dict[str, Any]]] = []
 
@@ -43,11 +51,10 @@ def install(arch: str = "sm_100a", num_sms: int = 4) -> None:
     """Compile for ``arch`` and run on the emulator whatever is compiled from now on.
 
     May be called again to change the architecture or the number of multiprocessors, and after
-    ``import cutlass``. Kernels that were compiled before keep running where they ran: those of
-    another emulated architecture still work, those of a real GPU stay on it. CPU tensors stand for
-    device memory. What cannot be changed later: functions that the DSL has cached under its own
-    ``@cute.jit`` call are keyed by architecture and library, but values that user code has computed
-    from the architecture at import time stay as they are.
+    ``import cutlass``. Functions that were emulated for another architecture still work. CPU
+    tensors stand for device memory. A process that has compiled functions for the real device
+    cannot be changed: compiling then raises ``EmulatorError``. Values that user code has computed
+    from the architecture at import time stay as they are, too.
 
     Args:
         arch: ``"sm_90a"``, ``"sm_100a"`` or ``"sm_103a"``.
@@ -159,6 +166,21 @@ def _wrap(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
     return replace
 
 
+def real_runtime_is_loaded() -> bool:
+    """Whether the DSL has bound functions of this process to the real CUDA runtime."""
+    return _REAL_RUNTIME in Path("/proc/self/maps").read_text()
+
+
+def _need_first_runtime() -> None:
+    """The DSL's loader takes CUDA's functions from the library that was loaded first."""
+    if not _State.is_first_runtime and real_runtime_is_loaded():
+        raise EmulatorError(
+            "functions for the real device were compiled in this process before any emulated one; "
+            "CuTe DSL would bind emulated functions to the real CUDA runtime. Use another process"
+        )
+    _State.is_first_runtime = True
+
+
 def _is_emulated(compiled: Any) -> bool:
     return bool(getattr(compiled, "_cute_kernels_emulated", False))
 
@@ -196,6 +218,8 @@ def _patch_compiled_functions() -> None:
     @_wrap(function, "__init__")
     def _init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         self._cute_kernels_emulated = _State.arch is not None
+        if self._cute_kernels_emulated:
+            _need_first_runtime()
         original(self, *args, **kwargs)
         if self._cute_kernels_emulated and self.has_gpu_module and self.engine is not None:
             artifacts = self.artifacts

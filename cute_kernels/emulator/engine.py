@@ -32,12 +32,13 @@ class _Config(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("mode", ctypes.c_uint32),
         ("max_insns", ctypes.c_uint64),
+        ("max_idle_insns", ctypes.c_uint64),
         ("check_fences", ctypes.c_uint32),
         ("check_races", ctypes.c_uint32),
     ]
 
 
-_config = _Config(4, 1, 0, 0, 4_000_000_000, 1, 0)
+_config = _Config(4, 1, 0, 0, 4_000_000_000, 50_000_000, 1, 0)
 _capability = [10, 0]
 _modules: list[Module] = []  # the engine holds addresses of their variables
 _kernels: dict[str, Kernel] = {}
@@ -272,6 +273,7 @@ def options(
     num_sms: int | None = None,
     ctas_per_sm: int | None = None,
     max_insns: int | None = None,
+    max_idle_insns: int | None = None,
     check_fences: bool | None = None,
     races: bool | None = None,
 ) -> Iterator[None]:
@@ -284,6 +286,8 @@ def options(
         num_sms: Multiprocessors of the device.
         ctas_per_sm: CTAs of a multiprocessor that run at the same time.
         max_insns: Warp instructions after which a launch is an error.
+        max_idle_insns: Warp instructions after which a launch is an error if they changed nothing
+            but registers: warps poll for what does not come.
         check_fences: Whether to look for missing ``fence.proxy.async``.
         races: Whether to look for data races on shared and tensor memory (about 2x slower).
     """
@@ -295,10 +299,11 @@ def options(
         "num_sms": num_sms,
         "ctas_per_sm": ctas_per_sm,
         "max_insns": max_insns,
+        "max_idle_insns": max_idle_insns,
         "check_fences": None if check_fences is None else int(check_fences),
         "check_races": None if races is None else int(races),
     }
-    for name in ("num_sms", "ctas_per_sm", "max_insns"):
+    for name in ("num_sms", "ctas_per_sm", "max_insns", "max_idle_insns"):
         value = new[name]
         if value is not None and value < 1:
             raise ValueError(f"{name} must be positive, got {value}")

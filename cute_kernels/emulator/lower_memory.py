@@ -29,7 +29,10 @@ def _load(op: Opcode, operands: list[str]) -> None:
     to = b.value(operands[0])
     if _is_call_param(op, operands[1]):
         return op.emit("MOV", [to, immediate(0)])
-    op.emit("LD", [to, b.address(operands[1])], vec=op.vector_width)
+    first = operands[0].strip("{} ").split(",")[0]
+    # A signed value fills the register, however wide it is.
+    wide = Flag.WIDE if b.register_type(first).endswith("64") else Flag(0)
+    op.emit("LD", [to, b.address(operands[1])], vec=op.vector_width, flags=op.flags | wide)
 
 
 def _store(op: Opcode, operands: list[str]) -> None:
@@ -79,7 +82,7 @@ def _copy_async(op: Opcode, operands: list[str]) -> None:
     if any("cache_hint" in m for m in op.modifiers):
         operands = operands[:-1]
     to, source, *sizes = operands
-    ignore = len(sizes) > 1 and b.is_predicate(sizes[1])
+    ignore = len(sizes) > 1 and b.register_type(sizes[1]) == "pred"
     op.emit(
         "CP_ASYNC",
         [b.address(to), b.address(source), *map(b.value, sizes)],

@@ -160,10 +160,10 @@ class KernelBuilder:
         found = self._find_register(name)
         return found[0] if found else None
 
-    def is_predicate(self, name: str) -> bool:
-        """Whether the name, negated or not, is a predicate register."""
+    def register_type(self, name: str) -> str:
+        """The declared type of a register, negated or not; empty where the name is none."""
         found = self._find_register(name.lstrip("! "))
-        return found is not None and found[1].type == "pred"
+        return found[1].type if found else ""
 
     def label(self, name: str) -> None:
         """Place a label before the next instruction."""

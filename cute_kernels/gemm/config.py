@@ -163,6 +163,7 @@ class GemmConfig:
         has_alpha: one fp32 factor a group.
         accumulate: add to what the output holds.
         transpose_b: plain B of an m_grouped product is (G, K, N) instead of (G, N, K).
+        zero_tail: write zeros into the rows after the last group of an m_grouped product.
         tile: one of ``TILE_SHAPES``.
     """
 
@@ -174,6 +175,7 @@ class GemmConfig:
     has_alpha: bool = False
     accumulate: bool = False
     transpose_b: bool = False
+    zero_tail: bool = False
     tile: TileShape = TileShape(128, 128)
 
     #: The tiles that this architecture's kernel is built for.
@@ -203,6 +205,8 @@ class GemmConfig:
         if self.bias_dtype is not None and self.grouping == "k_grouped":
             raise ValueError("a k_grouped product takes no bias")
 
+        if self.zero_tail and (self.grouping == "k_grouped" or self.accumulate):
+            raise ValueError("zero_tail needs an m_grouped product that does not accumulate")
         if not self.takes(self.tile):
             raise ValueError(f"a {self.grouping} product cannot have the tile {self.tile}: swap_ab")
         if self.transpose_b and (self.kind.is_block_scaled or self.grouping == "k_grouped"):
@@ -314,7 +318,8 @@ class GemmConfig:
         """At most this many tiles, whatever the groups."""
         cols = ceil_div(problem.n, self.tile.cols)
         if self.grouping == "m_grouped":
-            return (problem.rows // self.tile.rows + problem.groups) * cols
+            groups = problem.groups + self.zero_tail
+            return (problem.rows // self.tile.rows + groups) * cols
         return problem.groups * ceil_div(problem.m, self.tile.m) * cols
 
     def entry(self) -> tuple[Any, tuple[Any, ...]]:

@@ -240,7 +240,7 @@ class Epilogue:
                 in_group = warp_row + self.lane < tile.rows
                 whole = warp_row + WARP_SIZE <= tile.rows
             factor = Float32(1.0)
-            if in_group:
+            if in_group and tile.k_blocks > 0:
                 at = row if cutlass.const_expr(self.config.row_scaled) else tile.group
                 factor = self.tensors.factor(tile.group, at)
             if tile.k_blocks > 0:
@@ -249,7 +249,11 @@ class Epilogue:
                 col = tile.n_row + self.acc.block_at(step, acc_state) * self.columns
                 values = self.acc.read(step, acc_state, tile.k_blocks == 0)
                 if col < self.tensors.out.shape[2]:
-                    rounded = self.finish(values, factor, tile.group, row, in_group, col)
+                    # Zeros stay exact zeros, whatever the factors are.
+                    if tile.k_blocks > 0:
+                        self.finish(values, factor, tile.group, row, in_group, col)
+                    rounded = cute.make_rmem_tensor(self.columns, self.tensors.out.element_type)
+                    rounded.store(values.load().to(self.tensors.out.element_type))
                     if whole:
                         self.store_whole(rounded, tile, warp_row, col, stage)
                         stage = (stage + 1) % self.config.num_store_stage
@@ -277,8 +281,8 @@ class Epilogue:
         row: Int32,
         in_group: Boolean,
         col: Int32,
-    ) -> cute.Tensor:
-        """Rescale a row's accumulators from ``col`` on, add to them and cast them."""
+    ) -> None:
+        """Rescale a row's accumulators from ``col`` on and add to them."""
         tensors, cols = self.tensors, self.tensors.out.shape[2]
         if cutlass.const_expr(tensors.has_factor):
             factors = cute.make_rmem_tensor(self.columns, Float32)
@@ -294,9 +298,6 @@ class Epilogue:
                 if in_group and col + i < cols:
                     old = read_vector(tensors.out, self.offset(group, row, col + i))
                     pairwise(cute.arch.add_packed_f32x2, part, old)
-        rounded = cute.make_rmem_tensor(self.columns, tensors.out.element_type)
-        rounded.store(values.load().to(tensors.out.element_type))
-        return rounded
 
     @cute.jit
     def store_row(self, rounded: cute.Tensor, group: Int32, row: Int32, col: Int32) -> None:

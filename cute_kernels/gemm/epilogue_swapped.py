@@ -58,16 +58,19 @@ class SwappedEpilogue:
             in_output = col < self.tensors.out.shape[2]
             bias = Float32(0.0)
             if cutlass.const_expr(self.tensors.bias is not None):
-                if in_output:
+                if in_output and tile.k_blocks > 0:
                     bias = self.tensors.bias[tile.group, col].to(Float32)
-            self.acc.acc_pipeline.consumer_wait(acc_state)
+            if tile.k_blocks > 0:
+                self.acc.acc_pipeline.consumer_wait(acc_state)
             for step in cutlass.range(self.acc.num_blocks, unroll=1):
-                values = self.acc.read(step, acc_state, Boolean(False))
+                values = self.acc.read(step, acc_state, tile.k_blocks == 0)
                 first = step * WARP_SIZE
                 if first < tile.rows:
-                    self.rescale(values, tile, first)
+                    if tile.k_blocks > 0:
+                        self.rescale(values, tile, first)
                     self.store(values, tile, first, col, in_output, bias)
-            acc_state.advance()
+            if tile.k_blocks > 0:
+                acc_state.advance()
             tile, tile_state = self.tiles.next(tile_state)
 
     @cute.jit

@@ -9,6 +9,10 @@ tile ring  scheduler -> all others  one arrival; one a warp
 ab         load -> MMA              the bytes of a stage; one commit
 acc        MMA -> epilogue          one commit; one an epilogue warp
 ========== ======================== =======================================================
+
+Every role walks the same tiles at its own pace: loads run ahead by the depth of the stages, across
+tiles, and the MMA fills one accumulator while the epilogue empties the other. With two CTAs a tile
+the MMA warp of the first issues for both; each CTA loads, and stores, its own half.
 """
 
 from __future__ import annotations
@@ -75,30 +79,30 @@ class GroupedGemmKernel:
         """Launch the kernel.
 
         Args:
-            a: operand M, (T, K / 2) codes, or (M, 64 * tiles) of slots in a k_grouped product.
-            a_scales: its scale tiles.
-            a_amax: (G,) fp32, or (T,) when row-scaled.
-            b: operand N, (G, N, >= K / 2) codes, or (N, 64 * tiles) of slots.
-            b_scales: its scale tiles.
-            b_amax: (G,) fp32.
+            a: NVFP4: (T, K / 2) uint8 codes, or (M, 64 * tiles) of slots in a k_grouped product;
+                plain: (T, K), or (T, M) in a k_grouped product.
+            a_scales: scale tiles (tiles, ceil(K / 64), 512) uint8, or (ceil(M / 128), 2 * tiles,
+                512); None if plain.
+            a_amax: (G,) fp32, or (T,) when row-scaled; None if plain.
+            b: NVFP4: (G, N, >= K / 2) uint8 codes, or (N, 64 * tiles) of slots; plain: (G, N, K),
+                (G, K, N) with ``transpose_b``, or (T, N) in a k_grouped product.
+            b_scales: scale tiles (G, ceil(N / 128), tiles, 512) uint8, or (ceil(N / 128), 2 *
+                tiles, 512); None if plain.
+            b_amax: (G,) fp32; None if plain.
             offs: (G,) int32 end rows.
             bias: (G, N), or None.
             alpha: (G,) fp32, or None.
             out: (T, N), or (G, M, N) of a k_grouped product.
-            num_sms: CTAs to launch, rounded down to whole clusters.
+            num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
             stream: where to launch.
+
+        Rows of ``a``, ``b`` and ``out`` may have any pitch of whole 16 bytes.
         """
         config, layouts = self.config, Layouts(self.config)
-        operands, scales = [a, b], [a_scales, b_scales]
+        scales = [a_scales, b_scales]
         if cutlass.const_expr(config.tile.swap_ab):
-            operands, scales = [b, a], [b_scales, a_scales]
-        if cutlass.const_expr(config.ragged_k):
-            operands = [ragged_rows_view(x) for x in operands]
-        else:
-            operands = [
-                matrix_view(x, config.kind, mn_major)
-                for x, mn_major in zip(operands, config.mn_major, strict=True)
-            ]
+            scales.reverse()
+        operands = self.operands(a, b)
         sources = [
             self.source(operands[0], layouts, layouts.a, is_a=True, is_scale=False),
             self.source(operands[1], layouts, layouts.b, is_a=False, is_scale=False),
@@ -143,6 +147,17 @@ class GroupedGemmKernel:
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def operands(self, a: cute.Tensor, b: cute.Tensor) -> list[cute.Tensor]:
+        """Operands M and N as (rows, K, groups)."""
+        config = self.config
+        matrices = [b, a] if config.tile.swap_ab else [a, b]
+        if config.ragged_k:
+            return [ragged_rows_view(x) for x in matrices]
+        return [
+            matrix_view(x, config.kind, mn_major)
+            for x, mn_major in zip(matrices, config.mn_major, strict=True)
+        ]
 
     def source(
         self, tensor: cute.Tensor, layouts: Layouts, staged: Any, is_a: bool, is_scale: bool

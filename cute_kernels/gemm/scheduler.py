@@ -31,13 +31,13 @@ class WorkTile(NamedTuple):
     """One tile of the output, or the end of the work.
 
     Attributes:
-        group: its group, -1 at the end.
+        group: its group, -1 at the end; the number of groups for the tail of the buffer.
         m_row: first row of operand M.
         m_sf_row: that row in the order of the block scales.
         n_row: first row of operand N.
         n_sf_row: that row in the order of the block scales.
         k_start: first element of K: a slot's, or a row's if K is ragged.
-        k_blocks: MMA instructions along K; 0 for an empty group.
+        k_blocks: MMA instructions along K; 0 for an empty group and for the tail.
         rows: rows of the group: in an m_grouped product those from the tile's first on.
     """
 
@@ -150,12 +150,21 @@ class TileScheduler:
         num_ctas = self.tile.num_ctas
         return cute.arch.block_idx()[0] // num_ctas, cute.arch.grid_dim()[0] // num_ctas
 
+    def num_listed(self) -> Int32:
+        """Groups that have tiles."""
+        return self.offs.shape[0] + int(self.config.zero_tail)
+
     @cute.jit
     def group_rows(self, group: Int32) -> tuple[Int32, Int32]:
-        """First row and number of rows of a group, clamped to the buffer; none past the last."""
+        """First row and number of rows of a group, clamped to the buffer; none past the last.
+
+        The tail of the buffer, if it is to be zeroed, is one more group.
+        """
         start, end = Int32(0), Int32(0)
-        if group < self.offs.shape[0]:
-            end = cutlass.max(cutlass.min(self.offs[group], self.num_rows), 0)
+        if group < self.num_listed():
+            end = Int32(self.num_rows)
+            if group < self.offs.shape[0]:
+                end = cutlass.max(cutlass.min(self.offs[group], self.num_rows), 0)
             if group > 0:
                 start = cutlass.max(cutlass.min(self.offs[group - 1], self.num_rows), 0)
         return start, cutlass.max(end - start, 0)
@@ -187,7 +196,7 @@ class TileScheduler:
         start, rows, before, upto = self.window(first, col_tiles)
         in_window = cute.arch.shuffle_sync(upto, WARP_SIZE - 1)
         index, step = self.position()
-        while first < self.offs.shape[0]:
+        while first < self.num_listed():
             if index < passed + in_window:
                 local = index - passed
                 owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= local))
@@ -198,13 +207,17 @@ class TileScheduler:
                 row = local % row_tiles * self.tile.rows
                 col = local // row_tiles * self.tile.cols
                 group = first + owner
+                tile_k_blocks = k_blocks
+                if cutlass.const_expr(self.config.zero_tail):
+                    if group == self.offs.shape[0]:
+                        tile_k_blocks = Int32(0)
                 sf_row = (group_start // TILE_ROWS + group) * TILE_ROWS + row
                 ragged, uniform = (group_start + row, sf_row), (col, col)
                 if cutlass.const_expr(self.tile.swap_ab):
                     ragged, uniform = uniform, ragged
                 state = self.put(
                     state,
-                    WorkTile(group, *ragged, *uniform, Int32(0), k_blocks, group_rows - row),
+                    WorkTile(group, *ragged, *uniform, Int32(0), tile_k_blocks, group_rows - row),
                 )
                 index += step
             else:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
-from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
 from cute_kernels.gemm.operands import DSL_TYPES, element_type, scale_type
@@ -54,12 +53,12 @@ class Layouts:
         operand = (self.tiled_mma, self.tiler, self.element, stages)
         self.a = blackwell_helpers.make_smem_layout_a(*operand)
         self.b = blackwell_helpers.make_smem_layout_b(*operand)
-        self.out = blackwell_helpers.make_smem_layout_epi(
-            DSL_TYPES[config.out_dtype],
-            LayoutEnum.ROW_MAJOR,
-            (WARP_SIZE, config.store_columns),
-            config.num_store_stage * len(WarpSchedule.epilogue_warp_ids),
+        atom = tcgen05.make_smem_layout_atom(
+            tcgen05.SmemLayoutAtomKind.K_SW128, DSL_TYPES[config.out_dtype]
         )
+        staged_blocks = config.num_store_stage * len(WarpSchedule.epilogue_warp_ids)
+        block = (WARP_SIZE, config.store_columns, staged_blocks)
+        self.out = cute.tile_to_shape(atom, block, order=(0, 1, 2))
         self.sfa = self.sfb = None
         if kind.is_block_scaled:
             scales = (self.tiled_mma, self.tiler, kind.sf_vec_size, stages)

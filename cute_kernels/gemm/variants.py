@@ -29,8 +29,8 @@ _CONFIGS = {"sm_90a": HopperGemmConfig, "sm_100a": GemmConfig}
 def kernel_specs(arch: str) -> Iterator[KernelSpec]:
     """Configurations of the kernels for ``"sm_90a"`` or ``"sm_100a"``.
 
-    Activations are bf16, or fp16 with fp16 operands, and a bias has their dtype. Gradients of
-    weights are of that dtype or fp32, which may be added to.
+    Activations are bf16, or fp16 with fp16 operands, and a bias has their dtype; they are written
+    into fresh outputs. Gradients of weights are of that dtype or fp32, which may be added to.
     """
     for operand, kind in OPERANDS.items():
         if support("grouped_gemm", NVFP4() if kind.is_block_scaled else None, arch):
@@ -54,6 +54,7 @@ def _m_grouped(
             row_scaled=flag and is_block_scaled,
             transpose_b=flag and not is_block_scaled,
             bias_dtype=bias_dtype,
+            zero_tail=True,
             tile=tile,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -99,7 +100,9 @@ def k_grouped(op: KGroupedGemm | KGroupedGemmNVFP4, launch: Launcher) -> Runner:
     return _runner(_choose(base, problem, launch), launch)
 
 
-def _nothing(op: object, outputs: Sequence[Tensor | None], accumulate: bool = False) -> None:
+def _nothing(
+    op: object, outputs: Sequence[Tensor | None], accumulate: bool = False, fresh: bool = False
+) -> None:
     """There is nothing to write."""
 
 
@@ -117,26 +120,29 @@ def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmCon
 
 
 def _runner(config: GemmConfig, launch: Launcher) -> Runner:
-    kernel = launch.kernel(config)
     expand = None
     if config.expanded is not None:
         expand = launch.kernel(ExpandConfig(is_ragged=config.expanded == "a"))
+
+    @functools.cache
+    def kernel(accumulate: bool, zero_tail: bool) -> Callable[..., object]:
+        return launch.kernel(
+            dataclasses.replace(config, accumulate=accumulate, zero_tail=zero_tail)
+        )
 
     def run(
         op: AnyGemm,
         outputs: Sequence[Tensor | None],
         accumulate: bool = False,
+        fresh: bool = False,
     ) -> None:
-        chosen = kernel
-        if accumulate:
-            chosen = launch.kernel(dataclasses.replace(config, accumulate=True))
         left, right = map(_addressable_parts, op.operands())
         if expand is not None and config.expanded == "a":
             left = _expanded(expand, left, op.offs, launch.num_sms)
         elif expand is not None:
             right = _expanded(expand, right, None, launch.num_sms)
         bias: Tensor | None = getattr(op, "bias", None)
-        chosen(
+        kernel(accumulate, fresh)(
             *left,
             *right,
             op.offs,

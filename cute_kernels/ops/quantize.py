@@ -189,6 +189,9 @@ class GroupedDbias(Op):
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_dbias", None
 
+    def kernels(self, launch: Launcher) -> Runner:
+        return quantize_kernels.grouped_dbias(self, launch)
+
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (dbias,) = outputs
         assert dbias is not None
@@ -357,6 +360,7 @@ class GroupedDequantizeNVFP4(Op):
     columnwise: bool = False
 
     name: ClassVar[str] = "grouped_dequantize_nvfp4"
+    fills_fresh: ClassVar[frozenset[str]] = frozenset({"sm_90a", "sm_100a"})
     output_names: ClassVar[tuple[str, ...]] = ("out",)
 
     @property
@@ -394,10 +398,13 @@ class GroupedDequantizeNVFP4(Op):
         same_device("codes", self.device, **self.tensors())
 
     def outputs(self) -> list[OutputSpec | None]:
-        return [OutputSpec(self.shape, self.dtype, zeroed=True)]
+        return [OutputSpec(self.shape, self.dtype, zeroed=self.offs is not None)]
 
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_dequantize", NVFP4(row_scaled=self.row_scaled)
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return quantize_kernels.dequantize_nvfp4(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from cute_kernels.quantize.config import (
     AmaxConfig,
+    DbiasConfig,
+    DequantizeConfig,
     OffsetsConfig,
     QuantizeProblem,
     RowScaledConfig,
@@ -22,11 +24,23 @@ from cute_kernels.shapes import PITCH_ALIGNMENT, code_pitch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cute_kernels.ops.quantize import ComputeOffsets, GroupedAmax, GroupedQuantizeNVFP4
+    from cute_kernels.ops.quantize import (
+        ComputeOffsets,
+        GroupedAmax,
+        GroupedDbias,
+        GroupedDequantizeNVFP4,
+        GroupedQuantizeNVFP4,
+    )
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["compute_offsets", "grouped_amax", "quantize_nvfp4"]
+__all__ = [
+    "compute_offsets",
+    "dequantize_nvfp4",
+    "grouped_amax",
+    "grouped_dbias",
+    "quantize_nvfp4",
+]
 
 #: Alignment that the kernels' vector accesses need.
 _ALIGNMENT = 32
@@ -73,7 +87,7 @@ def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
     if not op.x.numel():
         return _zero
     problem = _problem(op.x, op.offs)
-    kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping))
+    kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping, arch=launch.arch))
 
     def run(op: GroupedAmax, outputs: Sequence[Tensor | None]) -> None:
         kernel(_readable(op.x), op.offs, None, outputs[0], launch.num_sms)
@@ -87,9 +101,14 @@ def quantize_nvfp4(op: GroupedQuantizeNVFP4, launch: Launcher) -> Runner:
         return _zero
     problem = _problem(op.x, op.offs)
     if op.row_scaled and op.rowwise and not op.columnwise:
-        rows = RowScaledConfig.choose(problem)
+        rows = RowScaledConfig.choose(problem, launch.arch)
         if rows.can_implement(problem):
             return _row_scaled(rows, launch)
+    if launch.arch == "sm_90a" and op.rowwise and not (op.columnwise or op.block_2d):
+        # Faster there than tile by tile: 90 instead of 78 % of a copy's rate on an H200.
+        rows = RowScaledConfig.choose(problem, launch.arch, group_amax=True)
+        if rows.can_implement(problem):
+            return _rows_of_groups(rows, launch, given=op.amax is not None)
     return _tiles(op, problem, launch)
 
 
@@ -108,6 +127,28 @@ def _row_scaled(config: RowScaledConfig, launch: Launcher) -> Runner:
     return run
 
 
+def _rows_of_groups(config: RowScaledConfig, launch: Launcher, given: bool) -> Runner:
+    """Amaxes of the groups first where they are not given, then rows to codes."""
+    kernel = launch.kernel(config)
+    amax_kernel = None
+    if not given:
+        amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch))
+
+    def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
+        codes, scales, amax = outputs[:3]
+        assert codes is not None and amax is not None
+        x, padded = _readable(op.x), _padded(codes)
+        if amax_kernel is not None:
+            amax_kernel(x, op.offs, None, amax, launch.num_sms)
+        elif op.amax is not None:
+            amax.copy_(op.amax)
+        kernel(x, op.offs, amax, padded, scales, launch.num_sms)
+        if padded is not codes:
+            codes.copy_(padded)
+
+    return run
+
+
 def _tiles(op: GroupedQuantizeNVFP4, problem: QuantizeProblem, launch: Launcher) -> Runner:
     """Amaxes first where they are not given, then all copies from one read."""
     row_scaled = op.row_scaled and op.rowwise
@@ -119,11 +160,12 @@ def _tiles(op: GroupedQuantizeNVFP4, problem: QuantizeProblem, launch: Launcher)
         row_scaled=row_scaled,
         square_blocks=op.block_2d,
         compute_amax=op.amax is None,
+        arch=launch.arch,
     )
     kernel = launch.kernel(config)
     row_kernel = None
     if row_scaled and op.amax is not None:
-        rows_only = AmaxConfig(problem.dtype, problem.grouping, per_row=True, per_group=False)
+        rows_only = AmaxConfig(problem.dtype, problem.grouping, True, False, launch.arch)
         row_kernel = launch.kernel(rows_only)
 
     def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
@@ -152,3 +194,54 @@ def _padded(codes: Tensor) -> Tensor:
         return codes
     pitch = code_pitch(codes.shape[-1])
     return codes.new_empty(*codes.shape[:-1], pitch)[..., : codes.shape[-1]]
+
+
+def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
+    """How ``grouped_dbias`` runs."""
+    if not op.dy.numel():
+        return _zero
+    kernel = launch.kernel(DbiasConfig.choose(_dtype_name(op.dy.dtype), op.dy.shape[1]))
+
+    def run(op: GroupedDbias, outputs: Sequence[Tensor | None]) -> None:
+        kernel(_readable(op.dy), op.offs.contiguous(), outputs[0], launch.num_sms)
+
+    return run
+
+
+def dequantize_nvfp4(op: GroupedDequantizeNVFP4, launch: Launcher) -> Runner:
+    """How ``grouped_dequantize_nvfp4`` runs."""
+    if not op.rows:
+        return lambda op, outputs, fresh=False: None
+    config = DequantizeConfig(
+        _dtype_name(op.dtype),
+        "uniform" if op.offs is None else "ragged",
+        row_scaled=op.row_scaled,
+        columnwise=op.columnwise,
+    )
+    kernel = launch.kernel(config)
+
+    def run(
+        op: GroupedDequantizeNVFP4, outputs: Sequence[Tensor | None], fresh: bool = False
+    ) -> None:
+        (out,) = outputs
+        assert out is not None
+        codes = _readable(op.codes) if op.columnwise else _readable_rows(op.codes)
+        offs = None if op.offs is None else op.offs.contiguous()
+        # A copy has what the kernel leaves alone, too.
+        target = out if out.data_ptr() % _ALIGNMENT == 0 else out.clone()
+        amax = op.amax.contiguous().view(-1)
+        kernel(codes, _readable(op.scales), amax, offs, target, int(fresh), launch.num_sms)
+        if target is not out:
+            out.copy_(target)
+
+    return run
+
+
+def _readable_rows(codes: Tensor) -> Tensor:
+    """Rowwise codes, copied unless all rows are equally far apart, and as far as kernels ask."""
+    pitch, aligned = codes.stride(-2), codes.data_ptr() % _ALIGNMENT == 0
+    even = codes.dim() == 2 or codes.stride(0) == codes.shape[1] * pitch
+    if aligned and even and codes.stride(-1) == 1 and pitch % PITCH_ALIGNMENT == 0:
+        return codes
+    padded = codes.new_empty(*codes.shape[:-1], code_pitch(codes.shape[-1]))
+    return padded[..., : codes.shape[-1]].copy_(codes)

@@ -68,12 +68,12 @@ class OutputSpec(NamedTuple):
         return tuple(reversed(strides))
 
     def allocate(self, device: torch.device, zeroed: bool) -> Tensor:
-        """A fresh tensor; of zeros if the spec or the argument asks for it."""
+        """A fresh tensor, of zeros if ``zeroed``."""
         if self.pitch is None:
             out = torch.empty(self.shape, dtype=self.dtype, device=device)
         else:
             out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
-        return out.zero_() if zeroed or self.zeroed else out
+        return out.zero_() if zeroed else out
 
 
 #: Computes an op into its outputs: (op, outputs, **options). Holds no tensors.
@@ -81,11 +81,26 @@ Runner: TypeAlias = "Callable[..., None]"
 
 
 class _Plan(NamedTuple):
-    """What the metadata of a call decides: its outputs, what computes them, and where."""
+    """What the metadata of a call decides.
+
+    Attributes:
+        outputs: the outputs.
+        run: what computes them.
+        zeroed: fresh outputs are zeroed before, whatever their specs say.
+        fills_fresh: ``run`` takes ``fresh=True`` and then writes the zeros that the specs ask for.
+    """
 
     outputs: tuple[OutputSpec | None, ...]
     run: Runner
     zeroed: bool
+    fills_fresh: bool = False
+
+    def fresh_outputs(self, device: torch.device) -> list[Tensor | None]:
+        """Outputs for ``run`` to write."""
+        return [
+            s and s.allocate(device, self.zeroed or s.zeroed and not self.fills_fresh)
+            for s in self.outputs
+        ]
 
 
 _plans: PlanCache[_Plan] = PlanCache()
@@ -100,6 +115,9 @@ class Op(abc.ABC):
     output_names: ClassVar[tuple[str, ...]]
     #: Whether the ``_out`` form takes ``accumulate``.
     accumulates: ClassVar[bool] = False
+    #: Architectures whose kernels write the zeros that ``OutputSpec.zeroed`` asks for, when told
+    #: that the output is fresh.
+    fills_fresh: ClassVar[frozenset[str]] = frozenset()
     #: For differentiable ops: what to save, and the gradients of the inputs.
     setup_context: ClassVar[Callable[..., None] | None] = None
     backward: ClassVar[Callable[..., Any] | None] = None
@@ -150,7 +168,8 @@ class Op(abc.ABC):
         outputs = tuple(self.outputs())
         if arch == "reference":
             return _Plan(outputs, _run_reference, True)
-        return _Plan(outputs, self.kernels(launcher(backend, self.device)), False)
+        run = self.kernels(launcher(backend, self.device))
+        return _Plan(outputs, run, False, arch in self.fills_fresh)
 
     def cached_plan(self) -> _Plan:
         """``plan``, from the cache if a call with the same metadata went before."""
@@ -246,9 +265,11 @@ def register(cls: type[Op]) -> type[Op]:
 
     def compute(op: Op) -> list[Tensor | None]:
         plan = op.cached_plan()
-        device, zeroed = op.device, plan.zeroed
-        outputs = [s and s.allocate(device, zeroed) for s in plan.outputs]
-        plan.run(op, outputs)
+        outputs = plan.fresh_outputs(op.device)
+        if plan.fills_fresh:
+            plan.run(op, outputs, fresh=True)
+        else:
+            plan.run(op, outputs)
         return outputs
 
     def call(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:

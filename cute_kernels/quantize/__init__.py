@@ -1,11 +1,21 @@
-"""Quantization kernels for sm_100a: configurations here, kernels in modules that need the DSL."""
+"""Quantization kernels: configurations here, kernels in modules that need the DSL."""
 
 from cute_kernels.quantize.config import (
     AmaxConfig,
+    DbiasConfig,
+    DequantizeConfig,
     OffsetsConfig,
     QuantizeProblem,
     RowScaledConfig,
     TileConfig,
 )
 
-__all__ = ["AmaxConfig", "OffsetsConfig", "QuantizeProblem", "RowScaledConfig", "TileConfig"]
+__all__ = [
+    "AmaxConfig",
+    "DbiasConfig",
+    "DequantizeConfig",
+    "OffsetsConfig",
+    "QuantizeProblem",
+    "RowScaledConfig",
+    "TileConfig",
+]

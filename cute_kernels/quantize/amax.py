@@ -38,6 +38,7 @@ class AmaxKernels:
     """
 
     dtype: str
+    arch: str
 
     @cute.jit
     def launch_amax(
@@ -119,12 +120,13 @@ class AmaxKernels:
             words = [packed]
             for i in cutlass.range_constexpr(_UNROLL):
                 words.extend(load_global(source + (at + i * (_WARP * _LOAD_BYTES)), 8))
-            packed = absmax_packed(words, self.dtype)
+            packed = absmax_packed(words, self.dtype, self.arch)
             at += _UNROLL * _WARP * _LOAD_BYTES
         while at < num_bytes:
-            packed = absmax_packed([packed, *load_global(source + at, 8)], self.dtype)
+            words = [packed, *load_global(source + at, 8)]
+            packed = absmax_packed(words, self.dtype, self.arch)
             at += _WARP * _LOAD_BYTES
-        return unpack_absmax(packed, self.dtype)
+        return unpack_absmax(packed, self.dtype, self.arch)
 
     @cute.jit
     def merge(self, group_amax: cute.Tensor, group: Int32, best: Float32) -> None:
@@ -141,6 +143,7 @@ class AmaxReducer(AmaxKernels):
 
     def __init__(self, config: AmaxConfig):
         self.dtype = config.dtype
+        self.arch = config.arch
 
     @staticmethod
     def fake_args(config: AmaxConfig) -> tuple[Any, ...]:

@@ -13,7 +13,15 @@ from typing import Any, Literal
 from cute_kernels.capability import Support
 from cute_kernels.formats import NVFP4
 
-__all__ = ["AmaxConfig", "OffsetsConfig", "QuantizeProblem", "RowScaledConfig", "TileConfig"]
+__all__ = [
+    "AmaxConfig",
+    "DbiasConfig",
+    "DequantizeConfig",
+    "OffsetsConfig",
+    "QuantizeProblem",
+    "RowScaledConfig",
+    "TileConfig",
+]
 
 Grouping = Literal["ragged", "uniform"]
 #: Bytes of one element, by the dtype names that configurations use.
@@ -46,7 +54,7 @@ def _supported_input(dtype: str, cols: int) -> Support:
 
 @dataclasses.dataclass(frozen=True)
 class RowScaledConfig:
-    """Row-scaled rowwise NVFP4 from one read of the input.
+    """Rowwise NVFP4, row by row, from one read of the input: row-scaled, or with given amaxes.
 
     A team of ``warps_per_row`` warps holds one row in registers at a time, or a team of one warp
     holds several short rows.
@@ -57,6 +65,8 @@ class RowScaledConfig:
         warps_per_row: warps of a team: 1, 2, 4, 8 or 16.
         num_stages: how many times what a team holds is in flight.
         rows_per_warp: rows that a team of one warp holds: 1, 2, 4 or 8.
+        group_amax: the second level is per group and given, instead of per row and a result.
+        arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
     """
 
     dtype: str
@@ -64,11 +74,15 @@ class RowScaledConfig:
     warps_per_row: int = 4
     num_stages: int = 3
     rows_per_warp: int = 1
+    group_amax: bool = False
+    arch: str = "sm_100a"
 
     #: Warps that convert; one more loads.
     num_compute_warps = 16
     #: 4096 bytes of input a warp: four 1x16 blocks a lane for 16-bit types, two for fp32.
     bytes_per_warp = 4096
+    #: What ``choose`` chooses from, by rising ``max_cols``: (warps_per_row, rows_per_warp).
+    teams = ((1, 8), (1, 4), (1, 2), (1, 1), (2, 1), (4, 1), (8, 1), (16, 1))
 
     @property
     def num_teams(self) -> int:
@@ -82,10 +96,19 @@ class RowScaledConfig:
         return held // self.rows_per_warp
 
     @classmethod
-    def choose(cls, problem: QuantizeProblem) -> RowScaledConfig:
+    def choose(
+        cls, problem: QuantizeProblem, arch: str = "sm_100a", group_amax: bool = False
+    ) -> RowScaledConfig:
         """The configuration with the fewest lanes a row that holds the row."""
-        for warps, rows in ((1, 8), (1, 4), (1, 2), (1, 1), (2, 1), (4, 1), (8, 1), (16, 1)):
-            config = cls(problem.dtype, problem.grouping, warps, rows_per_warp=rows)
+        for warps, rows in cls.teams:
+            config = cls(
+                problem.dtype,
+                problem.grouping,
+                warps,
+                rows_per_warp=rows,
+                group_amax=group_amax,
+                arch=arch,
+            )
             if problem.cols <= config.max_cols:
                 break
         return config
@@ -107,7 +130,7 @@ class RowScaledConfig:
         """The function to compile and its fake arguments.
 
         The compiled function takes (x, offs, amax, codes, scales, num_sms): x (T, K) or (G, N, K)
-        contiguous; offs (G,) int32, None when uniform; amax (T,) fp32; codes (T, K/2) or
+        contiguous; offs (G,) int32, None when uniform; amax (T,) fp32, or (G,); codes (T, K/2) or
         (G, N, K/2) uint8 of padded pitch; scales (tiles, K/64, 512) or (G, tiles, K/64, 512) uint8.
         """
         from cute_kernels.quantize.nvfp4_rows import RowScaledQuantizer
@@ -128,6 +151,7 @@ class TileConfig:
         square_blocks: one scale for each 16x16 block, the same in both directions.
         compute_amax: the amaxes are results: a first kernel computes them, so the input is read
             twice, the second time from L2 where it fits.
+        arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
     """
 
     dtype: str
@@ -137,6 +161,7 @@ class TileConfig:
     row_scaled: bool = False
     square_blocks: bool = False
     compute_amax: bool = False
+    arch: str = "sm_100a"
 
     #: Warps that convert one 128x128 tile together.
     warps_per_team = 4
@@ -153,7 +178,7 @@ class TileConfig:
 
     @property
     def num_teams(self) -> int:
-        """Tiles that a CTA converts at the same time."""
+        """Tiles that a CTA converts at the same time; at least half of ``num_stages``."""
         return 4 if self.num_stages > 4 else 2
 
     @property
@@ -193,12 +218,14 @@ class AmaxConfig:
         grouping: how the rows fall into groups.
         per_row: write one amax a row.
         per_group: write one amax a group.
+        arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
     """
 
     dtype: str
     grouping: Grouping = "ragged"
     per_row: bool = False
     per_group: bool = True
+    arch: str = "sm_100a"
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
         """Whether the kernel takes ``problem``."""
@@ -247,3 +274,84 @@ class OffsetsConfig:
         from cute_kernels.quantize.offsets import OffsetsKernel
 
         return OffsetsKernel(self), OffsetsKernel.fake_args(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class DbiasConfig:
+    """Column sums of ragged groups.
+
+    Attributes:
+        dtype: name of the input's dtype.
+        vectorized: rows are a multiple of 16 bytes long and are read 16 bytes at a time; otherwise
+            element by element.
+    """
+
+    dtype: str
+    vectorized: bool = True
+
+    @property
+    def columns_per_lane(self) -> int:
+        """Columns that one load covers."""
+        return 16 // DTYPE_BYTES[self.dtype] if self.vectorized else 1
+
+    @classmethod
+    def choose(cls, dtype: str, cols: int) -> DbiasConfig:
+        """The configuration for rows of ``cols`` elements."""
+        return cls(dtype, cols * DTYPE_BYTES[dtype] % 16 == 0)
+
+    def can_implement(self, dtype: str, cols: int) -> Support:
+        """Whether the kernel takes rows of ``cols`` elements of ``dtype``."""
+        if dtype != self.dtype:
+            return Support(False, f"compiled for {self.dtype}")
+        if dtype not in DTYPE_BYTES:
+            return Support(False, f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype}")
+        if cols <= 0 or cols % self.columns_per_lane:
+            multiple = self.columns_per_lane
+            return Support(False, f"N must be a positive multiple of {multiple}, got {cols}")
+        return Support(True)
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments.
+
+        The compiled function takes (dy, offs, dbias, num_sms): dy (T, N) contiguous, offs (G,)
+        int32, dbias (G, N) fp32.
+        """
+        from cute_kernels.quantize.dbias import DbiasReducer
+
+        return DbiasReducer(self), DbiasReducer.fake_args(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class DequantizeConfig:
+    """One direction of an NVFP4 tensor back to a plain one.
+
+    Attributes:
+        dtype: name of the result's dtype.
+        grouping: how the rows fall into groups.
+        row_scaled: the second level is per row; rowwise only.
+        columnwise: which direction.
+    """
+
+    dtype: str
+    grouping: Grouping = "ragged"
+    row_scaled: bool = False
+    columnwise: bool = False
+
+    def can_implement(self, problem: QuantizeProblem) -> Support:
+        """Whether the kernel takes ``problem``, whose dtype is the result's."""
+        if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):
+            return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
+        if self.row_scaled and self.columnwise:
+            return Support(False, "the columnwise copy has no second level per row")
+        return _supported_input(problem.dtype, problem.cols)
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments.
+
+        The compiled function takes (codes, scales, amax, offs, out, fresh, num_sms): codes, scales
+        and amax as the quantizers write them, rowwise or columnwise; offs (G,) int32, None when
+        uniform; out (T, K) or (G, N, K) contiguous; fresh, not 0 to write zeros to the tail.
+        """
+        from cute_kernels.quantize.dequantize import Dequantizer
+
+        return Dequantizer(self), Dequantizer.fake_args(self)

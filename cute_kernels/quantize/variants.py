@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ from cute_kernels.formats import NVFP4
 from cute_kernels.quantize.config import (
     DTYPE_BYTES,
     AmaxConfig,
+    DbiasConfig,
+    DequantizeConfig,
     OffsetsConfig,
     RowScaledConfig,
     TileConfig,
@@ -20,9 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["kernel_specs"]
 
-Config = AmaxConfig | OffsetsConfig | RowScaledConfig | TileConfig
+Config = AmaxConfig | DbiasConfig | DequantizeConfig | OffsetsConfig | RowScaledConfig | TileConfig
 
-_WARPS_PER_ROW = (1, 2, 4, 8, 16)
 _DIRECTIONS = ((True, False), (False, True), (True, True))
 
 
@@ -31,18 +33,27 @@ def kernel_specs(arch: str) -> Iterator[Config]:
     if support("compute_offsets", None, arch):
         for splits, out in itertools.product(("int32", "int64"), repeat=2):
             yield OffsetsConfig(splits, out)
+    if support("grouped_dbias", None, arch):
+        for dtype, vectorized in itertools.product(DTYPE_BYTES, (True, False)):
+            yield DbiasConfig(dtype, vectorized)
     for dtype, grouping in itertools.product(DTYPE_BYTES, ("ragged", "uniform")):
         if support("grouped_amax", None, arch):
-            yield AmaxConfig(dtype, grouping)
+            yield AmaxConfig(dtype, grouping, arch=arch)
+        if support("grouped_dequantize", NVFP4(), arch):
+            for row_scaled, columnwise in ((False, False), (True, False), (False, True)):
+                yield DequantizeConfig(dtype, grouping, row_scaled, columnwise)
         if support("grouped_quantize", NVFP4(), arch):
             # For row-scaled tiles whose amaxes of groups are given.
-            yield AmaxConfig(dtype, grouping, per_row=True, per_group=False)
-            for warps in _WARPS_PER_ROW:
-                yield RowScaledConfig(dtype, grouping, warps)
-            yield from _tiles(dtype, grouping)
+            yield AmaxConfig(dtype, grouping, per_row=True, per_group=False, arch=arch)
+            for warps, rows in RowScaledConfig.teams:
+                config = RowScaledConfig(dtype, grouping, warps, rows_per_warp=rows, arch=arch)
+                yield config
+                if arch == "sm_90a":
+                    yield dataclasses.replace(config, group_amax=True)
+            yield from _tiles(dtype, grouping, arch)
 
 
-def _tiles(dtype: str, grouping: str) -> Iterator[TileConfig]:
+def _tiles(dtype: str, grouping: str, arch: str) -> Iterator[TileConfig]:
     flags = itertools.product(_DIRECTIONS, ((False, False), (True, False), (False, True)), (0, 1))
     for (rowwise, columnwise), (row_scaled, square_blocks), compute_amax in flags:
         if rowwise or not row_scaled:
@@ -54,4 +65,5 @@ def _tiles(dtype: str, grouping: str) -> Iterator[TileConfig]:
                 row_scaled=row_scaled,
                 square_blocks=square_blocks,
                 compute_amax=bool(compute_amax),
+                arch=arch,
             )

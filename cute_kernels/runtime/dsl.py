@@ -48,7 +48,7 @@ class Requirement:
 
 #: What the ``cutedsl`` extra installs; pyproject.toml has the same bounds.
 REQUIREMENTS = (
-    Requirement("nvidia-cutlass-dsl", (4, 7), (4, 9)),
+    Requirement("nvidia-cutlass-dsl", (4, 8), (4, 9)),
     Requirement("apache-tvm-ffi", (0, 1, 11), (0, 2)),
     Requirement("filelock", (3, 16)),
 )

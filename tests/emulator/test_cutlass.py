@@ -16,10 +16,13 @@ from cutlass.cute.nvgpu import cpasync  # noqa: E402
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
 from cute_kernels import emulator  # noqa: E402
+from cute_kernels.emulator import cutlass_hooks as hooks  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def uninstalled():
+    if not hooks._State.is_first_runtime and hooks.real_runtime_is_loaded():
+        pytest.skip("CuTe DSL has compiled for the real device in this process")
     yield
     emulator.uninstall()
 
@@ -234,6 +237,15 @@ def test_any_size_and_the_environment_stream():
         x = torch.zeros(size)
         compiled(x)
         assert (x == 3).all()
+
+
+def test_real_functions_come_too_early(monkeypatch):
+    """The C library stands for the real CUDA runtime."""
+    monkeypatch.setattr(hooks, "_REAL_RUNTIME", "libc.so")
+    monkeypatch.setattr(hooks._State, "is_first_runtime", False)
+    emulator.install("sm_100a")
+    with pytest.raises(emulator.EmulatorError, match="Use another process"):
+        cute.compile(AddConstant(1.0), from_dlpack(torch.zeros(32)))
 
 
 def test_invalid_architecture():

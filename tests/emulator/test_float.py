@@ -7,6 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from cute_kernels import emulator
 from tests.emulator.ptx import elementwise
 
 _EDGES32 = [0, 0x80000000, 0x3F800000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x007FFFFF,
@@ -86,6 +87,13 @@ def test_modifiers():
     with np.errstate(all="ignore"):
         want = flush(flush(a) * flush(b)).astype(np.float32)
     _equal(elementwise("mul.rn.ftz.f32 %out, %a0, %a1;", a, b, out=np.float32), want)
+
+
+def test_decimal_literals():
+    a = np.ones(32, np.float32)
+    assert (elementwise("add.f32 %out, %a0, 1.5;", a, out=np.float32) == 2.5).all()
+    with pytest.raises(emulator.EmulatorError, match="not modelled"):
+        elementwise("add.f64 %out, %a0, 1.5;", a.astype(np.float64), out=np.float64)
 
 
 def test_min_max():

@@ -50,6 +50,15 @@ def test_narrow_loads_extend():
     assert (out[:, 1] == source).all()
 
 
+def test_loads_extend_to_64_bits():
+    source = np.array([-3] * 32, np.int32)
+    out = np.zeros((32, 2), np.int64)
+    body = """ld.global.s32 %d0, [%p0]; ld.global.u32 %d1, [%p0]; mul.wide.u32 %d2, %t, 16;
+    add.u64 %d2, %p1, %d2; st.global.b64 [%d2], %d0; st.global.b64 [%d2+8], %d1;"""
+    run(body, source, out)
+    assert (out == [-3, (1 << 32) - 3]).all()
+
+
 def test_shared_static_and_dynamic_do_not_overlap():
     """The dynamic part follows a static variable that is declared after it."""
     out = np.zeros((32, 2), np.uint32)
@@ -142,7 +151,7 @@ def test_atomics(op, type_name, dtype, reference, space):
 
 
 def test_compare_and_swap_and_counters():
-    words = np.array([5, 0, 3], np.uint32)
+    words = np.array([5, 0, 9], np.uint32)
     old = np.zeros((32, 3), np.uint32)
     body = """atom.global.cas.b32 %r0, [%p0], 5, 9; atom.global.inc.u32 %r1, [%p0+4], 6;
     atom.global.dec.u32 %r2, [%p0+8], 6;"""
@@ -150,7 +159,8 @@ def test_compare_and_swap_and_counters():
     assert words[0] == 9
     assert (old[1:, 0] == 9).all()
     assert old[:, 1].tolist() == [i % 7 for i in range(32)]
-    assert old[:, 2].tolist() == [(3 - i) % 7 for i in range(32)]
+    # Above its limit the counter starts anew.
+    assert old[:, 2].tolist() == [9] + [(6 - i) % 7 for i in range(31)]
 
 
 @pytest.mark.parametrize("op", ["add", "min", "max"])

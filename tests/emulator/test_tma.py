@@ -278,8 +278,8 @@ def test_load_past_shared_memory():
 
 
 def test_misaligned_destination():
-    with pytest.raises(emulator.EmulatorError, match="is not 16-byte aligned"):
-        _faulty_load(dst="%r0+8", smem=512)
+    with pytest.raises(emulator.EmulatorError, match="is not 128-byte aligned"):
+        _faulty_load(dst="%r0+16", smem=512)
 
 
 def test_wrong_rank():
@@ -339,6 +339,29 @@ def test_exit_under_a_pending_store():
     unwaited = STORE.replace("@%q0 cp.async.bulk.wait_group.read 0;", "")
     with pytest.raises(emulator.EmulatorError, match="exits while a bulk store still reads"):
         _store(target, (8, 8), (0, 0), unwaited)
+
+
+@pytest.mark.parametrize("mode", ["eager", "chaos"])
+def test_ring_of_stores(mode):
+    """Two slots, one store pending: the older slot may be written again, the newer may not."""
+    source = _aligned(np.arange(4 * 32, dtype=np.uint32).reshape(4, 32))
+    target = _aligned(np.zeros((4, 32), np.uint32))
+    body = (
+        SETUP.format(smem=256)
+        + """mov.b32 %r3, 0; shl.b32 %r4, %t, 2; cvt.u64.u32 %d0, %r4;
+    add.u64 %d1, %p0, %d0; mov.u64 %d2, %p1;
+    TURN: and.b32 %r5, %r3, 1; mad.lo.u32 %r6, %r5, 128, %r0; add.u32 %r7, %r6, %r4;
+    ld.global.b32 %r8, [%d1]; st.shared.b32 [%r7], %r8; fence.proxy.async.shared::cta; bar.sync 0;
+    @%q0 cp.async.bulk.global.shared::cta.bulk_group [%d2], [%r6], 128;
+    @%q0 cp.async.bulk.commit_group; @%q0 cp.async.bulk.wait_group.read {pending}; bar.sync 0;
+    add.u64 %d1, %d1, 128; add.u64 %d2, %d2, 128; add.u32 %r3, %r3, 1; setp.lt.u32 %q1, %r3, 4;
+    @%q1 bra TURN; @%q0 cp.async.bulk.wait_group 0;"""
+    )
+    with emulator.options(mode=mode, races=True):
+        run(body.replace("{pending}", "1"), source, target)
+        assert (target == source).all()
+        with pytest.raises(emulator.EmulatorError, match="after a read by a bulk store of warp 0"):
+            run(body.replace("{pending}", "2"), source, target)
 
 
 def test_exit_under_a_pending_load():

@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
+import cute_kernels
 import grouped
 from tests.helpers import assert_same_bytes
 
@@ -12,11 +14,11 @@ README = Path(__file__).parents[2] / "README.md"
 SIZES = {"4096": "64", "1024": "48"}
 
 
-def example() -> str:
+def example(word: str) -> str:
+    """The code of the README's block with this word in it, with small sizes."""
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    code = next(block for block in blocks if "torch.compile" in block)
+    code = next(block for block in blocks if word in block)
     for large, small in SIZES.items():
-        assert large in code
         code = code.replace(large, small)
     return code
 
@@ -24,7 +26,7 @@ def example() -> str:
 def test_the_example_runs_and_says_what_is_true():
     torch._dynamo.reset()
     names = {}
-    exec(compile(example(), str(README), "exec"), names)
+    exec(compile(example("torch.compile"), str(README), "exec"), names)
     x, w, offs = names["x"], names["w"], names["offs"]
     xq, wq, layer, y = names["xq"], names["wq"], names["layer"], names["y"]
     assert type(xq) is type(wq) is grouped.GroupedTensor
@@ -42,3 +44,15 @@ def test_the_example_runs_and_says_what_is_true():
     layer.zero_grad()
     layer(x, offs).sum().backward()
     assert_same_bytes(layer.weight.grad, compiled)
+
+
+def test_the_emulated_example_gives_the_bits_of_a_tensor_core():
+    pytest.importorskip("cutlass")
+    torch._dynamo.reset()
+    names = {"cute_kernels": cute_kernels}
+    code = example("torch.compile").split("layer =")[0] + example("emulator.stats")
+    exec(compile(code, str(README), "exec"), names)
+    with cute_kernels.backend("reference:sm_100a"):
+        want = grouped.grouped_gemm(names["xq"], names["wq"])
+    assert_same_bytes(names["y"], want)
+    assert cute_kernels.emulator.stats()["mma_flops"] > 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +15,8 @@ from torch import Tensor
 from cute_kernels.formats import NVFP4
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
+from cute_kernels.runtime.arch import device_architecture
+from cute_kernels.runtime.compile import compile_kernel
 from cute_kernels.shapes import (
     ceil_div,
     code_pitch,
@@ -32,9 +36,35 @@ if importlib.util.find_spec("cutlass") is None:
     pytest.skip("needs the CuTe DSL", allow_module_level=True)
 
 
+#: Run what this GPU can run on it; for configurations of its architecture.
+ON_GPU = bool(os.environ.get("CUTE_KERNELS_TEST_GPU"))
+
+
 def compiled(config: Any) -> Any:
-    """The compiled kernel of a configuration."""
-    return compile_for_emulator(config, ARCH).run
+    """The compiled kernel of a configuration, for the architecture that it names.
+
+    It takes CPU tensors. On a GPU they are copied there and back, all of them, whatever it wrote.
+    """
+    if ON_GPU:
+        return functools.partial(_run_on_gpu, config)
+    arch = getattr(config, "arch", ARCH)
+    return compile_for_emulator(config, arch).run
+
+
+def _run_on_gpu(config: Any, *arguments: Any) -> None:
+    kernel = compile_kernel(config, device_architecture(0))
+    there = [_to_gpu(value) if isinstance(value, Tensor) else value for value in arguments]
+    kernel(*there)
+    for value, copy in zip(arguments, there, strict=True):
+        if isinstance(value, Tensor):
+            value.copy_(copy)
+
+
+def _to_gpu(value: Tensor) -> Tensor:
+    """A copy with the same strides."""
+    extent = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+    there = torch.full((extent + 1,), 0, dtype=value.dtype, device="cuda")
+    return there.as_strided(value.shape, value.stride()).copy_(value)
 
 
 @dataclasses.dataclass
@@ -128,8 +158,11 @@ def run_tiles(
 
 
 def run_rows(config: RowScaledConfig, problem: Problem) -> dict[str, Tensor | None]:
-    """Outputs of the row-scaled quantizer."""
-    out = problem.buffers(NVFP4(row_scaled=True), True, False)
+    """Outputs of the quantizer by rows; the reference gives it amaxes of groups."""
+    fmt = NVFP4(row_scaled=not config.group_amax)
+    out = problem.buffers(fmt, True, False)
+    if config.group_amax:
+        out["amax"] = expected(problem, fmt, True, False)["amax"]
     compiled(config)(problem.x, problem.offs, out["amax"], out["codes"], out["scales"], NUM_SMS)
     return out
 

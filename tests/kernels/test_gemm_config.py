@@ -63,6 +63,7 @@ def test_arrivals_count_every_warp_once() -> None:
         ({"operand": "bfloat16", "row_scaled": True}, "row_scaled"),
         ({"grouping": "k_grouped", "bias_dtype": "float32"}, "bias"),
         ({"transpose_b": True}, "transpose_b"),
+        ({"zero_tail": True, "accumulate": True}, "zero_tail"),
         ({"grouping": "k_grouped", "tile": TileShape(128, 32, swap_ab=True)}, "swap_ab"),
     ],
 )

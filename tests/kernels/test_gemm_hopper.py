@@ -139,6 +139,21 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
             assert_same_bits(product.run(num_sms), want)
 
 
+@pytest.mark.parametrize("tile", [M_TILES["256x32"], M_TILES["128x128"]], ids=str)
+def test_the_tail_can_be_zeroed(tile: HopperTile, device: str) -> None:
+    config = HopperGemmConfig(
+        "nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16", tile=tile
+    )
+    config = dataclasses.replace(config, zero_tail=True)
+    for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
+        product = m_grouped(config, sizes, 72, 96, tail=tail)
+        assert product.a.amax is not None
+        product.a.amax[sum(sizes) :] = float("nan")
+        want = product.expected()
+        want[sum(sizes) :] = 0.0
+        assert_same_bits(product.run(2, device), want)
+
+
 @pytest.mark.parametrize("num_sms", [1, 3, 7])
 def test_bits_do_not_depend_on_the_grid(num_sms: int, device: str) -> None:
     for product in (

@@ -23,6 +23,7 @@ FPROP_ALL = GemmConfig(
 FPROP_FP32 = GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16")
 WGRAD = GemmConfig("nvfp4", grouping="k_grouped", out_dtype="float32")
 WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True)
+WGRAD_SCALED = dataclasses.replace(WGRAD, has_alpha=True, out_dtype="bfloat16")
 
 #: One product for each of the other tiles, with the options spread over them.
 TILED = {
@@ -105,6 +106,10 @@ def test_every_tile(name: str) -> None:
 def test_wgrad_of_an_empty_group_is_zero_or_untouched() -> None:
     zeros = k_grouped(WGRAD, [4, 0], 8, 16).run()[1]
     assert torch.equal(zeros, torch.zeros(8, 16)) and not zeros.signbit().any()
+    # Neither a negative factor nor an infinite one makes it anything else.
+    product = k_grouped(WGRAD_SCALED, [4, 0, 0, 9], 8, 16)
+    product.alpha[1], product.a.amax[2] = -1.0, float("inf")
+    assert_same_bits(product.run(), product.expected())
     product = k_grouped(WGRAD_ADD, [4, 0], 8, 16)
     product.before[1, 0, 0] = float("nan")
     assert_same_bits(product.run()[1], product.before[1])
@@ -117,6 +122,19 @@ def test_more_than_a_thousand_groups() -> None:
     # It accumulates, so a tile that is worked on twice shows.
     product = m_grouped(FPROP_ALL, sizes, 8, 32)
     assert_same_bits(product.run(), product.expected())
+
+
+@pytest.mark.parametrize("tile", [TileShape(256, 128, 2), TileShape(128, 32, swap_ab=True)])
+def test_the_tail_can_be_zeroed(tile: TileShape) -> None:
+    config = dataclasses.replace(FPROP_FP32, zero_tail=True, tile=tile)
+    for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
+        product = m_grouped(config, sizes, 72, 96, tail=tail)
+        product.a.amax[sum(sizes) :] = float("nan")
+        want = product.expected()
+        want[sum(sizes) :] = 0.0
+        for mode in ({}, MODES[1], MODES[-1]):
+            with emulator.options(**mode):
+                assert_same_bits(product.run(2), want)
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, 7])

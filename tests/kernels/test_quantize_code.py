@@ -6,6 +6,7 @@ import pickle
 import re
 
 import pytest
+import torch
 
 from cute_kernels.quantize import (
     AmaxConfig,
@@ -15,6 +16,7 @@ from cute_kernels.quantize import (
     TileConfig,
 )
 from perf.compiled import compile_for_emulator
+from perf.count_quantize import count
 from perf.cubin import read_resources
 from tests.kernels.quantize_support import ARCH
 
@@ -47,6 +49,33 @@ def test_arithmetic_is_exact(config: object) -> None:
         for instruction in ("div.rn.f32", "rcp.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"):
             assert instruction in ptx
         assert "cvt.rn.satfinite.e2m1x2.f32" in ptx
+
+
+#: Most PTX instructions an element and bytes read an element.
+BUDGETS = {
+    "rowwise": (TileConfig("bfloat16"), 8, 2.1),
+    "row-scaled": (RowScaledConfig("bfloat16", warps_per_row=2), 9, 2.01),
+    "row and column": (TileConfig("bfloat16", columnwise=True), 14, 2.1),
+}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_counted_cost(name: str) -> None:
+    config, instructions, bytes_read = BUDGETS[name]
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(512, 4096, generator=generator).bfloat16()
+    counts = count(config, ARCH, x, torch.tensor([256, 512], dtype=torch.int32))
+    assert counts.instructions <= instructions
+    assert counts.bytes_read <= bytes_read
+    assert counts.store_sectors >= 0.98
+    assert counts.conflicts <= 0.1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_tile_barriers_are_enough(dtype: str) -> None:
+    """A team has two arrival barriers, so no more tiles than that may be in flight."""
+    config = TileConfig(dtype)
+    assert config.num_teams <= config.num_stages <= 2 * config.num_teams
 
 
 def test_configurations_are_keys() -> None:

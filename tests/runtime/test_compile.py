@@ -184,7 +184,7 @@ def test_arguments_are_checked_by_the_compiled_function():
 
 def test_without_the_dsl_the_reason_is_raised(monkeypatch):
     def refuse():
-        raise UnsupportedError("nvidia-cutlass-dsl>=4.7,<4.9 (not installed)")
+        raise UnsupportedError("nvidia-cutlass-dsl>=4.8,<4.9 (not installed)")
 
     monkeypatch.setattr(compile_module, "require_dsl", refuse)
     for call in (compile_kernel, compile_to_disk):

@@ -28,19 +28,19 @@ def versions(monkeypatch):
     dsl.dsl_unavailable.cache_clear()
 
 
-@pytest.mark.parametrize("version", ["4.7", "4.7.0", "4.7.0.dev1", "4.8.1", "4.8.99.post1"])
+@pytest.mark.parametrize("version", ["4.8", "4.8.0", "4.8.0.dev1", "4.8.1", "4.8.99.post1"])
 def test_supported_versions(versions, version):
     versions["nvidia-cutlass-dsl"] = version
     assert dsl.dsl_unavailable() is None
     dsl.require_dsl()
 
 
-@pytest.mark.parametrize("version", ["4.6.9", "4.9", "4.9.0.dev0", "4.10.0", "5.0", "unknown"])
+@pytest.mark.parametrize("version", ["4.7.1", "4.9", "4.9.0.dev0", "4.10.0", "5.0", "unknown"])
 def test_a_wrong_version_is_named(versions, version):
     versions["nvidia-cutlass-dsl"] = version
     with pytest.raises(UnsupportedError) as error:
         dsl.require_dsl()
-    assert f"nvidia-cutlass-dsl>=4.7,<4.9 ({version} is installed)" in str(error.value)
+    assert f"nvidia-cutlass-dsl>=4.8,<4.9 ({version} is installed)" in str(error.value)
     assert "pip install 'grouped-kernels[cutedsl]'" in str(error.value)
 
 

@@ -9,14 +9,20 @@ import cute_kernels
 import grouped
 from cute_kernels.gemm.config import GemmConfig
 from cute_kernels.ops import registry
-from cute_kernels.ops.quantize import ComputeOffsets, GroupedAmax, GroupedQuantizeNVFP4
+from cute_kernels.ops.quantize import (
+    ComputeOffsets,
+    GroupedAmax,
+    GroupedDbias,
+    GroupedDequantizeNVFP4,
+    GroupedQuantizeNVFP4,
+)
 from cute_kernels.runtime import aot, architecture
 from cute_kernels.runtime.cache import CacheKey, cache_key
 from cute_kernels.runtime.plan import PlanCache
 from grouped.nn import GroupedLinear
 from grouped.recipes import NVFP4, NVFP4RowScaled
 
-SM100 = architecture("sm_100a")
+ARCHITECTURES = [architecture("sm_90a"), architecture("sm_100a")]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -24,9 +30,9 @@ class Recorder:
     """A launcher that notes which kernels it is asked for."""
 
     num_sms = 148
-    arch = "sm_100a"
 
-    def __init__(self):
+    def __init__(self, arch="sm_100a"):
+        self.arch = arch
         self.specs = set()
 
     def kernel(self, spec):
@@ -36,7 +42,8 @@ class Recorder:
 
 def inputs():
     """Ragged and uniform inputs of every dtype, with rows from short to very long."""
-    for dtype, cols in itertools.product(DTYPES, (16, 2048, 4096, 8192, 16384, 32768, 1 << 20)):
+    lengths = [16, *(1 << i for i in range(8, 16)), 1 << 20]
+    for dtype, cols in itertools.product(DTYPES, lengths):
         yield torch.empty(2, cols, dtype=dtype), torch.tensor([1, 2], dtype=torch.int32)
         yield torch.empty(1, 2, cols, dtype=dtype), None
 
@@ -50,12 +57,24 @@ def quantizations():
                 yield GroupedQuantizeNVFP4(x, offs, amax, row_scaled, block_2d, rowwise, columnwise)
 
 
-@pytest.fixture(scope="module")
-def used():
+def dequantizations():
+    codes, scales, amax = (torch.empty(2, 8, dtype=torch.uint8), torch.empty(0), torch.empty(0))
+    for offs, dtype in itertools.product((None, torch.tensor([1, 2], dtype=torch.int32)), DTYPES):
+        rest = (codes if offs is not None else codes[None], scales, amax, offs, 2, dtype)
+        for row_scaled, columnwise in ((False, False), (True, False), (False, True)):
+            yield GroupedDequantizeNVFP4(*rest, row_scaled, columnwise)
+
+
+def used(arch):
     """The kernels that any quantization op may ask for."""
-    recorder = Recorder()
+    recorder = Recorder(arch)
     ops = list(quantizations())
     ops += [GroupedAmax(x, offs) for x, offs in inputs()]
+    ops += dequantizations()
+    ops += [
+        GroupedDbias(torch.empty(2, cols, dtype=dtype), torch.tensor([1, 2], dtype=torch.int32))
+        for dtype, cols in itertools.product(DTYPES, (1, 8))
+    ]
     ops += [
         ComputeOffsets(torch.ones(3, dtype=splits), 1, out)
         for splits, out in itertools.product((torch.int32, torch.int64), (None, torch.int64))
@@ -65,30 +84,33 @@ def used():
     return recorder.specs
 
 
-def test_every_kernel_in_use_is_listed_and_no_other(used):
-    listed = aot.declared_specs(SM100)
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+def test_every_kernel_in_use_is_listed_and_no_other(arch):
+    listed = aot.declared_specs(arch)
     assert len(listed) == len(set(listed))
     quantizers = {spec for spec in listed if type(spec).__module__.startswith("cute_kernels.quan")}
-    assert quantizers == used
+    assert quantizers == used(arch.name)
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
 @pytest.mark.parametrize("recipe", [grouped.recipes.BF16, NVFP4, NVFP4RowScaled])
 @pytest.mark.parametrize("features", [256, 2048])
-def test_training_with_a_recipe_needs_no_other_kernel(monkeypatch, recipe, features):
-    recorder = Recorder()
+def test_training_with_a_recipe_needs_no_other_kernel(monkeypatch, recipe, features, arch):
+    recorder = Recorder(arch.name)
     monkeypatch.setattr(registry, "launcher", lambda backend, device: recorder)
     monkeypatch.setattr(registry, "_plans", PlanCache())
     layer = GroupedLinear(3, features, features, recipe=recipe(), dtype=torch.bfloat16)
-    with cute_kernels.backend("emulated:sm_100a"):
+    with cute_kernels.backend(f"emulated:{arch}"):
         for tokens in (3, 300, 4000):
             x = torch.randn(tokens, features, dtype=torch.bfloat16, requires_grad=True)
             offs = torch.tensor([1, 2, tokens], dtype=torch.int32)
             layer(x, offs).sum().backward()
     assert any(isinstance(spec, GemmConfig) for spec in recorder.specs)
-    assert recorder.specs <= set(aot.declared_specs(SM100))
+    assert recorder.specs <= set(aot.declared_specs(arch))
 
 
-def test_listed_kernels_have_keys_of_their_own():
-    keys = [cache_key(spec, SM100) for spec in aot.declared_specs(SM100)]
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+def test_listed_kernels_have_keys_of_their_own(arch):
+    keys = [cache_key(spec, arch) for spec in aot.declared_specs(arch)]
     assert all(isinstance(key, CacheKey) for key in keys)
     assert len({key.name for key in keys}) == len(keys)

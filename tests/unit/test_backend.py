@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import UnsupportedError, active_backend, backend
+from cute_kernels import UnsupportedError, active_backend, backend, capability
 from cute_kernels.ops import registry
 from cute_kernels.ops.quantize import GroupedDbias
 from cute_kernels.runtime import architecture
 from cute_kernels.runtime import backend as backend_module
 from cute_kernels.runtime.backend import BACKENDS, Backend
+from cute_kernels.runtime.plan import PlanCache
 
 CPU, CUDA, META = (torch.device(name) for name in ("cpu", "cuda", "meta"))
 VARIABLE = "CUTE_KERNELS_BACKEND"
@@ -127,7 +128,14 @@ def test_backend_and_device_must_fit():
         active_backend(CUDA)
 
 
-def test_a_gpu_without_a_kernel_is_an_error(monkeypatch):
+@pytest.fixture
+def no_dbias_kernel(monkeypatch):
+    without = capability._KERNELS - {("grouped_dbias", "sm_100a")}
+    monkeypatch.setattr(capability, "_KERNELS", without)
+    monkeypatch.setattr(registry, "_plans", PlanCache())
+
+
+def test_a_gpu_without_a_kernel_is_an_error(monkeypatch, no_dbias_kernel):
     monkeypatch.setattr(
         backend_module, "device_architecture", lambda device: architecture("sm_100a")
     )
@@ -136,9 +144,8 @@ def test_a_gpu_without_a_kernel_is_an_error(monkeypatch):
         op.plan(active_backend(CUDA))
 
 
-def test_an_emulated_backend_without_a_kernel_says_that_it_uses_the_reference():
+def test_an_emulated_backend_without_a_kernel_says_that_it_uses_the_reference(no_dbias_kernel):
     x, offs = torch.ones(4, 32), torch.tensor([4], dtype=torch.int32)
-    assert not cute_kernels.support("grouped_dbias", None, "sm_100a")
     with (
         backend("emulated:sm_100a"),
         pytest.warns(UserWarning, match="grouped_dbias has no kernel yet"),

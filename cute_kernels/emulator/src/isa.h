@@ -20,11 +20,12 @@ using i64 = int64_t;
   X(PACK)                                                                                         \
   X(UNPACK)                                                                                       \
   X(LD)                                                                                           \
-  X(ST) X(ATOM) X(RED) X(CVTA) X(MAPA) X(GETCTARANK) X(ISSPACEP) X(ADD) X(SUB) X(MUL) X(MAD) X(   \
-      FMA) X(DIV) X(REM) X(ABS) X(NEG) X(MIN) X(MAX) X(SAD) X(AND) X(OR) X(XOR) X(NOT) X(CNOT)    \
-      X(LOP3) X(SHL) X(SHR) X(SHF) X(PRMT) X(POPC) X(CLZ) X(BREV) X(BFE) X(BFI) X(BFIND) X(BMSK)  \
-          X(SZEXT) X(DP4A) X(SETP) X(SET) X(SELP) X(SLCT) X(CVT) X(RCP) X(SQRT) X(RSQRT) X(EX2)   \
-              X(LG2) X(SIN) X(COS) X(TANH) X(COPYSIGN) X(TESTP) X(SHFL) X(VOTE) X(MATCH) X(ELECT) \
+  X(ST)                                                                                           \
+  X(ATOM) X(RED) X(CVTA) X(MAPA) X(GETCTARANK) X(ISSPACEP) X(ADD) X(SUB) X(MUL) X(MAD) X(FMA) X(  \
+      DIV) X(REM) X(ABS) X(NEG) X(MIN) X(MAX) X(SAD) X(AND) X(OR) X(XOR) X(NOT) X(CNOT) X(LOP3)   \
+      X(SHL) X(SHR) X(SHF) X(PRMT) X(POPC) X(CLZ) X(BREV) X(BFE) X(BFI) X(BFIND) X(BMSK) X(SZEXT) \
+          X(DP4A) X(SETP) X(SET) X(SELP) X(SLCT) X(CVT) X(RCP) X(SQRT) X(RSQRT) X(EX2) X(LG2)     \
+              X(SIN) X(COS) X(TANH) X(COPYSIGN) X(TESTP) X(SHFL) X(VOTE) X(MATCH) X(ELECT)        \
                   X(REDUX) X(ACTIVEMASK) X(BRA) X(BRX) X(EXIT) X(TRAP) X(NOP) X(NANOSLEEP) X(BAR) \
                       X(BARWARP) X(CLUSTER_ARRIVE) X(CLUSTER_WAIT) X(FENCE) X(FENCE_PROXY_ASYNC)  \
                           X(MBAR_INIT) X(MBAR_INVAL) X(MBAR_ARRIVE) X(MBAR_EXPECT_TX)             \
@@ -48,15 +49,16 @@ enum Opcode : u16 {
       NUM_OPCODES
 };
 
-#define TYPES(X)                                                                                  \
-  X(NONE)                                                                                         \
-  X(PRED)                                                                                         \
-  X(B8)                                                                                           \
-  X(B16)                                                                                          \
-  X(B32) X(B64) X(B128) X(U8) X(U16) X(U32) X(U64) X(S8) X(S16) X(S32) X(S64) X(F16) X(BF16)      \
-      X(F32) X(F64) X(TF32) X(F16X2) X(BF16X2) X(F32X2) X(U16X2) X(S16X2) X(E4M3) X(E5M2) X(E2M1) \
-          X(E2M3) X(E3M2) X(UE8M0) X(E4M3X2) X(E5M2X2) X(E2M1X2) X(E2M3X2) X(E3M2X2) X(UE8M0X2)   \
-              X(E4M3X4) X(E5M2X4) X(E2M1X4) X(E2M3X4) X(E3M2X4)
+#define TYPES(X)                                                                                   \
+  X(NONE)                                                                                          \
+  X(PRED)                                                                                          \
+  X(B8)                                                                                            \
+  X(B16)                                                                                           \
+  X(B32)                                                                                           \
+  X(B64) X(B128) X(U8) X(U16) X(U32) X(U64) X(S8) X(S16) X(S32) X(S64) X(F16) X(BF16) X(F32)       \
+      X(F64) X(TF32) X(F16X2) X(BF16X2) X(F32X2) X(U16X2) X(S16X2) X(E4M3) X(E5M2) X(E2M1) X(E2M3) \
+          X(E3M2) X(UE8M0) X(E4M3X2) X(E5M2X2) X(E2M1X2) X(E2M3X2) X(E3M2X2) X(UE8M0X2) X(E4M3X4)  \
+              X(E5M2X4) X(E2M1X4) X(E2M3X4) X(E3M2X4)
 enum Type : u8 {
 #define X(name) T_##name,
   TYPES(X)

@@ -116,6 +116,17 @@ void Machine::retire_clusters() {
   if (resident.size() != before) start_clusters();
 }
 
+// Warps that poll without blocking never stop: it is an error if nobody changes anything for long.
+void Machine::check_progress() {
+  if (epoch != busy_epoch || !events.empty()) {
+    busy_epoch = epoch;
+    busy_insns = stats.warp_insns;
+  } else if (stats.warp_insns - busy_insns > config.max_idle_insns) {
+    fail("livelock: no warp has changed anything for %llu instructions\n%s",
+         (unsigned long long)config.max_idle_insns, report().c_str());
+  }
+}
+
 void Machine::launch() {
   check_launch();
   rng.seed(config.seed * 7919 + 17);
@@ -126,6 +137,8 @@ void Machine::launch() {
   now = 0;
   writes = 1;
   forget_last_range();
+  busy_epoch = epoch;
+  busy_insns = 0;
   start_clusters();
   u64 epoch_of_timeout = ~0ull;
   std::vector<Warp*> order;
@@ -141,6 +154,7 @@ void Machine::launch() {
       progress |= visit(*w);
       run_events(false);
     }
+    check_progress();
     if (!progress && !run_events(true) && !order.empty()) {
       // Nothing is due: let every mbarrier.try_wait time out, once for each state of the machine.
       if (epoch_of_timeout == epoch)

@@ -45,10 +45,11 @@ static void count_global(const u64* address, u32 mask, u32 bytes, bool store) {
   (store ? s.st_global_bytes : s.ld_global_bytes) += total;
 }
 
-static u64 extend_loaded(u8 type, u64 v) {
-  if (type == T_S8) return (u32)(i32)(i8)v;
-  if (type == T_S16) return (u32)(i32)(i16)v;
-  return v;
+// Signed values are extended to the register, which has 32 bits, or 64 with F_WIDE.
+static u64 extend_loaded(const Instruction& in, u64 v) {
+  if (!is_signed(in.type)) return v;
+  const i64 extended = sign_extend(v, type_bits(in.type));
+  return (in.flags & F_WIDE) || in.type == T_S64 ? (u64)extended : (u32)extended;
 }
 
 static void load_element(Warp& w, const Instruction& in, const Operand& to, const u64* address,
@@ -63,7 +64,7 @@ static void load_element(Warp& w, const Instruction& in, const Operand& to, cons
     u64 v = 0;
     memcpy(&v, p, std::min(bytes, 8u));
     if (bytes == 16) memcpy(&d[32 + lane], p + 8, 8);
-    d[lane] = extend_loaded(in.type, v);
+    d[lane] = extend_loaded(in, v);
   }
 }
 static void store_element(Warp& w, const Instruction& in, const Operand& from, const u64* address,

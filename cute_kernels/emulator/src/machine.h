@@ -130,13 +130,14 @@ struct Cluster {
 };
 
 // The names of the fields are read by stats(): keep X in the order of the struct.
-#define STATISTICS(X)                                                                   \
-  X(ld_global_bytes)                                                                    \
-  X(st_global_bytes)                                                                    \
-  X(ld_global_sectors)                                                                  \
-  X(st_global_sectors)                                                                  \
-  X(tma_load_bytes) X(tma_store_bytes) X(smem_wavefronts) X(smem_accesses) X(mma_flops) \
-      X(mma_insns) X(ctas) X(atomics)
+#define STATISTICS(X)                                                                      \
+  X(ld_global_bytes)                                                                       \
+  X(st_global_bytes)                                                                       \
+  X(ld_global_sectors)                                                                     \
+  X(st_global_sectors)                                                                     \
+  X(tma_load_bytes)                                                                        \
+  X(tma_store_bytes) X(smem_wavefronts) X(smem_accesses) X(mma_flops) X(mma_insns) X(ctas) \
+      X(atomics)
 struct Stats {
   u64 warp_insns = 0, thread_insns = 0;
   u64 op[NUM_OPCODES] = {};
@@ -162,7 +163,7 @@ struct Config {
   u32 num_sms = 4, ctas_per_sm = 1;
   u64 seed = 0;
   u32 mode = EAGER;
-  u64 max_insns = 4000000000ull;
+  u64 max_insns = 4000000000ull, max_idle_insns = 50000000ull;
   u32 check_fences = 1, check_races = 0;
 };
 
@@ -182,6 +183,7 @@ struct Machine {
   u64 writes = 1;  // a clock of generic shared-memory writes and proxy fences
   std::mt19937_64 rng;
   std::map<u64, u64> ranges, module_ranges;  // start -> end of the memory a kernel may touch
+  u64 busy_epoch = 0, busy_insns = 0;        // when the epoch last changed
   const Instruction* instruction = nullptr;  // that is being executed, and by whom
   Warp* warp = nullptr;
   bool in_event = false;
@@ -203,6 +205,7 @@ struct Machine {
   u64 last_low_ = 1, last_high_ = 0;
   bool within(const std::map<u64, u64>& ranges, u64 address, u64 bytes);
   void retire_clusters();
+  void check_progress();
   std::unique_ptr<Cluster> make_cluster(u64 index);
   void check_launch() const;
 

@@ -7,7 +7,8 @@
 #include "races.h"
 
 using Coordinates = std::array<i32, 5>;
-constexpr u32 GRANULE = 16;  // bytes that a swizzle moves as one
+constexpr u32 GRANULE = 16;          // bytes that a swizzle moves as one
+constexpr u32 SMEM_ALIGNMENT = 128;  // of a box in shared memory, swizzled or not
 
 static u32 swizzled(u32 address, u8 mode) {
   switch (mode) {
@@ -61,8 +62,6 @@ static Coordinates coordinates(Warp& w, const Operand& vector, int lane, const T
   return at;
 }
 
-static u32 smem_alignment(const TensorMap& map) { return map.swizzle ? 128 : 16; }
-
 static void load_box(CTA* d, u32 offset, const TensorMap& map, const Coordinates& at) {
   walk_box(map, at, [&](const Piece& piece) {
     u8* p = d->smem.data() + swizzled(offset + piece.offset, map.swizzle);
@@ -89,9 +88,8 @@ void tma_load(Warp& w, const Instruction& in, u32 mask) {
     if (!ranks) fail("TMA multicast with an empty CTA mask");
     if (ranks >> cluster->ctas.size())
       fail("TMA multicast to CTA mask %#x of a cluster of %zu", ranks, cluster->ctas.size());
-    if (offset % smem_alignment(map))
-      fail("TMA load: shared destination offset %u is not %u-byte aligned", offset,
-           smem_alignment(map));
+    if (offset % SMEM_ALIGNMENT)
+      fail("TMA load: shared destination offset %u is not %u-byte aligned", offset, SMEM_ALIGNMENT);
     machine.stats.tma_load_bytes += bytes;
     const Actor me = issue_async(w, LOAD_AGENT);
     machine.post([=] {
@@ -138,9 +136,8 @@ void tma_store(Warp& w, const Instruction& in, u32 mask) {
     const u32 offset = offset_of(from), bytes = map.box_bytes();
     CTA* c;
     shared_pointer(w, from, bytes, &c);
-    if (offset % smem_alignment(map))
-      fail("TMA store: shared source offset %u is not %u-byte aligned", offset,
-           smem_alignment(map));
+    if (offset % SMEM_ALIGNMENT)
+      fail("TMA store: shared source offset %u is not %u-byte aligned", offset, SMEM_ALIGNMENT);
     // The DSL lets a whole warp issue one store: lanes with the same operands are one operation
     // (a reduction is one per lane).
     const Actor me = issue_async(w, STORE_AGENT);

@@ -1,0 +1,255 @@
+"""Dequantization on the emulator, to the bit of the reference, from arbitrary bytes."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cute_kernels
+from cute_kernels import emulator
+from cute_kernels.quantize import DequantizeConfig, QuantizeProblem
+from cute_kernels.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles, uniform_tiles
+from perf.compiled import compile_for_emulator
+from perf.cubin import read_resources
+from tests.kernels.op_support import (
+    ARCHITECTURES,
+    DTYPES,
+    MODE_IDS,
+    MODES,
+    assert_same_bits,
+    check,
+    ends,
+    many_groups,
+)
+
+KINDS = {"rowwise": (False, False), "row-scaled": (True, False), "columnwise": (False, True)}
+#: (rows of the buffer, K, end rows).
+RAGGED = {
+    "one group": (256, 128, ends(256)),
+    "one row": (1, 16, ends(1)),
+    "odd rows, K past two strips": (300, 272, ends(7, 136, 137, 300)),
+    "empty first, middle, last": (200, 48, ends(0, 0, 65, 65, 65, 190, 200, 200)),
+    "all empty": (64, 32, ends(0, 0, 0)),
+    "tail": (260, 144, ends(3, 131, 219)),
+    "tile boundaries": (513, 16, ends(127, 255, 384, 513)),
+}
+UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two tiles": (3, 129, 48)}
+
+
+def arguments(
+    shape: tuple[int, ...], offs: Tensor | None, kind: str, dtype: str = "bfloat16"
+) -> list[Any]:
+    """Arguments of the op for (T, K) with offs, or (G, N, K): random bytes, second levels of all
+    sizes. Half of the numbers are finite in any dtype.
+    """
+    row_scaled, columnwise = KINDS[kind]
+    *lead, cols = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+
+    def random_bytes(*size: int) -> Tensor:
+        return torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
+
+    groups = lead[0] if offs is None else len(offs)
+    batch, tiles = [], num_slot_tiles(lead[0], groups)
+    if offs is None:
+        batch, tiles = [groups], uniform_tiles(lead[1])
+    if columnwise:
+        codes = random_bytes(*batch, cols, 64 * tiles)
+        scales = random_bytes(*batch, ceil_div(cols, 128), 2 * tiles, 512)
+    else:
+        codes = random_bytes(*lead, code_pitch(cols // 2))[..., : cols // 2]
+        scales = random_bytes(*batch, tiles, scale_tiles(cols, 16), 512)
+    amax_shape = lead if row_scaled else [groups]
+    amax = torch.exp2(torch.rand(amax_shape, generator=generator) * 20 - 10)
+    special = torch.tensor([0.0, 1e-45, 1e-38, 3e38, float("inf")])
+    pick = torch.randint(0, 10, amax_shape, generator=generator)
+    amax = torch.where(pick < 5, special[pick % 5], amax)
+    return [codes, scales, amax, offs, lead[-1], DTYPES[dtype], row_scaled, columnwise]
+
+
+def dequantize(args: list[Any], **out: Tensor) -> Tensor:
+    if out:
+        torch.ops.cute_kernels.grouped_dequantize_nvfp4_out(*args, **out)
+        return out["out"]
+    return torch.ops.cute_kernels.grouped_dequantize_nvfp4(*args)
+
+
+def check_all(arch: str, kind: str, dtype: str, cases: list[str], **options: Any) -> None:
+    for case in cases:
+        rows, cols, offs = RAGGED[case]
+        args = arguments((rows, cols), offs, kind, dtype)
+        check(arch, lambda args=args: dequantize(args), **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_ragged_groups(arch: str, kind: str) -> None:
+    check_all(arch, kind, "bfloat16", list(RAGGED))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("kind", ["rowwise", "columnwise"])
+def test_other_dtypes(kind: str, dtype: str) -> None:
+    check_all("sm_90a", kind, dtype, ["odd rows, K past two strips", "tail", "one row"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_uniform_groups(kind: str) -> None:
+    for shape in UNIFORM.values():
+        args = arguments(shape, None, kind)
+        check("sm_100a", lambda args=args: dequantize(args))
+
+
+@pytest.mark.parametrize("kind", ["rowwise", "columnwise"])
+def test_every_code_under_every_scale(kind: str) -> None:
+    """All 16 codes and all 256 scale bytes, NaN included, exact in fp32 and for plain amaxes."""
+    args = arguments((256, 256), ends(256), kind, "float32")
+    pair = torch.arange(8, dtype=torch.uint8)
+    args[0] = (pair * 0x22 + 0x10).repeat(*args[0].shape[:-1], args[0].shape[-1] // 8)
+    args[1] = torch.arange(256, dtype=torch.uint8).repeat(args[1].numel() // 256)
+    args[1] = args[1].view(arguments((256, 256), ends(256), kind)[1].shape)
+    args[2] = torch.tensor([1.7])
+    codes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    factors = (scales * args[2]) * torch.tensor(1 / 2688)
+    every = torch.outer(torch.cat([codes, -codes]), factors)
+    got = dequantize(args)
+    assert got.isnan().any()
+    assert torch.equal(got.nan_to_num().unique(), every.nan_to_num().unique())
+    check("sm_90a", lambda: dequantize(args))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_order_of_warps(kind: str, mode: dict) -> None:
+    check_all("sm_90a", kind, "bfloat16", ["odd rows, K past two strips"], num_sms=1, **mode)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_than_a_thousand_groups(kind: str) -> None:
+    offs = many_groups()
+    args = arguments((int(offs[-1]) + 5, 16), offs, kind)
+    check("sm_100a", lambda: dequantize(args))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_rows_of_groups_are_touched(kind: str) -> None:
+    rows, cols, offs = RAGGED["tail"]
+    args = arguments((rows, cols), offs, kind)
+    codes, scales, amax = args[:3]
+    live = int(offs[-1])
+    out = torch.full((rows, cols), -7.0, dtype=torch.bfloat16)
+    if kind == "columnwise":
+        spare = [codes]
+        needed = [amax, offs]
+    else:
+        pitch = codes.stride(0)
+        storage = codes.as_strided((rows * pitch,), (1,))
+        # Whole rows, and of the last one no byte past K.
+        needed = [storage[: (live - 1) * pitch + cols // 2], amax, offs]
+        spare = []
+        if kind == "row-scaled":
+            needed[1] = amax[:live]
+    # Arrays, since of a tensor the whole storage would be watched.
+    written = out.view(torch.int16).numpy()[:live]
+    always = [t.numpy() for t in (scales, *spare)]
+    needed = [*(t.numpy() for t in needed), written]
+    with cute_kernels.backend("emulated:sm_90a"):
+        try:
+            emulator.watch(*always, *needed)
+            dequantize(args, out=out)
+            for i, array in enumerate(needed):
+                emulator.unwatch()
+                emulator.watch(*always, *needed[:i], array[:-1], *needed[i + 1 :])
+                with pytest.raises(emulator.EmulatorError):
+                    dequantize(args, out=out)
+        finally:
+            emulator.unwatch()
+    assert (out[live:] == -7).all()
+    assert_same_bits(out[:live], dequantize(args)[:live])
+
+
+@pytest.mark.parametrize("live", [0, 219, 259, 260])
+def test_the_tail_of_a_fresh_result_is_zero(live: int) -> None:
+    """The kernel writes it, so that nobody has to clear the rest first."""
+    args = arguments((260, 144), ends(0, 0, live), "row-scaled")
+    want = dequantize(args)
+    storage = torch.full((2, 260, 144), -7.0, dtype=torch.bfloat16)
+    run = compile_for_emulator(DequantizeConfig("bfloat16", row_scaled=True), "sm_90a").run
+    for out, fresh in zip(storage, (0, 1), strict=True):
+        try:
+            readable = [args[0].as_strided((260 * 80,), (1,)), *args[1:4]]
+            emulator.watch(*(t.numpy() for t in readable), out.view(torch.int16).numpy())
+            run(*args[:4], out, fresh, 2)
+        finally:
+            emulator.unwatch()
+        assert_same_bits(out[:live], want[:live])
+        assert (out[live:] == (0 if fresh else -7)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_offsets_and_grid(kind: str) -> None:
+    args = arguments((140, 64), ends(-5, 20, 1000, 2**31 - 1), kind)
+    for num_sms in (1, 7):
+        check("sm_90a", lambda: dequantize(args), num_sms=num_sms)
+    args[3] = ends(100, 20, -7, 130)
+    out = torch.zeros(140, 64, dtype=torch.bfloat16)
+    codes = args[0] if kind == "columnwise" else args[0].as_strided((140 * 32,), (1,))
+    try:
+        emulator.watch(codes, *args[1:4], out.view(torch.int16).numpy())
+        with cute_kernels.backend("emulated:sm_90a"):
+            dequantize(args, out=out)
+    finally:
+        emulator.unwatch()
+
+
+def test_any_pitch_and_alignment() -> None:
+    """Codes without padding, of groups that are apart, and results at odd addresses."""
+    rows, cols, offs = RAGGED["empty first, middle, last"]
+    args = arguments((rows, cols), offs, "row-scaled")
+    args[0] = args[0].contiguous()
+    assert args[0].stride(0) == 24
+    check("sm_90a", lambda: dequantize(args))
+    uniform = arguments((4, 100, 48), None, "rowwise")
+    apart = [*uniform]
+    apart[0], apart[1] = uniform[0][::2], uniform[1][::2]
+    apart[2] = uniform[2][::2]
+    check("sm_100a", lambda: dequantize(apart))
+    storage = torch.full((rows * cols + 1,), -7.0, dtype=torch.bfloat16)
+    out = storage[1:].view(rows, cols)
+    args[3] = ends(30, 50, 50, 50, 50, 50, 50, 50)
+    with cute_kernels.backend("emulated:sm_90a"):
+        dequantize(args, out=out)
+    assert (out[50:] == -7).all()
+    assert_same_bits(out[:50], dequantize(args)[:50])
+
+
+def test_nothing_to_decode() -> None:
+    args = arguments((0, 16), ends(0, 0), "rowwise")
+    with cute_kernels.backend("emulated:sm_100a"):
+        assert dequantize(args).shape == (0, 16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_code(kind: str) -> None:
+    row_scaled, columnwise = KINDS[kind]
+    config = DequantizeConfig("bfloat16", "ragged", row_scaled, columnwise)
+    assert pickle.loads(pickle.dumps(config)) == config
+    kernel = compile_for_emulator(config, "sm_90a")
+    assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
+    assert not re.findall(r"\.ftz|\.approx|\bfma\.", kernel.ptx)
+
+
+def test_configurations_say_what_they_take() -> None:
+    config = DequantizeConfig("float32")
+    assert config.can_implement(QuantizeProblem("float32", 48))
+    assert not config.can_implement(QuantizeProblem("float32", 40))
+    assert not config.can_implement(QuantizeProblem("float32", 48, "uniform"))
+    assert not config.can_implement(QuantizeProblem("float16", 48))
+    both = DequantizeConfig("float32", row_scaled=True, columnwise=True)
+    assert "per row" in both.can_implement(QuantizeProblem("float32", 48)).reason

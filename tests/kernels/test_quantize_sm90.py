@@ -1,0 +1,122 @@
+"""The sm_90a variants of the quantizers on the emulator, byte for byte against the reference."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels import emulator
+from cute_kernels.quantize import AmaxConfig, RowScaledConfig, TileConfig
+from cute_kernels.reference.conversions import encode_e2m1, pack_codes
+from tests.kernels import test_amax as test_amax_module
+from tests.kernels.quantize_support import Problem, compiled, random_input, special_input
+
+from tests.kernels.encode_kernel import EncodeConfig  # isort: skip
+from tests.kernels.test_quantize_nvfp4 import (
+    DTYPES,
+    RAGGED,
+    VARIANTS,
+    check_rows,
+    check_tiles,
+    ragged,
+)
+
+Tiles = functools.partial(TileConfig, arch="sm_90a")
+Rows = functools.partial(RowScaledConfig, arch="sm_90a")
+MODES = [{"mode": "chaos", "seed": seed} for seed in range(2)] + [{"races": True}]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tiles(variant: str) -> None:
+    config = Tiles("bfloat16", **VARIANTS[variant])
+    for case in ("odd rows, K past a scale tile", "empty first, middle, last", "tail"):
+        check_tiles(config, ragged(case))
+
+
+def test_uniform_groups() -> None:
+    problem = Problem(random_input((2, 140, 80), torch.bfloat16), None)
+    check_tiles(Tiles("bfloat16", "uniform", columnwise=True, compute_amax=True), problem)
+    check_rows(Rows("bfloat16", "uniform", warps_per_row=1), problem)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows(dtype: str) -> None:
+    for case in RAGGED:
+        check_rows(Rows(dtype, warps_per_row=2), ragged(case, dtype))
+
+
+@pytest.mark.parametrize(("warps", "rows"), [(1, 4), (1, 1), (2, 1)])
+def test_rows_with_amaxes_of_groups(warps: int, rows: int) -> None:
+    config = Rows("bfloat16", warps_per_row=warps, rows_per_warp=rows, group_amax=True)
+    for case in RAGGED:
+        check_rows(config, ragged(case))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_special_values(dtype: str) -> None:
+    """NaN, infinities, denormals, groups that are all tiny; factors from the smallest to FMAX."""
+    x = special_input(150, 128, DTYPES[dtype])
+    x[8::7, 48:64] = -float("nan")
+    tiny = torch.full((20, 128), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
+    tiny[:, ::3] *= -0.5
+    ends = torch.tensor([1, 2, 3, 40, 60, 150, 170], dtype=torch.int32)
+    problem = Problem(torch.cat([x, tiny]), ends)
+    check_tiles(Tiles(dtype, columnwise=True), problem)
+    check_tiles(Tiles(dtype, square_blocks=True, columnwise=True), problem)
+    check_rows(Rows(dtype, warps_per_row=1), problem)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_any_order(mode: dict) -> None:
+    x = random_input((300, 528), torch.bfloat16)
+    problem = Problem(x, torch.tensor([0, 130, 131, 290], dtype=torch.int32))
+    with emulator.options(**mode):
+        check_tiles(Tiles("bfloat16", columnwise=True, compute_amax=True), problem)
+        check_rows(Rows("bfloat16", warps_per_row=4), problem)
+        check_rows(Rows("bfloat16", warps_per_row=4, group_amax=True), problem)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_amax(dtype: str) -> None:
+    x = special_input(300, 80, DTYPES[dtype])
+    problem = Problem(x, torch.tensor([0, 3, 3, 130, 130, 290], dtype=torch.int32))
+    test_amax_module.check(AmaxConfig(dtype, per_row=True, arch="sm_90a"), problem)
+
+
+#: Where two codes meet, and past the largest.
+_MEETINGS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, 40.0)
+
+
+def near_ties(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Blocks (N, 16), and factors (N,) that take one element within two ulps of a tie."""
+    generator = torch.Generator().manual_seed(4)
+    mantissa = torch.arange(128) / 128 + 1
+    meeting, mantissa, ulps = torch.meshgrid(
+        torch.tensor(_MEETINGS), mantissa, torch.arange(-2.0, 3.0), indexing="ij"
+    )
+    factors = (meeting / mantissa).flatten()
+    factors = (factors.view(torch.int32) + ulps.flatten().int()).view(torch.float32)
+    count = len(factors)
+    blocks = torch.rand(count, 16, generator=generator) * 2 - 1
+    sign = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1
+    place = torch.randint(0, 16, (count,), generator=generator)
+    blocks[torch.arange(count), place] = mantissa.flatten() * sign
+    power = 10 if dtype == torch.float16 else 100
+    shift = torch.randint(-power, power + 1, (count,), generator=generator).float()
+    factors = (factors.double() * torch.exp2(-shift.double())).float()
+    return (blocks.to(dtype).double() * torch.exp2(shift.double())[:, None]).to(dtype), factors
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_beside_every_tie(dtype: str) -> None:
+    blocks, factors = near_ties(DTYPES[dtype])
+    y = blocks.float() * factors[:, None]
+    want = pack_codes(encode_e2m1(y))
+    for a in (blocks.float().abs().amax(1), torch.full_like(factors, float("inf"))):
+        out = torch.zeros(len(blocks), 8, dtype=torch.uint8)
+        words = blocks.view(torch.uint32), a, factors, out.view(torch.uint32)
+        compiled(EncodeConfig(dtype))(*words)
+        assert torch.equal(out, want)

@@ -1,0 +1,84 @@
+"""The GEMM ops on emulated sm_100a kernels: the same bits as the reference that adds like them."""
+
+import importlib.util
+
+import pytest
+import torch
+
+import cute_kernels
+from tests.helpers import assert_same_bytes, offsets, ops, sample
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason="needs the CuTe DSL"
+)
+SPLITS, TAIL = (5, 0, 70), 60
+
+
+@pytest.fixture
+def garbage():
+    """Fresh memory holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def quantized(row_scaled):
+    offs = offsets(SPLITS)
+    x = ops.grouped_quantize_nvfp4(sample(sum(SPLITS) + TAIL, 64), offs, None, row_scaled)
+    w = ops.grouped_quantize_nvfp4(sample(len(SPLITS), 40, 64))
+    return "m_grouped_gemm_nvfp4", (*x[:3], *w[:3], offs, None, None, row_scaled)
+
+
+def plain():
+    x, w = sample(sum(SPLITS) + TAIL, 64), sample(len(SPLITS), 40, 64)
+    return "m_grouped_gemm", (x.bfloat16(), w.bfloat16(), offsets(SPLITS))
+
+
+PRODUCTS = {
+    "nvfp4": lambda: quantized(False),
+    "row-scaled": lambda: quantized(True),
+    "bf16": plain,
+}
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_a_fresh_output_has_a_tail_of_zeros(garbage, case):
+    name, arguments = PRODUCTS[case]()
+    with cute_kernels.backend("reference:sm_100a"):
+        want = getattr(ops, name)(*arguments)
+    assert (want[sum(SPLITS) :] == 0).all() and want.isfinite().all()
+    with cute_kernels.backend("emulated:sm_100a"):
+        got = getattr(ops, name)(*arguments)
+    assert_same_bytes(got, want)
+
+
+def test_a_given_output_keeps_its_tail():
+    name, arguments = PRODUCTS["row-scaled"]()
+    outputs = []
+    for backend in ("reference:sm_100a", "emulated:sm_100a"):
+        out = torch.full((sum(SPLITS) + TAIL, 40), 3.0, dtype=torch.bfloat16)
+        for accumulate in (False, True):
+            with cute_kernels.backend(backend):
+                getattr(ops, f"{name}_out")(*arguments, out=out, accumulate=accumulate)
+            outputs.append(out.clone())
+    assert (outputs[0][sum(SPLITS) :] == 3).all()
+    for got, want in zip(outputs[2:], outputs[:2], strict=True):
+        assert_same_bytes(got, want)
+
+
+def test_no_rows():
+    x, w = torch.ones(0, 64, dtype=torch.bfloat16), torch.ones(3, 40, 64, dtype=torch.bfloat16)
+    offs = torch.zeros(3, dtype=torch.int32)
+    with cute_kernels.backend("emulated:sm_100a"):
+        assert ops.m_grouped_gemm(x, w, offs).shape == (0, 40)
+        dw = ops.k_grouped_gemm(torch.ones(0, 40, dtype=torch.bfloat16), x, offs)
+    assert dw.shape == (3, 40, 64) and (dw == 0).all()
+
+
+def test_what_the_kernels_refuse_says_why():
+    x, w = torch.ones(4, 12), torch.ones(1, 8, 12)
+    with cute_kernels.backend("emulated:sm_100a"):
+        with pytest.raises(cute_kernels.UnsupportedError, match="float32"):
+            ops.m_grouped_gemm(x, w, offsets((4,)))
+        with pytest.raises(cute_kernels.UnsupportedError, match="K must be a positive multiple"):
+            ops.m_grouped_gemm(x.bfloat16(), w.bfloat16(), offsets((4,)))
