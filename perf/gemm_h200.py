@@ -65,7 +65,7 @@ def median_us(run: Callable[[], object]) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3
+        return float(start.elapsed_time(end)) * 1e3
 
     probe = graph_of(3)
     probe.replay()
@@ -87,14 +87,16 @@ class Case:
         self.groups, self.n, self.k = CASES[self.name]
         self.rows = self.groups * self.tokens
         generator = torch.Generator("cuda").manual_seed(self.seed)
-        device = {"device": "cuda", "generator": generator}
+        device: dict[str, Any] = {"device": "cuda", "generator": generator}
 
         def tiles(*shape: int) -> Tensor:
             # E4M3 between 2^-2 and 2^6.
-            return torch.randint(0x28, 0x68, shape, dtype=torch.uint8, **device)
+            out: Tensor = torch.randint(0x28, 0x68, shape, dtype=torch.uint8, **device)
+            return out
 
         def codes(*shape: int) -> Tensor:
-            return torch.randint(0, 256, shape, dtype=torch.uint8, **device)
+            out: Tensor = torch.randint(0, 256, shape, dtype=torch.uint8, **device)
+            return out
 
         self.offs = torch.arange(1, self.groups + 1, device="cuda").int() * self.tokens
         k_tiles = scale_tiles(self.k, 16)
@@ -117,7 +119,11 @@ class Case:
     def plain(self) -> tuple[Tensor, Tensor]:
         """bf16 operands of the same shape."""
         generator = torch.Generator("cuda").manual_seed(self.seed)
-        options = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+        options: dict[str, Any] = {
+            "device": "cuda",
+            "dtype": torch.bfloat16,
+            "generator": generator,
+        }
         a = torch.randn(self.rows, self.k, **options)
         return a, torch.randn(self.groups, self.n, self.k, **options)
 
@@ -237,7 +243,7 @@ def tile_name(config: HopperGemmConfig) -> str:
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     """Frobenius norm of the difference over that of ``want``; NaN fails every comparison."""
-    return ((got.float() - want).norm() / want.norm()).item()
+    return float((got.float() - want).norm() / want.norm())
 
 
 def expected_rows(case: Case) -> Tensor:

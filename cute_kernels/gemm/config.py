@@ -182,8 +182,6 @@ class GemmConfig:
     tile_shapes: ClassVar[tuple[TileShape, ...]] = TILE_SHAPES
     #: MMA instructions along K for one stage of shared memory.
     k_blocks: ClassVar[int] = K_BLOCKS
-    #: Whether this architecture's kernel takes ``zero_tail``.
-    can_zero_tail: ClassVar[bool] = True
     #: The operand, "a" or "b", whose block scales are multiplied in before the product.
     expanded: ClassVar[str | None] = None
     #: Blocks of output of one epilogue warp that are staged for TMA.
@@ -207,8 +205,6 @@ class GemmConfig:
         if self.bias_dtype is not None and self.grouping == "k_grouped":
             raise ValueError("a k_grouped product takes no bias")
 
-        if self.zero_tail and not self.can_zero_tail:
-            raise ValueError("this architecture's kernel does not take zero_tail")
         if self.zero_tail and (self.grouping == "k_grouped" or self.accumulate):
             raise ValueError("zero_tail needs an m_grouped product that does not accumulate")
         if not self.takes(self.tile):

@@ -54,7 +54,7 @@ def _m_grouped(
             row_scaled=flag and is_block_scaled,
             transpose_b=flag and not is_block_scaled,
             bias_dtype=bias_dtype,
-            zero_tail=cls.can_zero_tail,
+            zero_tail=True,
             tile=tile,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 __all__ = ["force_tile", "k_grouped", "m_grouped"]
 
 _CONFIGS = {"sm_90a": HopperGemmConfig, "sm_100a": GemmConfig}
-_COSTS = {"sm_90a": estimated_hopper_cycles, "sm_100a": estimated_cycles}
+_COSTS: dict[str, Callable[[Any, GemmProblem, int], float]] = {
+    "sm_90a": estimated_hopper_cycles,
+    "sm_100a": estimated_cycles,
+}
 
 
 _forced: list[TileShape] = []
@@ -143,15 +146,15 @@ def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmCon
 
 
 def _runner(config: GemmConfig, launch: Launcher) -> Runner:
+    expand = None
+    if config.expanded is not None:
+        expand = launch.kernel(ExpandConfig(is_ragged=config.expanded == "a"))
+
     @functools.cache
     def kernel(accumulate: bool, zero_tail: bool) -> Callable[..., object]:
         return launch.kernel(
             dataclasses.replace(config, accumulate=accumulate, zero_tail=zero_tail)
         )
-
-    expand = None
-    if config.expanded is not None:
-        expand = launch.kernel(ExpandConfig(is_ragged=config.expanded == "a"))
 
     def run(
         op: AnyGemm,
@@ -159,7 +162,7 @@ def _runner(config: GemmConfig, launch: Launcher) -> Runner:
         accumulate: bool = False,
         fresh: bool = False,
     ) -> None:
-        left, right = (tuple(map(_addressable, parts)) for parts in op.operands())
+        left, right = map(_addressable_parts, op.operands())
         if expand is not None and config.expanded == "a":
             left = _expanded(expand, left, op.offs, launch.num_sms)
         elif expand is not None:
@@ -190,10 +193,14 @@ def _expanded(
     return values, None, amax
 
 
-def _addressable(x: Tensor | None) -> Tensor | None:
+def _addressable_parts(parts: Parts) -> Parts:
+    values, *rest = parts
+    scales, amax = (None if x is None else _addressable(x) for x in rest)
+    return _addressable(values), scales, amax
+
+
+def _addressable(x: Tensor) -> Tensor:
     """``x``, copied if TMA cannot address its rows where they are."""
-    if x is None:
-        return None
     size = x.element_size()
     if (
         x.stride(-1) == 1

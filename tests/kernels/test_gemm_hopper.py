@@ -24,23 +24,23 @@ from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.gemm.hopper.warp_schedule import HopperWarpSchedule
 from tests.kernels.gemm_support import Product, assert_same_bits, compiled, k_grouped, m_grouped
 
-M_TILES = {f"{t.m}x{t.n} c{t.consumers}": t for t in HOPPER_TILE_SHAPES if t.swap_ab}
+M_TILES = {f"{t.m}x{t.n}": t for t in HOPPER_TILE_SHAPES if t.swap_ab}
 K_TILES = {f"{t.m}x{t.n}": t for t in HOPPER_TILE_SHAPES if not t.swap_ab}
 
-FPROP = HopperGemmConfig("nvfp4", row_scaled=True, tile=M_TILES["128x128 c2"])
+FPROP = HopperGemmConfig("nvfp4", row_scaled=True, tile=M_TILES["128x128"])
 FPROP_ALL = HopperGemmConfig(
     "nvfp4",
     out_dtype="float16",
     bias_dtype="float32",
     has_alpha=True,
     accumulate=True,
-    tile=M_TILES["256x16 c4"],
+    tile=M_TILES["256x16"],
 )
 WGRAD = HopperGemmConfig("nvfp4", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
 WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True, tile=K_TILES["256x128"])
-PLAIN = HopperGemmConfig("bfloat16", bias_dtype="bfloat16", tile=M_TILES["256x32 c4"])
+PLAIN = HopperGemmConfig("bfloat16", bias_dtype="bfloat16", tile=M_TILES["256x32"])
 PLAIN_DGRAD = HopperGemmConfig(
-    "float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=M_TILES["128x128 c2"]
+    "float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=M_TILES["128x128"]
 )
 PLAIN_WGRAD = HopperGemmConfig(
     "bfloat16", "k_grouped", out_dtype="float32", accumulate=True, tile=K_TILES["128x128"]
@@ -139,6 +139,21 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
             assert_same_bits(product.run(num_sms), want)
 
 
+@pytest.mark.parametrize("tile", [M_TILES["256x32"], M_TILES["128x128"]], ids=str)
+def test_the_tail_can_be_zeroed(tile: HopperTile, device: str) -> None:
+    config = HopperGemmConfig(
+        "nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16", tile=tile
+    )
+    config = dataclasses.replace(config, zero_tail=True)
+    for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
+        product = m_grouped(config, sizes, 72, 96, tail=tail)
+        assert product.a.amax is not None
+        product.a.amax[sum(sizes) :] = float("nan")
+        want = product.expected()
+        want[sum(sizes) :] = 0.0
+        assert_same_bits(product.run(2, device), want)
+
+
 @pytest.mark.parametrize("num_sms", [1, 3, 7])
 def test_bits_do_not_depend_on_the_grid(num_sms: int, device: str) -> None:
     for product in (
@@ -170,12 +185,21 @@ def test_every_code_times_every_scale_is_exact(device: str) -> None:
 
 
 def test_only_rows_of_groups_are_touched() -> None:
-    product = m_grouped(FPROP_ALL, [100, 0, 5], 24, 64, tail=30)
+    product = m_grouped(PLAIN, [100, 0, 5], 24, 64, tail=30)
     want = product.expected()
     memory = product.before.view(torch.int16).numpy().copy()
     out = torch.from_numpy(memory).view(product.before.dtype)
-    product.run_into(out)
-    assert_same_bits(out, want)
+    tensors = [t for t in (*product.tensors(), product.offs, product.bias) if t is not None]
+    try:
+        emulator.watch(*tensors, torch.from_numpy(memory[:105]))
+        product.run_into(out)
+        assert_same_bits(out, want)
+        emulator.unwatch()
+        emulator.watch(*tensors, torch.from_numpy(memory[:104]))
+        with pytest.raises(emulator.EmulatorError):
+            product.run_into(out)
+    finally:
+        emulator.unwatch()
 
 
 def test_values_of_every_magnitude_stay_exact(device: str) -> None:
@@ -215,7 +239,7 @@ def test_the_tile_follows_the_rows_of_a_group(rows_each: int, n: int) -> None:
 
 def test_products_keep_to_their_tiles() -> None:
     with pytest.raises(ValueError, match="tile"):
-        dataclasses.replace(WGRAD, tile=M_TILES["128x128 c2"])
+        dataclasses.replace(WGRAD, tile=M_TILES["128x128"])
     with pytest.raises(ValueError, match="tile"):
         dataclasses.replace(FPROP, tile=K_TILES["128x128"])
 

@@ -59,9 +59,7 @@ class Consumer:
             self.decoder = FragmentDecoder(config, operand_m, scales)
             width = config.stage_k // config.k_groups
             shape = thread.partition_shape_A((config.tile.m, width))
-            self.fragments = [
-                cute.make_rmem_tensor(shape, layouts.element) for _ in range(config.k_groups)
-            ]
+            self.fragments = [cute.make_rmem_tensor(shape, layouts.element) for _ in range(2)]
         else:
             self.m = layouts.tiled_mma.make_fragment_A(thread.partition_A(operand_m))
 
@@ -116,19 +114,20 @@ class Consumer:
             for block in cutlass.range_constexpr(group_blocks):
                 at = (None, None, group * group_blocks + block, stage)
                 if cutlass.const_expr(config.is_decoded):
-                    m = self.fragments[group][None, None, block]
+                    m = self.fragments[group % 2][None, None, block]
                 else:
                     m = self.m[at]
                 cute.gemm(self.tiled_mma, self.acc, m, self.n[at], self.acc)
             warpgroup.commit_group()
-            # The products of the group before are complete, its fragments are free.
-            warpgroup.wait_group(1)
+            if cutlass.const_expr(config.is_decoded or group == 0):
+                # The products of the group before are complete, its fragments are free.
+                warpgroup.wait_group(1)
             if cutlass.const_expr(group == 0):
                 if is_behind:
                     self.ab_pipeline.consumer_release(done)
                     done.advance()
-            if cutlass.const_expr(group + 1 < config.k_groups):
-                self.decoder.decode(self.fragments[group + 1], group + 1)
+            if cutlass.const_expr(config.is_decoded and group + 1 < config.k_groups):
+                self.decoder.decode(self.fragments[(group + 1) % 2], group + 1)
         state.advance()
         if cutlass.const_expr(not is_last):
             self.ab_pipeline.consumer_wait(state)

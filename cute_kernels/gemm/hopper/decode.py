@@ -26,7 +26,7 @@ from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
 if TYPE_CHECKING:
     from cute_kernels.gemm.hopper.config import HopperGemmConfig
 
-__all__ = ["FragmentDecoder", "decode_halves", "scales_as_fp16"]
+__all__ = ["FragmentDecoder", "high_bytes", "scales_as_fp16", "times_scale"]
 
 #: Bytes of the codes of one block of 16.
 _BLOCK_BYTES = 8
@@ -35,37 +35,54 @@ _CHUNK_BYTES = 16
 _SWIZZLE_ROWS = 8
 #: From a row of a fragment to the second one of the same thread.
 _NEXT_ROW = 8
-_DECODE = """{{
-    .reg .b32 s, x, y, half;
+#: Codes in the low nibbles of four bytes, and in the high ones, to bytes ``s 000 eem 0``: the high
+#: bytes of fp16. Left shifts are multiplications, which use another unit than the logic.
+_EVEN_CODES = """{
+    .reg .b32 x, y;
+    mul.lo.u32 x, $1, 16;
+    mul.lo.u32 y, $1, 2;
+    and.b32 y, y, 0x0E0E0E0E;
+    lop3.b32 $0, x, 0x80808080, y, 0xEA;
+}"""
+_ODD_CODES = """{
+    .reg .b32 y;
+    shr.b32 y, $1, 3;
+    and.b32 y, y, 0x0E0E0E0E;
+    lop3.b32 $0, $1, 0x80808080, y, 0xEA;
+}"""
+_SCALE = """{{
+    .reg .b32 s, x;
     .reg .b16 lo, hi;
-    mov.b32 half, 0x74007400;
-    mov.b32 {{lo, hi}}, {scale};
+    mov.b32 {{lo, hi}}, $2;
     mov.b32 s, {{{which}, {which}}};
-    {shifts}
-    and.b32 y, y, 0x0E000E00;
-    lop3.b32 x, x, 0x80008000, y, 0xEA;
-    mul.rn.f16x2 x, x, half;
+    mul.rn.f16x2 x, $1, $3;
     mul.rn.f16x2 $0, x, s;
 }}"""
+#: 2^14 as two fp16.
+_TWO_TO_14 = 0x74007400
 
 
-def decode_halves(word: Uint32, nibble: int, scales: Uint32, which: int) -> Uint32:
-    """The values of one code in each half of ``word``, as two fp16.
+def high_bytes(codes: Uint32, is_odd: bool) -> Uint32:
+    """The high byte of fp16, value times 2^-14, of one code in each of four bytes.
 
     Args:
-        word: codes.
-        nibble: which one of a half, 3 the highest.
-        scales: two block scales as fp16.
-        which: the one of them, 0 or 1, that belongs to both codes.
+        codes: bytes of two codes each.
+        is_odd: take the second code of each, which is the high nibble.
     """
-    left = 4 * (3 - nibble)
-    if left == 0:
-        shifts = "mov.b32 x, $1; shr.b32 y, $1, 3;"
-    else:
-        # Multiplications: left shifts then use another unit than the logic.
-        shifts = f"mul.lo.u32 x, $1, {1 << left}; mul.lo.u32 y, $1, {1 << left - 3};"
-    text = _DECODE.format(scale="$2", which=("lo", "hi")[which], shifts=shifts)
-    return asm(text, [Uint32], [word, scales])
+    return asm(_ODD_CODES if is_odd else _EVEN_CODES, [Uint32], [codes])
+
+
+def two_halves(high: Uint32, first: int) -> Uint32:
+    """Bytes ``first`` and ``first + 2`` of ``high`` as the high bytes of two fp16."""
+    if first == 1:
+        return high & Uint32(0xFF00FF00)
+    return asm("prmt.b32 $0, $1, 0, 0x2404;", [Uint32], [high])
+
+
+def times_scale(halves: Uint32, scales: Uint32, which: int) -> Uint32:
+    """Two fp16 times 2^14 and times one of two block scales in fp16."""
+    text = _SCALE.format(which=("lo", "hi")[which])
+    return asm(text, [Uint32], [halves, scales, Uint32(_TWO_TO_14)])
 
 
 def scales_as_fp16(word: Uint32) -> list[Uint32]:
@@ -152,7 +169,8 @@ class FragmentDecoder:
             for repeat in range(self.repeats):
                 x, y = (self.scales[block // 2, row, repeat] for row in range(2))
                 word = self.words[block, repeat]
-                target[0, repeat, i] = decode_halves(word, 0, x, block % 2)
-                target[1, repeat, i] = decode_halves(word, 2, y, block % 2)
-                target[2, repeat, i] = decode_halves(word, 1, x, block % 2)
-                target[3, repeat, i] = decode_halves(word, 3, y, block % 2)
+                for is_odd in range(2):
+                    high = high_bytes(word, is_odd == 1)
+                    for row, scale in enumerate((x, y)):
+                        halves = times_scale(two_halves(high, row), scale, block % 2)
+                        target[2 * is_odd + row, repeat, i] = halves

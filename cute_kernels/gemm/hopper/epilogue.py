@@ -98,14 +98,14 @@ class HopperEpilogue:
                     for repeat in cutlass.range_constexpr(config.tile.m // step):
                         values = self.transpose(acc, repeat, block)
                         col = tile.m_row + self.first_m + repeat * step + self.column
-                        self.finish(values, factor, tile.group, row, in_group, col)
+                        self.finish(values, factor, tile, row, in_group, col)
             else:
                 col = tile.n_row + block * BLOCK + self.column
                 for repeat in cutlass.range_constexpr(config.tile.m // step):
                     row = tile.m_row + self.first_m + repeat * step + self.line
                     in_output = row < tensors.out.shape[1]
                     values = self.transpose(acc, repeat, block)
-                    self.finish(values, factor, tile.group, row, in_output, col)
+                    self.finish(values, factor, tile, row, in_output, col)
 
     @cute.jit
     def transpose(self, acc: cute.Tensor, repeat: int, block: int) -> cute.Tensor:
@@ -137,7 +137,7 @@ class HopperEpilogue:
         self,
         values: cute.Tensor,
         factor: Float32,
-        group: Int32,
+        tile: WorkTile,
         row: Int32,
         exists: Boolean,
         col: Int32,
@@ -145,18 +145,20 @@ class HopperEpilogue:
         """Rescale eight accumulators, add to them, cast and store them."""
         tensors, out = self.tensors, self.tensors.out
         if exists and col < out.shape[2]:
-            if cutlass.const_expr(tensors.has_factor):
-                factors = cute.make_rmem_tensor(N_ALIGN, Float32)
-                factors.fill(factor)
-                _each("mul.rn.f32", values, factors)
-            if cutlass.const_expr(tensors.bias is not None):
-                at = Int64(group) * tensors.bias.stride[0] + col
-                _each("add.rn.f32", values, read_vector(tensors.bias, at))
             offset = Int64(row) * out.stride[1] + col
             if cutlass.const_expr(self.config.grouping == "k_grouped"):
-                offset += Int64(group) * out.stride[0]
-            if cutlass.const_expr(self.config.accumulate):
-                _each("add.rn.f32", values, read_vector(out, offset))
+                offset += Int64(tile.group) * out.stride[0]
+            # Zeros of an empty group and of the tail stay exact zeros.
+            if tile.k_blocks > 0:
+                if cutlass.const_expr(tensors.has_factor):
+                    factors = cute.make_rmem_tensor(N_ALIGN, Float32)
+                    factors.fill(factor)
+                    _each("mul.rn.f32", values, factors)
+                if cutlass.const_expr(tensors.bias is not None):
+                    at = Int64(tile.group) * tensors.bias.stride[0] + col
+                    _each("add.rn.f32", values, read_vector(tensors.bias, at))
+                if cutlass.const_expr(self.config.accumulate):
+                    _each("add.rn.f32", values, read_vector(out, offset))
             rounded = cute.make_rmem_tensor(N_ALIGN, out.element_type)
             rounded.store(values.load().to(out.element_type))
             cute.autovec_copy(rounded, vector_at(out, offset, N_ALIGN))

@@ -15,7 +15,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 from cute_kernels.device.groups import Grouping, group_start
 from cute_kernels.device.memory import load_global, store_global
 from cute_kernels.device.ptx import asm
-from cute_kernels.gemm.hopper.decode import decode_halves, scales_as_fp16
+from cute_kernels.gemm.hopper.decode import high_bytes, scales_as_fp16, times_scale
 from cute_kernels.shapes import (
     PITCH_ALIGNMENT,
     SF_TILE_BYTES,
@@ -148,12 +148,11 @@ class ExpandKernel:
                 scale = scales_as_fp16(self.scale_at(scales, at))[0]
                 values = []
                 for word in words:
-                    # The code of this lane to the high nibble of each byte, bytes to halves.
-                    code = word << ((1 - odd) * 4).to(Uint32)
-                    for bytes_ in ("0x1404", "0x3424"):
-                        text = f"prmt.b32 $0, $1, 0, {bytes_};"
-                        halves = asm(text, [Uint32], [code])
-                        values.append(decode_halves(halves, 3, scale, 0))
+                    # This lane's code of each byte as its high nibble.
+                    high = high_bytes(word << ((1 - odd) * 4).to(Uint32), True)
+                    for selector in ("0x1404", "0x3424"):
+                        halves = asm(f"prmt.b32 $0, $1, 0, {selector};", [Uint32], [high])
+                        values.append(times_scale(halves, scale, 0))
                 store_global(target + (block * 2 + odd) * 16, values)
 
     @cute.jit

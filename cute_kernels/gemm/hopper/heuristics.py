@@ -49,6 +49,6 @@ def estimated_hopper_cycles(config: HopperGemmConfig, problem: GemmProblem, num_
         multiply += tile.m * config.stage_k / _DECODED_PER_CYCLE
     load = config.stage_bytes / _LOAD_BYTES_PER_CYCLE
     from_memory = sum(config.m_stage_bytes) / row_tiles / _HBM_BYTES_PER_CYCLE
-    # Overlap is not perfect; and where memory bounds all tiles, the one with the least work is best.
+    # Overlap is not perfect; and where memory bounds all tiles, that with the least work is best.
     stage = max(multiply, load, from_memory) + _LOST_OVERLAP * (multiply + load)
     return waves * (ceil_div(depth, config.stage_k) * stage + _FILL_CYCLES)
