@@ -113,7 +113,7 @@ class MGroupedGemm(_GroupedGemm):
 
     row_scaled: ClassVar[bool] = False
     name: ClassVar[str] = "m_grouped_gemm"
-    fills_fresh: ClassVar[frozenset[str]] = frozenset({"sm_90a", "sm_100a"})
+    fills_fresh: ClassVar[bool] = True
 
     @property
     def device(self) -> torch.device:
@@ -311,7 +311,7 @@ class MGroupedGemmNVFP4(_GroupedGemm):
 
     transpose_b: ClassVar[bool] = False
     name: ClassVar[str] = "m_grouped_gemm_nvfp4"
-    fills_fresh: ClassVar[frozenset[str]] = frozenset({"sm_90a", "sm_100a"})
+    fills_fresh: ClassVar[bool] = True
     operand_format: ClassVar[Format | None] = NVFP4()
 
     @property

@@ -360,7 +360,7 @@ class GroupedDequantizeNVFP4(Op):
     columnwise: bool = False
 
     name: ClassVar[str] = "grouped_dequantize_nvfp4"
-    fills_fresh: ClassVar[frozenset[str]] = frozenset({"sm_90a", "sm_100a"})
+    fills_fresh: ClassVar[bool] = True
     output_names: ClassVar[tuple[str, ...]] = ("out",)
 
     @property

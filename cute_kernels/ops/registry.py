@@ -120,9 +120,9 @@ class Op(abc.ABC):
     output_names: ClassVar[tuple[str, ...]]
     #: Whether the ``_out`` form takes ``accumulate``.
     accumulates: ClassVar[bool] = False
-    #: Architectures whose kernels write the zeros that ``OutputSpec.zeroed`` asks for, when told
-    #: that the output is fresh.
-    fills_fresh: ClassVar[frozenset[str]] = frozenset()
+    #: Whether its kernels write the zeros that ``OutputSpec.zeroed`` asks for, when told that the
+    #: output is fresh.
+    fills_fresh: ClassVar[bool] = False
     #: For differentiable ops: what to save, and the gradients of the inputs.
     setup_context: ClassVar[Callable[..., None] | None] = None
     backward: ClassVar[Callable[..., Any] | None] = None
@@ -174,7 +174,7 @@ class Op(abc.ABC):
         if arch == "reference":
             return _Plan(outputs, _run_reference, True)
         run = self.kernels(launcher(backend, self.device))
-        return _Plan(outputs, run, False, arch in self.fills_fresh)
+        return _Plan(outputs, run, False, self.fills_fresh)
 
     def cached_plan(self) -> _Plan:
         """``plan``, from the cache if a call with the same metadata went before."""
