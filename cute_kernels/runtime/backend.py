@@ -5,7 +5,8 @@ Backends are ``reference`` (exact PyTorch, any device), ``reference:sm_90a`` / `
 the tensor's GPU) and ``emulated:sm_90a`` / ``emulated:sm_100a`` (those kernels, interpreted on the
 CPU).
 CPU tensors default to ``reference`` and CUDA tensors to ``cuda``. ``CUTE_KERNELS_BACKEND`` or
-``with backend(...)`` choose another. There is no silent fallback: what a backend cannot do raises,
+``with backend(...)`` choose another; the variable takes options as
+``emulated:sm_100a,mode=chaos,seed=3``. There is no silent fallback: what a backend cannot do raises,
 except that an emulated backend, whose tensors are on the CPU, warns once and runs an op that has no
 kernel yet on ``reference``.
 """
@@ -91,13 +92,7 @@ def backend(name: str, **options: Any) -> Iterator[None]:
         TypeError: an option that the backend does not take.
     """
     _check_name(name, "backend")
-    known = EMULATOR_OPTIONS if name.startswith(_EMULATED) else ()
-    for option in options:
-        if option not in known:
-            raise TypeError(
-                f"backend {name} takes {', '.join(known) or 'no options'}; got {option}"
-            )
-    _chosen.append((name, tuple(sorted(options.items()))))
+    _chosen.append((name, _check_options(name, options)))
     try:
         yield
     finally:
@@ -115,10 +110,41 @@ def active_backend(device: torch.device) -> Backend:
     if _chosen:
         name, options = _chosen[-1]
     elif os.environ.get(_ENVIRONMENT):
-        name = _check_name(os.environ[_ENVIRONMENT], _ENVIRONMENT)
+        name, options = _parse(os.environ[_ENVIRONMENT])
     else:
         name = "cuda" if device.type == "cuda" else "reference"
     return _resolve(name, options, device)
+
+
+@functools.cache
+def _parse(text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """Name and options of a backend as the environment gives them: ``name,option=value,...``."""
+    name, *given = text.split(",")
+    _check_name(name, _ENVIRONMENT)
+    options: dict[str, Any] = {}
+    for item in given:
+        option, separator, value = item.partition("=")
+        if not separator:
+            raise ValueError(f"{_ENVIRONMENT}: options are written option=value, got {item!r}")
+        if option in ("seed", "num_sms"):
+            if not value.isdecimal():
+                raise ValueError(f"{_ENVIRONMENT}: {option} must be a number, got {value!r}")
+            options[option] = int(value)
+        elif option == "races":
+            options[option] = value not in ("", "0")
+        else:
+            options[option] = value
+    return name, _check_options(name, options)
+
+
+def _check_options(name: str, options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    known = EMULATOR_OPTIONS if name.startswith(_EMULATED) else ()
+    for option in options:
+        if option not in known:
+            raise TypeError(
+                f"backend {name} takes {', '.join(known) or 'no options'}; got {option}"
+            )
+    return tuple(sorted(options.items()))
 
 
 @functools.lru_cache(maxsize=256)

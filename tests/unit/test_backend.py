@@ -76,6 +76,27 @@ def test_environment_chooses(monkeypatch):
     assert active_backend(CPU) == Backend("reference", "reference")
 
 
+def test_environment_gives_options(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "emulated:sm_100a,mode=chaos,seed=3,num_sms=2,races=1")
+    want = (("mode", "chaos"), ("num_sms", 2), ("races", True), ("seed", 3))
+    assert active_backend(CPU).emulation == want
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        ("emulated:sm_100a,seed=x", ValueError, "seed must be a number, got 'x'"),
+        ("emulated:sm_100a,chaos", ValueError, "option=value, got 'chaos'"),
+        ("emulated:sm_100a,speed=1", TypeError, "got speed"),
+        ("reference,seed=1", TypeError, "reference takes no options"),
+    ],
+)
+def test_options_in_the_environment_are_checked(monkeypatch, text, error, words):
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(error, match=words):
+        active_backend(CPU)
+
+
 def test_environment_is_checked(monkeypatch):
     monkeypatch.setenv(VARIABLE, "emulated:sm_80")
     with pytest.raises(ValueError) as caught:
