@@ -6,9 +6,9 @@ the tensor's GPU) and ``emulated:sm_90a`` / ``emulated:sm_100a`` (those kernels,
 CPU).
 CPU tensors default to ``reference`` and CUDA tensors to ``cuda``. ``CUTE_KERNELS_BACKEND`` or
 ``with backend(...)`` choose another; the variable takes options as
-``emulated:sm_100a,mode=chaos,seed=3``. There is no silent fallback: what a backend cannot do raises,
-except that an emulated backend, whose tensors are on the CPU, warns once and runs an op that has no
-kernel yet on ``reference``.
+``emulated:sm_100a,mode=chaos,seed=3``. There is no silent fallback: what a backend cannot do
+raises, except that an emulated backend, whose tensors are on the CPU, warns once and runs an op
+that has no kernel yet on ``reference``.
 """
 
 from __future__ import annotations
