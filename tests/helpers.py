@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +17,8 @@ __all__ = [
     "assert_same_bytes",
     "dtype_ulp",
     "end_rows",
+    "has_compiler",
+    "needs_compiler",
     "offsets",
     "ops",
     "poisoned",
@@ -21,6 +27,14 @@ __all__ = [
 ]
 
 ops = torch.ops.cute_kernels
+
+
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler, for the emulator and for Inductor."""
+    return shutil.which(os.environ.get("CXX") or "g++") is not None
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="Inductor needs g++")
 
 #: Byte that no quantizer writes by chance everywhere; marks what must stay untouched.
 SENTINEL = 0xA5

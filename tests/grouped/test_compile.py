@@ -7,7 +7,7 @@ from torch import nn
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
 from tests.grouped.cases import FORMATS, RECIPES, WEIGHT_FORMAT, bytes_of, parameter
-from tests.helpers import assert_same_bytes, sample
+from tests.helpers import assert_same_bytes, needs_compiler, sample
 
 K, N = 64, 48
 TOKENS = (40, 41, 130, 7, 300)
@@ -71,6 +71,7 @@ def test_training_with_changing_token_counts(make, recipe, single):
     assert frames.count == 1
 
 
+@needs_compiler
 def test_inductor():
     module = MODULES["mlp"](recipe=RECIPES["row-scaled"])
     function = torch.compile(module, fullgraph=True)

@@ -8,7 +8,7 @@ import torch
 
 import cute_kernels
 import grouped
-from tests.helpers import assert_same_bytes
+from tests.helpers import assert_same_bytes, needs_compiler
 
 README = Path(__file__).parents[2] / "README.md"
 SIZES = {"4096": "64", "1024": "48"}
@@ -23,6 +23,7 @@ def example(word: str) -> str:
     return code
 
 
+@needs_compiler
 def test_the_example_runs_and_says_what_is_true():
     torch._dynamo.reset()
     names = {}

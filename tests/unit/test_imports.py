@@ -150,6 +150,6 @@ def test_the_emulator_works_without_torch():
         "import sys; sys.modules['torch'] = None\n"
         "import cute_kernels\n"
         "assert cute_kernels.__all__ == ['emulator']\n"
-        "assert cute_kernels.emulator.stats()['warp_insns'] == 0\n"
+        "assert cute_kernels.emulator.installed() is None\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
