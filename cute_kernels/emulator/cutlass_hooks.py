@@ -346,8 +346,8 @@ def call(function: Any, *args: Any) -> Any:
 
     That is one of ``cute.runtime.load_module``: it knows nothing of the emulator, so its CPU
     tensors must be made to look like CUDA tensors, and its errors become ``EmulatorError``. The
-    module must have been loaded while the emulator was installed, and ``load_ptx`` must have got
-    its PTX and cubin.
+    module must be bound to the emulator, by ``install`` or by its linker, and ``load_ptx`` must
+    have got its PTX and cubin.
 
     Raises:
         EmulatorError: The kernel failed, or a tensor is not on the CPU.

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EmulatedKernel", "load_emulated", "real_device"]
 
-_DL_CUDA = 2  # kDLCUDA
-
 
 @contextlib.contextmanager
 def real_device() -> Iterator[None]:
@@ -80,57 +78,26 @@ class EmulatedKernel:
     """
 
     def __init__(self, function: Callable[..., object], ptx: str, cubin: bytes) -> None:
-        import tvm_ffi
-
-        from cute_kernels.emulator import EmulatorError, engine
+        from cute_kernels import emulator
 
         self._function = function
         self.ptx = ptx
         self.cubin = cubin
         self._is_loaded = False
-        self._engine = engine
-        self._error = EmulatorError
-        self._from_dlpack = tvm_ffi.from_dlpack
+        self._emulator = emulator
 
     def __call__(self, *args: Any) -> object:
         """Run the kernel.
 
         Raises:
+            ValueError: a tensor is not on the CPU.
             EmulatorError: the kernel did what a GPU would fault on, hang on or get wrong.
         """
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.device.type != "cpu":
+                raise ValueError(f"emulated kernels take CPU tensors, got one on {arg.device}")
         if not self._is_loaded:
             # Parsing takes 0.06 s for a quantizer; a process that loads many kernels runs few.
-            self._engine.load_ptx(self.ptx, self.cubin)
+            self._emulator.load_ptx(self.ptx, self.cubin)
             self._is_loaded = True
-        views = (
-            self._from_dlpack(_DeviceView(arg)) if isinstance(arg, torch.Tensor) else arg
-            for arg in args
-        )
-        self._engine.clear_error()
-        try:
-            return self._function(*views)
-        except RuntimeError:
-            if message := self._engine.last_error():
-                raise self._error(message) from None
-            raise
-
-
-class _DeviceView:
-    """A CPU tensor that DLPack consumers take for a CUDA tensor: the emulator's device memory."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu":
-            raise ValueError(f"emulated kernels take CPU tensors, got one on {tensor.device}")
-        self._tensor = tensor.detach()
-
-    def __dlpack__(self, **kwargs: Any) -> object:
-        capsule = self._tensor.__dlpack__()
-        pointer = ctypes.pythonapi.PyCapsule_GetPointer
-        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        # An unversioned DLManagedTensor begins with its DLTensor: void* data, then the device type.
-        tensor = pointer(capsule, b"dltensor")
-        ctypes.c_int32.from_address(tensor + ctypes.sizeof(ctypes.c_void_p)).value = _DL_CUDA
-        return capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (_DL_CUDA, 0)
+        return self._emulator.call(self._function, *args)
