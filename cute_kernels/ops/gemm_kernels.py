@@ -15,6 +15,7 @@ from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
 from cute_kernels.gemm.hopper.config import ExpandConfig, HopperGemmConfig
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.ops import registry
+from cute_kernels.ops.arguments import dense, dtype_name
 from cute_kernels.shapes import PITCH_ALIGNMENT
 
 if TYPE_CHECKING:
@@ -66,15 +67,11 @@ def force_tile(tile: TileShape) -> Iterator[None]:
         registry.forget_plans()
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _operand(op: AnyGemm) -> str:
     """Name of the kind of the operands, as GEMM configurations have it."""
     if op.operand_format is not None:
         return op.operand_format.name
-    name = _name(op.operands()[0][0].dtype)
+    name = dtype_name(op.operands()[0][0].dtype)
     if name not in OPERANDS:
         raise UnsupportedError(
             f"grouped_gemm kernels take bf16 and fp16 operands, got {name}: a tensor core would "
@@ -94,9 +91,9 @@ def m_grouped(op: MGroupedGemm | MGroupedGemmNVFP4, launch: Launcher) -> Runner:
     base = cls(
         _operand(op),
         tile=cls.any_tile("m_grouped"),
-        out_dtype=_name(spec.dtype),
+        out_dtype=dtype_name(spec.dtype),
         row_scaled=op.row_scaled,
-        bias_dtype=None if op.bias is None else _name(op.bias.dtype),
+        bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
         has_alpha=op.alpha is not None,
         transpose_b=op.transpose_b,
     )
@@ -118,7 +115,7 @@ def k_grouped(op: KGroupedGemm | KGroupedGemmNVFP4, launch: Launcher) -> Runner:
         _operand(op),
         "k_grouped",
         tile=cls.any_tile("k_grouped"),
-        out_dtype=_name(spec.dtype),
+        out_dtype=dtype_name(spec.dtype),
         has_alpha=op.alpha is not None,
     )
     problem = GemmProblem(base.operand, "k_grouped", base.out_dtype, groups, op.rows, n, m=m)
@@ -164,16 +161,16 @@ def _runner(config: GemmConfig, launch: Launcher) -> Runner:
     ) -> None:
         left, right = map(_addressable_parts, op.operands())
         if expand is not None and config.expanded == "a":
-            left = _expanded(expand, left, op.offs, launch.num_sms)
+            left = _expanded(expand, left, dense(op.offs), launch.num_sms)
         elif expand is not None:
             right = _expanded(expand, right, None, launch.num_sms)
         bias: Tensor | None = getattr(op, "bias", None)
         kernel(accumulate, fresh)(
             *left,
             *right,
-            op.offs,
-            None if bias is None else bias.contiguous(),
-            op.alpha,
+            dense(op.offs),
+            dense(bias),
+            dense(op.alpha),
             outputs[0],
             launch.num_sms,
         )

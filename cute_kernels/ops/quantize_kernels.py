@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cute_kernels.ops.arguments import dense, dtype_name
 from cute_kernels.quantize.config import (
     AmaxConfig,
     DbiasConfig,
@@ -46,10 +47,6 @@ __all__ = [
 _ALIGNMENT = 32
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _readable(x: Tensor) -> Tensor:
     """``x``, copied if it is not contiguous or not aligned."""
     x = x.contiguous()
@@ -58,7 +55,7 @@ def _readable(x: Tensor) -> Tensor:
 
 def _problem(x: Tensor, offs: Tensor | None) -> QuantizeProblem:
     return QuantizeProblem(
-        _dtype_name(x.dtype), x.shape[-1], "uniform" if offs is None else "ragged"
+        dtype_name(x.dtype), x.shape[-1], "uniform" if offs is None else "ragged"
     )
 
 
@@ -74,10 +71,10 @@ def compute_offsets(op: ComputeOffsets, launch: Launcher) -> Runner:
     if not op.splits.numel():
         return lambda op, outputs: None
     out_dtype = op.dtype or torch.int32
-    kernel = launch.kernel(OffsetsConfig(_dtype_name(op.splits.dtype), _dtype_name(out_dtype)))
+    kernel = launch.kernel(OffsetsConfig(dtype_name(op.splits.dtype), dtype_name(out_dtype)))
 
     def run(op: ComputeOffsets, outputs: Sequence[Tensor | None]) -> None:
-        kernel(op.splits.contiguous(), outputs[0], op.multiplier)
+        kernel(dense(op.splits), outputs[0], op.multiplier)
 
     return run
 
@@ -90,7 +87,7 @@ def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
     kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping, arch=launch.arch))
 
     def run(op: GroupedAmax, outputs: Sequence[Tensor | None]) -> None:
-        kernel(_readable(op.x), op.offs, None, outputs[0], launch.num_sms)
+        kernel(_readable(op.x), dense(op.offs), None, outputs[0], launch.num_sms)
 
     return run
 
@@ -120,7 +117,7 @@ def _row_scaled(config: RowScaledConfig, launch: Launcher) -> Runner:
         codes, scales, amax = outputs[:3]
         assert codes is not None and amax is not None
         padded = _padded(codes)
-        kernel(_readable(op.x), op.offs, amax.view(-1), padded, scales, launch.num_sms)
+        kernel(_readable(op.x), dense(op.offs), amax.view(-1), padded, scales, launch.num_sms)
         if padded is not codes:
             codes.copy_(padded)
 
@@ -139,10 +136,10 @@ def _rows_of_groups(config: RowScaledConfig, launch: Launcher, given: bool) -> R
         assert codes is not None and amax is not None
         x, padded = _readable(op.x), _padded(codes)
         if amax_kernel is not None:
-            amax_kernel(x, op.offs, None, amax, launch.num_sms)
+            amax_kernel(x, dense(op.offs), None, amax, launch.num_sms)
         elif op.amax is not None:
             amax.copy_(op.amax)
-        kernel(x, op.offs, amax, padded, scales, launch.num_sms)
+        kernel(x, dense(op.offs), amax, padded, scales, launch.num_sms)
         if padded is not codes:
             codes.copy_(padded)
 
@@ -176,10 +173,10 @@ def _tiles(op: GroupedQuantizeNVFP4, problem: QuantizeProblem, launch: Launcher)
         if op.amax is not None and group_amax is not None:
             group_amax.copy_(op.amax)
         if row_kernel is not None:
-            row_kernel(x, op.offs, row_amax, None, launch.num_sms)
+            row_kernel(x, dense(op.offs), row_amax, None, launch.num_sms)
         padded = None if codes is None else _padded(codes)
         buffers = (padded, scales, codes_t, scales_t)
-        kernel(x, op.offs, row_amax, group_amax, *buffers, launch.num_sms)
+        kernel(x, dense(op.offs), row_amax, group_amax, *buffers, launch.num_sms)
         if amax_t is not None and group_amax is not None and amax_t is not group_amax:
             amax_t.copy_(group_amax)
         if codes is not None and padded is not None and padded is not codes:
@@ -200,10 +197,10 @@ def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
     """How ``grouped_dbias`` runs."""
     if not op.dy.numel():
         return _zero
-    kernel = launch.kernel(DbiasConfig.choose(_dtype_name(op.dy.dtype), op.dy.shape[1]))
+    kernel = launch.kernel(DbiasConfig.choose(dtype_name(op.dy.dtype), op.dy.shape[1]))
 
     def run(op: GroupedDbias, outputs: Sequence[Tensor | None]) -> None:
-        kernel(_readable(op.dy), op.offs.contiguous(), outputs[0], launch.num_sms)
+        kernel(_readable(op.dy), dense(op.offs), outputs[0], launch.num_sms)
 
     return run
 
@@ -213,7 +210,7 @@ def dequantize_nvfp4(op: GroupedDequantizeNVFP4, launch: Launcher) -> Runner:
     if not op.rows:
         return lambda op, outputs, fresh=False: None
     config = DequantizeConfig(
-        _dtype_name(op.dtype),
+        dtype_name(op.dtype),
         "uniform" if op.offs is None else "ragged",
         row_scaled=op.row_scaled,
         columnwise=op.columnwise,
@@ -226,7 +223,7 @@ def dequantize_nvfp4(op: GroupedDequantizeNVFP4, launch: Launcher) -> Runner:
         (out,) = outputs
         assert out is not None
         codes = _readable(op.codes) if op.columnwise else _readable_rows(op.codes)
-        offs = None if op.offs is None else op.offs.contiguous()
+        offs = dense(op.offs)
         # A copy has what the kernel leaves alone, too.
         target = out if out.data_ptr() % _ALIGNMENT == 0 else out.clone()
         amax = op.amax.contiguous().view(-1)
