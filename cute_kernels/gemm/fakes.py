@@ -62,7 +62,7 @@ class _FakeArguments:
         """The quantized operand that comes as fp16 values."""
         if self.is_ragged_k:
             return _pitched(cutlass.Float16, self.n, cute.sym_int(divisibility=TILE_ROWS))
-        return _pitched(cutlass.Float16, self.rows, cute.sym_int(divisibility=N_ALIGN))
+        return _pitched(cutlass.Float16, self.rows, cute.sym_int(divisibility=TILE_ROWS))
 
     def matrices(self) -> tuple[Any, Any]:
         """Plain operands."""

@@ -12,11 +12,11 @@ import torch
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.gemm.config import OPERANDS, GemmConfig, GemmProblem
 from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
-from cute_kernels.gemm.hopper.config import ExpandConfig, HopperGemmConfig
+from cute_kernels.gemm.hopper.config import DECODED_STAGE_K, ExpandConfig, HopperGemmConfig
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import dense, dtype_name
-from cute_kernels.shapes import PITCH_ALIGNMENT
+from cute_kernels.shapes import PITCH_ALIGNMENT, ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -183,9 +183,8 @@ def _expanded(
 ) -> Parts:
     """An operand with the fp16 values of its codes, in the order that Hopper kernels take."""
     codes, scales, amax = parts
-    values = torch.empty(
-        codes.shape[0], codes.shape[1] * 2, dtype=torch.float16, device=codes.device
-    )
+    depth = ceil_div(codes.shape[1] * 2, DECODED_STAGE_K) * DECODED_STAGE_K
+    values = torch.empty(codes.shape[0], depth, dtype=torch.float16, device=codes.device)
     expand(codes, scales, offs, values, num_sms)
     return values, None, amax
 

@@ -7,15 +7,15 @@ operands are multiplied and added in fp64 and rounded to fp32 once.
 
 With ``tensor_core`` the accumulator has the bits of that GPU (``reference.tensor_core``). On
 sm_100a mxf4nvf4 instructions multiply NVFP4 operands. sm_90a has none: fp16 instructions multiply
-the values, which are exact in fp16.
+the values, which are exact in fp16. How the kernels feed them decides two things:
 
-A Hopper kernel may prefer values of one side times 2^-14 (the bits of a code, dropped into fp16,
-are the code times 2^-14). A value below 1 then becomes subnormal and its exponent counts as that
-of 1, so E may come out too high, by 10 at most. The products cannot lose bits to that: they are
-multiples of 2^(E - 25) all the same. An accumulator far smaller than the other side's values can.
-Quantized Gaussian data has no value between 0 and 40 and gives the same bits. So do random codes
-and scales, but for 25 of 16384 results at K = 64 (none at 512). Half of the results differ for two
-blocks where one side's scales are below 2^-5 and the other's are below 2^-4 first, then above 40.
+- The side that they decode in registers (the weights; A of a k_grouped product) is 2^-14 times its
+  values, as the bits of a code, dropped into fp16, are the code times 2^-14; the sum is multiplied
+  by 2^14. A value below 1 then is subnormal and its exponent counts as that of 1, so E may come out
+  too high, by 10 at most. The products cannot lose bits to that: they are multiples of 2^(E - 25)
+  all the same. An accumulator far smaller than the other side's values can.
+- K is cut into pieces of 128, filled up with zeros. Instruction ``4 p + 2 w + h`` of a piece takes
+  elements ``e = 8 w + 2 h + {0, 1, 4, 5}`` of the four blocks ``2 j + p``.
 
 The epilogue works in fp32, each step rounded:
 
@@ -26,7 +26,7 @@ The epilogue works in fp32, each step rounded:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,11 @@ _BLOCK = NVFP4.sf_vec_size
 #: Scale tiles side by side in a columnwise copy for one slot tile.
 _SCALE_TILES = scale_tiles(TILE_ROWS, _BLOCK)
 
+#: Elements of K in the pieces whose order kernels for sm_90a change.
+_HOPPER_K = 128
+#: What they multiply the values of the side that they decode by.
+_HOPPER_DECODED = 2.0**-14
+
 
 class _Blocks(NamedTuple):
     """Rows of an NVFP4 operand: codes (R, K / 2) and scale bytes (R, K / 16)."""
@@ -68,15 +73,31 @@ def _dot_blocks(a: Tensor, b: Tensor) -> Tensor:
     return acc
 
 
-def _dot_nvfp4(a: _Blocks, b: _Blocks, tensor_core: str | None) -> Tensor:
-    """A (M, K) @ B (N, K)^T of NVFP4 values, block scales included, fp32."""
+def _hopper_order(values: Tensor) -> Tensor:
+    """Values (R, K) in the order in which kernels for sm_90a contract them, K padded."""
+    values = torch.nn.functional.pad(values, (0, -values.shape[1] % _HOPPER_K))
+    # The factors of K: pieces, blocks as j and p, elements as w, e // 4, h and e % 2.
+    split = values.unflatten(1, (-1, 4, 2, 2, 2, 2, 2))
+    return split.permute(0, 1, 3, 4, 6, 2, 5, 7).flatten(1)
+
+
+def _dot_nvfp4(
+    a: _Blocks, b: _Blocks, tensor_core: str | None, decoded: Literal["a", "b"]
+) -> Tensor:
+    """A (M, K) @ B (N, K)^T of NVFP4 values, block scales included, fp32.
+
+    ``decoded`` is the side that kernels for sm_90a decode in registers.
+    """
     if tensor_core == "sm_100a":
         a_scales, b_scales = (x.scales.view(torch.float8_e4m3fn) for x in (a, b))
         return tensor_core_gemm(tensor_core, a.codes, b.codes, a_scales=a_scales, b_scales=b_scales)
     left, right = block_values(*a), block_values(*b)
     if tensor_core is None:
         return _dot_blocks(left, right)
-    return tensor_core_gemm(tensor_core, left.half(), right.half())
+    left, right = _hopper_order(left), _hopper_order(right)
+    small = left if decoded == "a" else right
+    small *= _HOPPER_DECODED
+    return tensor_core_gemm(tensor_core, left.half(), right.half()) / _HOPPER_DECODED
 
 
 def _dot_plain(a: Tensor, b: Tensor, tensor_core: str | None) -> Tensor:
@@ -204,7 +225,7 @@ def m_grouped_gemm_nvfp4(
             b_codes[g, :, :width],
             linear_row_scales(b_scales[g, :, :scale_width], out_rows, 2 * width),
         )
-        return _dot_nvfp4(left, right, tensor_core)
+        return _dot_nvfp4(left, right, tensor_core, decoded="b")
 
     def factor(g: int, start: int, end: int) -> Tensor:
         first = a_amax[start:end, None] if row_scaled else a_amax[g]
@@ -292,7 +313,8 @@ def k_grouped_gemm_nvfp4(
 
     def product(g: int, start: int, end: int) -> Tensor:
         left = blocks(a_codes_t, a_scales_t, g, end - start)
-        return _dot_nvfp4(left, blocks(b_codes_t, b_scales_t, g, end - start), tensor_core)
+        right = blocks(b_codes_t, b_scales_t, g, end - start)
+        return _dot_nvfp4(left, right, tensor_core, decoded="a")
 
     def factor(g: int) -> Tensor:
         return (a_amax[g] * RCP_TENSOR_MAX) * (b_amax[g] * RCP_TENSOR_MAX)

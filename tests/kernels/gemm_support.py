@@ -147,7 +147,8 @@ class Product:
         for side, operand in sides.items():
             codes, scales, amax = (_on(out, getattr(operand, n)) for n in PARTS)
             if self.config.expanded == side:
-                values = torch.full((len(codes), 2 * codes.shape[1]), float("nan"))
+                depth = ceil_div(2 * codes.shape[1], 128) * 128
+                values = torch.full((len(codes), depth), float("nan"))
                 values = values.to(out.device, torch.float16)
                 is_ragged = side == "a"
                 expand = compiled(ExpandConfig(is_ragged), arch, device)

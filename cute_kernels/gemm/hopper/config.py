@@ -19,10 +19,13 @@ from cute_kernels.gemm.config import GemmConfig, Grouping, OperandKind, TileShap
 
 __all__ = ["HOPPER_TILE_SHAPES", "ExpandConfig", "HopperGemmConfig", "HopperTile"]
 
-#: Elements along K of one stage: 128 bytes of fp16, one swizzle atom, or two where the instructions
-#: are short beside what a stage costs.
+#: Elements along K of one stage: 128 bytes of fp16, one swizzle atom; or where operand M is decoded
+#: what the lanes of a quad read at once, see ``decode``.
 STAGE_K = 64
-LONG_STAGE_K = 128
+DECODED_STAGE_K = 128
+#: Decoded values are this much smaller than what they stand for, see ``decode``.
+DECODED_SCALE = 2.0**-14
+#: Columns up to which a tile's instructions are short beside what a group of them costs.
 _SHORT_N = 64
 #: Elements of K that one instruction takes.
 INSTRUCTION_K = 16
@@ -86,7 +89,7 @@ class HopperGemmConfig(GemmConfig):
     @property
     def stage_k(self) -> int:
         """Elements along K of one stage."""
-        return LONG_STAGE_K if self.is_decoded and self.tile.n <= _SHORT_N else STAGE_K
+        return DECODED_STAGE_K if self.is_decoded else STAGE_K
 
     @property
     def k_blocks(self) -> int:  # type: ignore[override]
@@ -100,7 +103,7 @@ class HopperGemmConfig(GemmConfig):
         Narrow tiles pay for a group more than they gain from its being short; wide ones do not, and
         256 x 128 lost 4% with two groups (H200).
         """
-        return 2 if self.is_decoded and self.tile.n <= _SHORT_N else self.k_blocks
+        return 2 if self.is_decoded and self.tile.n <= _SHORT_N else 4
 
     @property
     def is_decoded(self) -> bool:

@@ -1,13 +1,14 @@
 """NVFP4 codes and block scales to exact fp16 values.
 
 The bits ``s ee m`` of a code, put into fp16 as ``s 000ee m000000000``, are its value times 2^-14, a
-subnormal number where ee is 0. Times 2^14 and times the block scale, an exact product each, that is
-the value: at most 6 significant bits, a multiple of 2^-10 and no more than 2688.
+subnormal number where ee is 0. Times the block scale, an exact product, that is the value times
+2^-14: at most 6 significant bits, and a multiple of 2^-24. The epilogue takes the 2^-14 back.
 
-A thread gets four neighbouring elements of a block of 16: k = 4 j to 4 j + 3 in lane j of a quad.
-The tensor core takes elements 2 j, 2 j + 1 and 2 j + 8, 2 j + 9 from that lane. So the even k of a
-block go first and the odd ones after them, in both operands. The sum of a block does not depend on
-their order: one instruction contracts it.
+A thread has rows r and r + 8 of a fragment, and of each four elements for one instruction: those of
+lane j of a quad are elements 2 j, 2 j + 1, 2 j + 8 and 2 j + 9. It reads 32 neighbouring codes of a
+row at once, blocks 2 j and 2 j + 1 of the eight blocks of a stage of 128, and feeds them to
+eight instructions. So one instruction takes four elements each of four blocks. Operand N has its
+elements in the same order, which ``reference.gemm`` states too: the bits of the sum depend on it.
 """
 
 from __future__ import annotations
@@ -28,11 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FragmentDecoder", "high_bytes", "scales_as_fp16", "times_scale"]
 
-#: Bytes of the codes of one block of 16.
-_BLOCK_BYTES = 8
-#: What TMA's swizzles move about, and the rows of 128 bytes after which they repeat.
-_CHUNK_BYTES = 16
-_SWIZZLE_ROWS = 8
+#: Bytes of codes that a lane of a quad reads at once, and of their block scales.
+_LANE_BYTES = 16
+_LANE_SCALES = 2
 #: From a row of a fragment to the second one of the same thread.
 _NEXT_ROW = 8
 #: Codes in the low nibbles of four bytes, and in the high ones, to bytes ``s 000 eem 0``: the high
@@ -51,15 +50,12 @@ _ODD_CODES = """{
     lop3.b32 $0, $1, 0x80808080, y, 0xEA;
 }"""
 _SCALE = """{{
-    .reg .b32 s, x;
+    .reg .b32 s;
     .reg .b16 lo, hi;
     mov.b32 {{lo, hi}}, $2;
     mov.b32 s, {{{which}, {which}}};
-    mul.rn.f16x2 x, $1, $3;
-    mul.rn.f16x2 $0, x, s;
+    mul.rn.f16x2 $0, $1, s;
 }}"""
-#: 2^14 as two fp16.
-_TWO_TO_14 = 0x74007400
 
 
 def high_bytes(codes: Uint32, is_odd: bool) -> Uint32:
@@ -80,20 +76,15 @@ def two_halves(high: Uint32, first: int) -> Uint32:
 
 
 def times_scale(halves: Uint32, scales: Uint32, which: int) -> Uint32:
-    """Two fp16 times 2^14 and times one of two block scales in fp16."""
+    """Two fp16 times one of two block scales in fp16."""
     text = _SCALE.format(which=("lo", "hi")[which])
-    return asm(text, [Uint32], [halves, scales, Uint32(_TWO_TO_14)])
+    return asm(text, [Uint32], [halves, scales])
 
 
-def scales_as_fp16(word: Uint32) -> list[Uint32]:
-    """Four E4M3 scales as two words of two fp16 each."""
-    text = """{
-        .reg .b16 lo, hi;
-        mov.b32 {lo, hi}, $2;
-        cvt.rn.f16x2.e4m3x2 $0, lo;
-        cvt.rn.f16x2.e4m3x2 $1, hi;
-    }"""
-    return list(asm(text, [Uint32, Uint32], [word]))
+def scales_as_fp16(pair: Uint32) -> Uint32:
+    """The two E4M3 scales in the low half of ``pair`` as two fp16."""
+    text = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.rn.f16x2.e4m3x2 $0, lo; }"
+    return asm(text, [Uint32], [pair])
 
 
 def _load_u16(address: Int32) -> Uint32:
@@ -112,52 +103,46 @@ class FragmentDecoder:
 
     def __init__(self, config: HopperGemmConfig, codes: cute.Tensor, scales: cute.Tensor):
         thread = cute.arch.thread_idx()[0]
-        lane = thread % 32
+        lane, quad_lane = thread % 32, thread % 4
         row = thread // WARPGROUP_SIZE * WARPGROUP_M
         row += thread % WARPGROUP_SIZE // 32 * 16 + lane // 4
         self.stage_bytes = config.m_stage_bytes
         self.step = config.consumers * WARPGROUP_M
         self.repeats = config.tile.m // self.step
-        self.blocks = config.k_blocks
         self.group_blocks = config.k_blocks // config.k_groups
-        # TMA's swizzle of as many bytes as a row has: 16-byte chunks change places with the row.
         self.row_bytes = config.stage_k * config.kind.bits // 8
-        chunks = self.row_bytes // _CHUNK_BYTES
-        place = row // (_SWIZZLE_ROWS // chunks) % chunks
-        start = codes.iterator.toint() + row * self.row_bytes + lane % 4 * 2
-        self.chunk_addresses = [start + (place ^ chunk) * _CHUNK_BYTES for chunk in range(chunks)]
+        # Rows follow each other without a swizzle: eight lanes read 128 neighbouring bytes.
+        self.codes_address = (
+            codes.iterator.toint() + row * self.row_bytes + quad_lane * _LANE_BYTES
+        )
         #: Bytes of scale tiles that follow each other along K in a stage.
         self.scale_row_bytes = config.stage_k // SCALE_TILE_K * SF_TILE_BYTES
+        lanes_of_tile = SF_TILE_COLS // _LANE_SCALES
         self.scale_address = (
             scales.iterator.toint()
             + row // SF_TILE_ROWS * self.scale_row_bytes
+            + quad_lane // lanes_of_tile * SF_TILE_BYTES
             + row % 32 * 16
-            + row % SF_TILE_ROWS // 32 * 4
+            + row % SF_TILE_ROWS // 32 * SF_TILE_COLS
+            + quad_lane % lanes_of_tile * _LANE_SCALES
         )
-        self.words = cute.make_rmem_tensor((self.blocks, self.repeats), Uint32)
-        self.scales = cute.make_rmem_tensor((self.blocks // 2, 2, self.repeats), Uint32)
+        self.words = cute.make_rmem_tensor((_LANE_BYTES // 4, 2, self.repeats), Uint32)
+        self.scales = cute.make_rmem_tensor((2, self.repeats), Uint32)
+        #: High bytes of the word in use, of its even and its odd codes.
+        self.high = cute.make_rmem_tensor((2, 2, self.repeats), Uint32)
 
     def load(self, stage: Int32) -> None:
         """Read the thread's codes and block scales of a stage."""
-        offset = stage * self.stage_bytes[0]
-        chunks = [address + offset for address in self.chunk_addresses]
-        base = self.scale_address + stage * self.stage_bytes[1]
+        codes = self.codes_address + stage * self.stage_bytes[0]
+        scales = self.scale_address + stage * self.stage_bytes[1]
         for repeat in range(self.repeats):
-            for block in range(self.blocks):
-                at = chunks[block // 2] + block % 2 * _BLOCK_BYTES
-                self.words[block, repeat] = self._load_codes(at, repeat)
-            first = base + repeat * (self.step // SF_TILE_ROWS) * self.scale_row_bytes
             for row in range(2):
-                for tile in range(self.blocks // SF_TILE_COLS):
-                    at = first + row * _NEXT_ROW * 16 + tile * SF_TILE_BYTES
-                    for half, pair in enumerate(scales_as_fp16(load_shared(at, 1)[0])):
-                        self.scales[tile * 2 + half, row, repeat] = pair
-
-    def _load_codes(self, base: Int32, repeat: int) -> Uint32:
-        """Four codes of each of the thread's rows: bytes x0 y0 x1 y1 of rows x and y."""
-        at = base + repeat * self.step * self.row_bytes
-        x, y = _load_u16(at), _load_u16(at + _NEXT_ROW * self.row_bytes)
-        return asm("prmt.b32 $0, $1, $2, 0x5140;", [Uint32], [x, y])
+                at = codes + (repeat * self.step + row * _NEXT_ROW) * self.row_bytes
+                for i, word in enumerate(load_shared(at, _LANE_BYTES // 4)):
+                    self.words[i, row, repeat] = word
+                at = scales + repeat * (self.step // SF_TILE_ROWS) * self.scale_row_bytes
+                pair = _load_u16(at + row * _NEXT_ROW * 16)
+                self.scales[row, repeat] = scales_as_fp16(pair)
 
     def decode(self, fragment: cute.Tensor, group: int) -> None:
         """Write the fragment of a group of instructions, ((2, 2, 2), repeats, blocks) fp16."""
@@ -165,12 +150,14 @@ class FragmentDecoder:
         shape = (4, self.repeats, self.group_blocks)
         target = cute.make_tensor(bits.iterator, cute.make_layout(shape))
         for i in range(self.group_blocks):
-            block = group * self.group_blocks + i
+            # Two instructions for each word of eight codes, four words, two of them a block.
+            word, half = divmod(group * self.group_blocks + i, 2)
             for repeat in range(self.repeats):
-                x, y = (self.scales[block // 2, row, repeat] for row in range(2))
-                word = self.words[block, repeat]
-                for is_odd in range(2):
-                    high = high_bytes(word, is_odd == 1)
-                    for row, scale in enumerate((x, y)):
-                        halves = times_scale(two_halves(high, row), scale, block % 2)
-                        target[2 * is_odd + row, repeat, i] = halves
+                for row in range(2):
+                    scale = self.scales[row, repeat]
+                    for is_odd in range(2):
+                        if half == 0:
+                            codes = self.words[word, row, repeat]
+                            self.high[is_odd, row, repeat] = high_bytes(codes, is_odd == 1)
+                        pair = two_halves(self.high[is_odd, row, repeat], half)
+                        target[2 * is_odd + row, repeat, i] = times_scale(pair, scale, word // 2)

@@ -15,7 +15,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cute_kernels.device.ptx import asm
 from cute_kernels.gemm.config import N_ALIGN
 from cute_kernels.gemm.epilogue import EpilogueTensors, read_vector, vector_at
-from cute_kernels.gemm.hopper.config import BLOCK, BLOCK_PITCH, WARPGROUP_M
+from cute_kernels.gemm.hopper.config import BLOCK, BLOCK_PITCH, DECODED_SCALE, WARPGROUP_M
 from cute_kernels.gemm.hopper.warp_schedule import WARPGROUP_SIZE
 from cute_kernels.gemm.scheduler import WorkTile
 
@@ -150,6 +150,9 @@ class HopperEpilogue:
                 offset += Int64(tile.group) * out.stride[0]
             # Zeros of an empty group and of the tail stay exact zeros.
             if tile.k_blocks > 0:
+                if cutlass.const_expr(self.config.is_decoded):
+                    # Exact: the sums are multiples of 2^-34 and far below the top of fp32.
+                    values.store(values.load() * Float32(1 / DECODED_SCALE))
                 if cutlass.const_expr(tensors.has_factor):
                     factors = cute.make_rmem_tensor(N_ALIGN, Float32)
                     factors.fill(factor)

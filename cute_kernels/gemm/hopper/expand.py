@@ -1,7 +1,11 @@
 """NVFP4 codes and block scales to fp16 values in global memory, for operand N of the GEMM.
 
-A CTA takes eight rows and some columns at a time, a warp one row of them. Two lanes share a block
-of 16: one writes the elements with even numbers, the other those with odd ones, see ``decode``.
+The values come in the order in which instructions contract them, see ``decode``. In each 128
+elements of K, instruction 4 p + 2 w + h takes elements e = 8 w + 2 h + {0, 4, 1, 5} of blocks
+2 j + p: {0, 4} of j = 0 .. 3 first, then {1, 5}. Missing elements up to a multiple of 128 are zeros.
+
+A warp takes a row, a quad of lanes 128 elements of it. All four lanes read the codes; each decodes
+what goes into 16 bytes of every 64 that the quad stores together.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ from cutlass import Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cute_kernels.device.groups import Grouping, group_start
-from cute_kernels.device.memory import load_global, store_global
+from cute_kernels.device.memory import load_global_if, store_global
 from cute_kernels.device.ptx import asm
+from cute_kernels.gemm.hopper.config import DECODED_STAGE_K
 from cute_kernels.gemm.hopper.decode import high_bytes, scales_as_fp16, times_scale
 from cute_kernels.shapes import (
     PITCH_ALIGNMENT,
@@ -31,11 +36,16 @@ __all__ = ["ExpandKernel"]
 
 _WARP = 32
 _ROWS = 8
+#: Of codes.
 _BLOCK_BYTES = 8
-#: Blocks of 16 that a warp takes at once, and how often before it goes on to other rows.
-_BLOCKS = _WARP // 2
-_UNROLL = 4
+_CHUNK_BYTES = DECODED_STAGE_K // 2
+_CHUNK_BLOCKS = _CHUNK_BYTES // _BLOCK_BYTES
+_CHUNK_TILES = _CHUNK_BLOCKS // SF_TILE_COLS
+#: Chunks that a warp takes at once, one a quad.
+_CHUNKS = 8
 _CTAS_PER_SM = 8
+#: 2^14 as two fp16.
+_TWO_TO_14 = 0x74007400
 
 
 class ExpandKernel:
@@ -48,7 +58,7 @@ class ExpandKernel:
     def fake_args(config: ExpandConfig) -> tuple[Any, ...]:
         """Stand-ins for the arguments of ``__call__``."""
         rows, width, pitch = (cute.sym_int(divisibility=d) for d in (1, 8, PITCH_ALIGNMENT))
-        wide = cute.sym_int(divisibility=16)
+        wide = cute.sym_int(divisibility=DECODED_STAGE_K)
         tiles = (cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
         offs = None
         if config.is_ragged:
@@ -80,7 +90,8 @@ class ExpandKernel:
             codes: (rows, K / 2) uint8.
             scales: (row tiles, K tiles, 512) uint8.
             offs: (G,) int32 end rows if ragged, else None.
-            out: (rows, K) fp16; rows of the tail are not written.
+            out: (rows, K) fp16 with K filled up to a multiple of 128; rows of the tail are not
+                written.
             num_sms: SMs of the device.
             stream: where to launch.
         """
@@ -97,17 +108,20 @@ class ExpandKernel:
         out: cute.Tensor,
     ) -> None:
         rows, width = codes.shape
-        blocks = width // _BLOCK_BYTES
-        chunks = (blocks + (_BLOCKS * _UNROLL - 1)) // (_BLOCKS * _UNROLL)
         last = rows
         if cutlass.const_expr(self.config.is_ragged):
             last = Grouping(offs, offs.shape[0], rows, Int32(0)).last_row()
-        items = (last + (_ROWS - 1)) // _ROWS * chunks
         item, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        for index in cutlass.range(item, items, step, unroll=1):
-            row = index // chunks * _ROWS + cute.arch.warp_idx()
+        row_items = (last + (_ROWS - 1)) // _ROWS
+        # Few rows are cut into parts, so that all CTAs have something to do.
+        spans = (width + (_CHUNKS * _CHUNK_BYTES - 1)) // (_CHUNKS * _CHUNK_BYTES)
+        parts = cutlass.max(cutlass.min(spans, step // cutlass.max(row_items, 1)), 1)
+        for index in cutlass.range(item, row_items * parts, step, unroll=1):
+            row = index // parts * _ROWS + cute.arch.warp_idx()
             if row < last:
-                self.expand(codes, scales, offs, out, row, index % chunks, blocks)
+                slot = self.slot_row(offs, rows, row)
+                for span in cutlass.range(index % parts, spans, parts, unroll=1):
+                    self.expand(codes, scales, out, row, slot, span)
 
     @cute.jit
     def slot_row(self, offs: cute.Tensor | None, rows: Int32, row: Int32) -> Int32:
@@ -125,39 +139,50 @@ class ExpandKernel:
         self,
         codes: cute.Tensor,
         scales: cute.Tensor,
-        offs: cute.Tensor | None,
         out: cute.Tensor,
         row: Int32,
-        chunk: Int32,
-        blocks: Int32,
+        slot: Int32,
+        span: Int32,
     ) -> None:
-        """Expand a chunk of a row."""
-        slot = self.slot_row(offs, codes.shape[0], row)
+        """Expand ``_CHUNKS`` chunks of a row."""
         lane = cute.arch.lane_idx()
-        in_tile = slot % 32 * 16 + slot % SF_TILE_ROWS // 32 * SF_TILE_COLS
-        tiles = Int64(slot // SF_TILE_ROWS) * scales.shape[1]
-        source = codes.iterator.toint() + Int64(row) * codes.stride[0]
+        half, odd = lane // 2 % 2, lane % 2
+        chunk = span * _CHUNKS + lane // 4
+        words = self.load_codes(codes, row, chunk)
+        pairs = self.load_scales(scales, slot, chunk)
         target = out.iterator.toint() + Int64(row) * (out.shape[1] * 2)
-        odd = lane % 2
-        for i in cutlass.range_constexpr(_UNROLL):
-            block = (chunk * _UNROLL + i) * _BLOCKS + lane // 2
-            if block < blocks:
-                words = load_global(source + block * _BLOCK_BYTES, 2)
-                tile = tiles + block // SF_TILE_COLS
-                at = tile * SF_TILE_BYTES + in_tile + block % SF_TILE_COLS
-                scale = scales_as_fp16(self.scale_at(scales, at))[0]
+        target += (chunk * DECODED_STAGE_K + lane % 4 * 8) * 2
+        # This lane's code of each byte as its high nibble, and its two of four high bytes.
+        shift = ((1 - odd) * 4).to(Uint32)
+        selector = (0x2404 + half * (0x3414 - 0x2404)).to(Uint32)
+        if chunk * DECODED_STAGE_K < out.shape[1]:
+            for part in cutlass.range_constexpr(4):
                 values = []
-                for word in words:
-                    # This lane's code of each byte as its high nibble.
-                    high = high_bytes(word << ((1 - odd) * 4).to(Uint32), True)
-                    for selector in ("0x1404", "0x3424"):
-                        halves = asm(f"prmt.b32 $0, $1, 0, {selector};", [Uint32], [high])
-                        values.append(times_scale(halves, scale, 0))
-                store_global(target + (block * 2 + odd) * 16, values)
+                for j in cutlass.range_constexpr(4):
+                    high = high_bytes(words[j][part] << shift, True)
+                    halves = asm("prmt.b32 $0, $1, 0, $2;", [Uint32], [high, selector])
+                    small = times_scale(halves, pairs[j], part // 2)
+                    values.append(times_scale(small, Uint32(_TWO_TO_14), 0))
+                store_global(target + part * 64, values)
 
-    @cute.jit
-    def scale_at(self, scales: cute.Tensor, offset: Int64) -> Uint32:
-        pointer = cute.make_ptr(
-            Uint8, scales.iterator.toint() + offset, cute.AddressSpace.gmem, assumed_align=1
-        )
-        return cute.make_tensor(pointer, cute.make_layout(1))[0].to(Uint32)
+    def load_codes(self, codes: cute.Tensor, row: Int32, chunk: Int32) -> list[list[Uint32]]:
+        """Four words each of a chunk's four pairs of blocks; zeros past the end of the row."""
+        source = codes.iterator.toint() + Int64(row) * codes.stride[0]
+        first = chunk * _CHUNK_BYTES
+        words = [
+            load_global_if(source + at, _BLOCK_BYTES, at, codes.shape[1])
+            for at in (first + block * _BLOCK_BYTES for block in range(_CHUNK_BLOCKS))
+        ]
+        return [words[2 * j] + words[2 * j + 1] for j in range(_CHUNK_BLOCKS // 2)]
+
+    def load_scales(self, scales: cute.Tensor, slot: Int32, chunk: Int32) -> list[Uint32]:
+        """The scales of a chunk's four pairs of blocks, two fp16 in a word."""
+        in_tile = slot % 32 * 16 + slot % SF_TILE_ROWS // 32 * SF_TILE_COLS
+        source = scales.iterator.toint() + in_tile
+        source += Int64(slot // SF_TILE_ROWS) * scales.shape[1] * SF_TILE_BYTES
+        pairs = []
+        for i in range(_CHUNK_TILES):
+            tile = chunk * _CHUNK_TILES + i
+            (word,) = load_global_if(source + tile * SF_TILE_BYTES, 4, tile, scales.shape[1])
+            pairs += [scales_as_fp16(word), scales_as_fp16(word >> 16)]
+        return pairs

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Int32, cute, pipeline
+from cutlass import Int32, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.gemm.config import OPERANDS
@@ -91,7 +91,8 @@ class HopperGemmKernel:
             num_sms: CTAs to launch.
             stream: where to launch.
 
-        What is fp16 beside codes has the elements of each block of 16 in the order of ``decode``.
+        What is fp16 beside codes has its elements in the order of ``expand``, and K as a multiple of
+        128.
         """
         config, layouts = self.config, HopperLayouts(self.config)
         operands, scales = [a, b], [a_scales, b_scales]
@@ -180,13 +181,19 @@ class HopperGemmKernel:
         self, smem: cutlass.memory.SmemAllocator, layouts: HopperLayouts
     ) -> tuple[cute.Tensor, ...]:
         """Stages of operands M and N, and of operand M's block scales, in shared memory."""
-        out = [
-            smem.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-            for dtype, layout in ((layouts.m_type, layouts.m), (layouts.element, layouts.n))
-        ]
-        if self.config.is_decoded:
-            out.append(smem.allocate_tensor(Int32, layouts.scales, byte_alignment=128))
-        return tuple(out)
+
+        def swizzled(layout: cute.ComposedLayout) -> cute.Tensor:
+            return smem.allocate_tensor(
+                layouts.element, layout.outer, byte_alignment=1024, swizzle=layout.inner
+            )
+
+        if not self.config.is_decoded:
+            return swizzled(layouts.m), swizzled(layouts.n)
+        return (
+            smem.allocate_tensor(Uint8, layouts.m, byte_alignment=1024),
+            swizzled(layouts.n),
+            smem.allocate_tensor(Int32, layouts.scales, byte_alignment=128),
+        )
 
     def stage_loads(
         self, layouts: HopperLayouts, sources: list[TmaSource], shared: tuple[cute.Tensor, ...]

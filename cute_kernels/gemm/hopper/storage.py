@@ -23,7 +23,7 @@ __all__ = ["HopperBarriers", "HopperLayouts", "make_hopper_pipelines"]
 
 _Kind = warpgroup.SmemLayoutAtomKind
 #: Swizzles that keep the rows of a tile apart, by the bytes of a row.
-_K_SWIZZLES = {32: _Kind.K_SW32, 64: _Kind.K_SW64, 128: _Kind.K_SW128}
+_K_SWIZZLES = {128: _Kind.K_SW128}
 _MN_SWIZZLES = {16: _Kind.MN_INTER, 32: _Kind.MN_SW32, 64: _Kind.MN_SW64, 128: _Kind.MN_SW128}
 
 
@@ -33,7 +33,7 @@ class HopperLayouts:
     Attributes:
         element: type of the elements that are multiplied.
         tiled_mma: the MMA.
-        m: stages of operand M, (rows, K, STAGE); of bytes if it comes as codes.
+        m: stages of operand M, (rows, K, STAGE); a plain layout of bytes if it comes as codes.
         scales: stages of its block scales as words, (row tiles, K tiles, words, STAGE), or None.
         n: stages of operand N, (rows, K, STAGE).
     """
@@ -58,6 +58,8 @@ class HopperLayouts:
         if decoded:
             width = config.stage_k * config.kind.bits // 8
             self.m_type, self.m_tiler = Uint8, (tile.m, width)
+            # Lanes read whole rows of few bytes, without conflicts as they are.
+            self.m = cute.make_layout((tile.m, width, stages), stride=(width, 1, tile.m * width))
             tiles = tile.m // SF_TILE_ROWS
             words = SF_TILE_BYTES // 4
             k_tiles = config.stage_k // (SF_TILE_COLS * config.kind.sf_vec_size)
@@ -68,15 +70,14 @@ class HopperLayouts:
             )
         else:
             self.m_type, self.m_tiler = self.element, (tile.m, config.stage_k)
+            self.m = self._staged(self.m_tiler, m_major, stages)
         self.n_tiler = (tile.n, config.stage_k)
-        self.m = self._staged(self.m_type, self.m_tiler, m_major, stages)
-        self.n = self._staged(self.element, self.n_tiler, n_major, stages)
+        self.n = self._staged(self.n_tiler, n_major, stages)
 
-    @staticmethod
-    def _staged(dtype: Any, tiler: tuple[int, int], mn_major: bool, stages: int) -> Any:
-        width = dtype.width // 8 * tiler[0 if mn_major else 1]
+    def _staged(self, tiler: tuple[int, int], mn_major: bool, stages: int) -> Any:
+        width = self.element.width // 8 * tiler[0 if mn_major else 1]
         swizzles = _MN_SWIZZLES if mn_major else _K_SWIZZLES
-        atom = warpgroup.make_smem_layout_atom(swizzles[min(width, 128)], dtype)
+        atom = warpgroup.make_smem_layout_atom(swizzles[min(width, 128)], self.element)
         order = (1, 0, 2) if mn_major else (0, 1, 2)
         return cute.tile_to_shape(atom, (*tiler, stages), order)
 
