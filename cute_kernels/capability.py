@@ -29,9 +29,10 @@ OPS = (
     "grouped_quantize",
     "grouped_dequantize",
     "grouped_gemm",
+    "grouped_gemm_w4a16",
 )
 _PLAIN_OPS = ("compute_offsets", "grouped_amax", "grouped_dbias", "grouped_gemm")
-_NVFP4_OPS = ("grouped_quantize", "grouped_dequantize", "grouped_gemm")
+_NVFP4_OPS = ("grouped_quantize", "grouped_dequantize", "grouped_gemm", "grouped_gemm_w4a16")
 #: The ops that have CuTe DSL kernels, for every format that they take at all.
 _KERNELS = {
     ("compute_offsets", "sm_90a"),
@@ -44,6 +45,7 @@ _KERNELS = {
     ("grouped_dequantize", "sm_100a"),
     ("grouped_gemm", "sm_90a"),
     ("grouped_gemm", "sm_100a"),
+    ("grouped_gemm_w4a16", "sm_90a"),
     ("grouped_quantize", "sm_90a"),
     ("grouped_quantize", "sm_100a"),
 }
@@ -97,6 +99,8 @@ def support(op: str, fmt: Format | type[Format] | None, arch: str) -> Support:
         for flag in ("hadamard", "stochastic_rounding", "four_over_six"):
             if getattr(fmt, flag):
                 return Support(False, f"NVFP4({flag}=True) is not built yet")
+        if op == "grouped_gemm_w4a16" and fmt.row_scaled:
+            return Support(False, "weights have one second-level scale a group")
     elif isinstance(fmt, (MXFP8, FP8Block, FP8)):
         return Support(False, f"{type(fmt).__name__} is not built yet")
     else:

@@ -173,8 +173,10 @@ def grouped_gemm(
 
     Args:
         a: a GroupedTensor, or a plain tensor with ``offs``.
-        b: likewise; both quantized or both plain and of one dtype.
-        offs: (G,) end rows, for plain operands.
+        b: likewise, and of the dtype of ``a`` if both are plain. Quantized weights beside plain
+            bf16 or fp16 activations (W4A16) are taken, quantized activations beside plain weights
+            are not.
+        offs: (G,) end rows, for a plain ``a``.
         bias: (G, N) for the first two, added in fp32.
         alpha: (G,) fp32 factors.
         out_dtype: dtype of a fresh result; bf16 by default.
@@ -184,10 +186,12 @@ def grouped_gemm(
 
     Returns:
         The product, accumulated and scaled in fp32 and cast once. In a fresh result the rows of the
-        tail (T, N) and the empty groups (G, N, K) are zeros. Differentiable for plain operands.
+        tail (T, N) and the empty groups (G, N, K) are zeros. Differentiable in plain operands, and
+        in the bias beside a plain ``a``; the gradient of ``a`` beside quantized weights reads their
+        other copy.
 
     Raises:
-        TypeError: one operand is quantized and the other is not, or a dtype is not taken.
+        TypeError: ``a`` is quantized and ``b`` is not, or a dtype is not taken.
         ValueError: a shape, a device or a combination of arguments that breaks a rule.
         RuntimeError: an operand lacks the direction that this product reads.
     """
@@ -204,14 +208,20 @@ def grouped_gemm(
             return result
         torch.ops.grouped.gemm_out(a, b, bias, alpha, transpose_b, accumulate, out)
         return out
-    if isinstance(a, GroupedTensor) or isinstance(b, GroupedTensor):
-        raise TypeError(
-            f"a and b must both be quantized or both be plain, got {type(a).__name__} and "
-            f"{type(b).__name__}"
-        )
+    if isinstance(a, GroupedTensor):
+        names = f"{type(a).__name__} and {type(b).__name__}"
+        raise TypeError(f"b must be quantized if a is, got {names}")
     if offs is None:
         raise ValueError("offs is missing: plain operands are cut into groups by offs")
     ends = as_offs(offs, a.shape[0], a.device)
+    if isinstance(b, GroupedTensor):
+        if out is None:
+            mixed: Tensor = torch.ops.grouped.gemm_w4a16(
+                a, b, ends, bias, alpha, transpose_b, dtype
+            )
+            return mixed
+        torch.ops.grouped.gemm_w4a16_out(a, b, ends, bias, alpha, transpose_b, accumulate, out)
+        return out
     if b.dim() == 2:
         _no_ragged_options(bias, transpose_b)
         return _call("k_grouped_gemm", (a, b, ends, alpha, dtype), out, accumulate)
@@ -232,8 +242,36 @@ _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _OPERANDS = "Tensor a, Tensor b, Tensor? bias, Tensor? alpha, bool transpose_b"
 _LIBRARY.define(f"gemm({_OPERANDS}, ScalarType dtype) -> Tensor")
 torch.library.register_autograd("grouped::gemm", not_differentiable, lib=_LIBRARY)
+_MIXED = _OPERANDS.replace("Tensor b", "Tensor b, Tensor offs")
+_LIBRARY.define(f"gemm_w4a16({_MIXED}, ScalarType dtype) -> Tensor")
+_LIBRARY.define(f"gemm_w4a16_out({_MIXED}, bool accumulate, Tensor(o!) out) -> ()")
 _LIBRARY.define("quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out) -> ()")
 _LIBRARY.define(f"gemm_out({_OPERANDS}, bool accumulate, Tensor(o!) out) -> ()")
+
+
+def _save_w4a16(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, offs, bias, alpha, transpose_b, _ = inputs
+    ctx.save_for_backward(b, offs, alpha)
+    ctx.transpose_b, ctx.dtype = transpose_b, a.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _w4a16_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    b, offs, alpha = ctx.saved_tensors
+    if ctx.needs_input_grad[1] or ctx.needs_input_grad[4]:
+        raise RuntimeError("quantized weights and alpha have no derivative here; detach them")
+    da = dbias = None
+    if ctx.needs_input_grad[0]:
+        operands = (dy.to(ctx.dtype), b, offs, None, alpha, not ctx.transpose_b, ctx.dtype)
+        da = torch.ops.grouped.gemm_w4a16(*operands)
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
+        dbias = _ops.grouped_dbias(dy, offs).to(ctx.bias_dtype)
+    return da, None, None, dbias, None, None, None
+
+
+torch.library.register_autograd(
+    "grouped::gemm_w4a16", _w4a16_gradients, setup_context=_save_w4a16, lib=_LIBRARY
+)
 
 
 @handler(torch.ops.grouped.gemm.default)
@@ -247,6 +285,19 @@ def _gemm_out(func: Any, *arguments: Any) -> None:
     a, b, bias, alpha, transpose_b, accumulate, out = arguments
     name, operands = _quantized_operands(a, b, bias, alpha, transpose_b, out.dtype)
     _call(name, operands, out=out, accumulate=accumulate)
+
+
+@handler(torch.ops.grouped.gemm_w4a16.default)
+def _gemm_w4a16(func: Any, *arguments: Any) -> Tensor:
+    operands = _w4a16_operands(*arguments)
+    return _call("m_grouped_gemm_w4a16", operands, out=None, accumulate=False)
+
+
+@handler(torch.ops.grouped.gemm_w4a16_out.default)
+def _gemm_w4a16_out(func: Any, *arguments: Any) -> None:
+    *operands, accumulate, out = arguments
+    parts = _w4a16_operands(*operands, out.dtype)
+    _call("m_grouped_gemm_w4a16", parts, out=out, accumulate=accumulate)
 
 
 @handler(torch.ops.grouped.quantize_out.default)
@@ -276,14 +327,8 @@ def _quantized_operands(
         raise ValueError(f"a must be ragged, got {a!r}")
     assert isinstance(a.format, NVFP4) and isinstance(b.format, NVFP4)
     if b.offs is None:
-        held = _operand(b, "b", "columnwise" if transpose_b else "rowwise")
-        if b.format.row_scaled and not transpose_b:
-            raise ValueError("b must have one second-level scale a group, got row_scaled=True")
+        held = _weights(a, b, transpose_b)
         first = _operand(a, "a", "rowwise")
-        depth = b.shape[1 if transpose_b else 2]
-        if a.shape[1] != depth:
-            # The columnwise codes of b are padded to whole tiles, so the op cannot see this.
-            raise ValueError(f"a must have as many columns as b contracts, {depth}, got {a!r}")
         options = (bias, alpha, a.format.row_scaled, dtype)
         return "m_grouped_gemm_nvfp4", (*first, *held, a.offs, *options)
     _no_ragged_options(bias, transpose_b)
@@ -298,6 +343,35 @@ def _quantized_operands(
         )
     first, second = _operand(a, "a", "columnwise"), _operand(b, "b", "columnwise")
     return "k_grouped_gemm_nvfp4", (*first, *second, a.offs, alpha, dtype)
+
+
+def _w4a16_operands(
+    a: Tensor,
+    b: GroupedTensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    alpha: Tensor | None,
+    transpose_b: bool,
+    dtype: torch.dtype,
+) -> tuple[object, ...]:
+    """The operands of the op that multiplies plain activations by quantized weights."""
+    if b.offs is not None:
+        raise ValueError(f"b must be uniform beside a plain a, got {b!r}")
+    return a, *_weights(a, b, transpose_b), offs, bias, alpha, dtype
+
+
+def _weights(a: Tensor, b: GroupedTensor, transpose_b: bool) -> QuantizedCopy:
+    """The copy of uniform ``b`` whose blocks run along the columns of ``a``."""
+    held = _operand(b, "b", "columnwise" if transpose_b else "rowwise")
+    assert isinstance(b.format, NVFP4)
+    if b.format.row_scaled and not transpose_b:
+        raise ValueError("b must have one second-level scale a group, got row_scaled=True")
+    depth = b.shape[1 if transpose_b else 2]
+    if a.dim() != 2 or a.shape[1] != depth:
+        # The columnwise codes of b are padded to whole tiles, so the op cannot see this.
+        shape = tuple(a.shape)
+        raise ValueError(f"a must have as many columns as b contracts, {depth}, got {shape}")
+    return held
 
 
 def _operand(x: GroupedTensor, name: str, direction: str) -> QuantizedCopy:

@@ -182,8 +182,11 @@ class GemmConfig:
     tile_shapes: ClassVar[tuple[TileShape, ...]] = TILE_SHAPES
     #: MMA instructions along K for one stage of shared memory.
     k_blocks: ClassVar[int] = K_BLOCKS
-    #: The operand, "a" or "b", whose block scales are multiplied in before the product.
+    #: The operand, "a" or "b", whose block scales are multiplied in before the product, and the
+    #: type of its values; dtype of A where only B is quantized. For tensor cores that know no FP4.
     expanded: ClassVar[str | None] = None
+    multiplied: ClassVar[str] = ""
+    activations: ClassVar[str | None] = None
     #: Blocks of output of one epilogue warp that are staged for TMA.
     num_store_stage = 2
     #: Tiles that the scheduler is ahead.

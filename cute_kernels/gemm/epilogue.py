@@ -44,8 +44,8 @@ class EpilogueTensors(NamedTuple):
 
     Attributes:
         out: (T, N) as (1, T, N), or (G, M, N) of a k_grouped product; rows of any pitch.
-        amax_a: (G,) or (T,) fp32, None without a second level.
-        amax_b: (G,) fp32, None without a second level.
+        amax_a: (G,) or (T,) fp32, None if A is plain.
+        amax_b: (G,) fp32, None if B is plain.
         alpha: (G,) fp32 or None.
         bias: (G, N) or None.
     """
@@ -60,9 +60,11 @@ class EpilogueTensors(NamedTuple):
     def factor(self, group: Int32, at: Int32) -> Float32:
         """The f of the module, with the amax of A at ``at``: its row or its group."""
         factor = Float32(1.0)
+        rcp_max = Float32(1.0 / NVFP4().tensor_max)
+        if cutlass.const_expr(self.amax_b is not None):
+            factor = self.amax_b[group] * rcp_max
         if cutlass.const_expr(self.amax_a is not None):
-            rcp_max = Float32(1.0 / NVFP4().tensor_max)
-            factor = (self.amax_a[at] * rcp_max) * (self.amax_b[group] * rcp_max)
+            factor = (self.amax_a[at] * rcp_max) * factor
         if cutlass.const_expr(self.alpha is not None):
             factor = factor * self.alpha[group]
         return factor
@@ -70,7 +72,7 @@ class EpilogueTensors(NamedTuple):
     @property
     def has_factor(self) -> bool:
         """Whether there is anything to multiply by."""
-        return self.amax_a is not None or self.alpha is not None
+        return self.amax_b is not None or self.alpha is not None
 
 
 class OutputStore(NamedTuple):

@@ -58,11 +58,10 @@ class _FakeArguments:
         width = cute.sym_int(divisibility=N_ALIGN)
         return _pitched(uint8, self.rows, self.k), _pitched(uint8, self.groups, self.n, width)
 
-    def expanded(self) -> Any:
-        """The quantized operand that comes as fp16 values."""
-        if self.is_ragged_k:
-            return _pitched(cutlass.Float16, self.n, cute.sym_int(divisibility=TILE_ROWS))
-        return _pitched(cutlass.Float16, self.rows, cute.sym_int(divisibility=TILE_ROWS))
+    def expanded(self, dtype: str) -> Any:
+        """The operand beside codes that comes as values."""
+        rows = self.n if self.is_ragged_k else self.rows
+        return _pitched(DSL_TYPES[dtype], rows, cute.sym_int(divisibility=TILE_ROWS))
 
     def matrices(self) -> tuple[Any, Any]:
         """Plain operands."""
@@ -96,9 +95,11 @@ def fake_arguments(config: GemmConfig) -> tuple[Any, ...]:
         if config.row_scaled:
             a_amax = _compact(cutlass.Float32, fake.rows, align=4)
         if config.expanded == "a":
-            a, a_scales = fake.expanded(), None
+            a, a_scales = fake.expanded(config.multiplied), None
         if config.expanded == "b":
-            b, b_scales = fake.expanded(), None
+            b, b_scales = fake.expanded(config.multiplied), None
+        if config.activations is not None:
+            a_amax = None
     else:
         a, b = fake.matrices()
     if config.bias_dtype is not None:

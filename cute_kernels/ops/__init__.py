@@ -17,6 +17,7 @@ __all__ = [
     "k_grouped_gemm_nvfp4",
     "m_grouped_gemm",
     "m_grouped_gemm_nvfp4",
+    "m_grouped_gemm_w4a16",
     "quantize",
 ]
 
@@ -29,3 +30,4 @@ k_grouped_gemm = gemm.KGroupedGemm.invoke
 k_grouped_gemm_nvfp4 = gemm.KGroupedGemmNVFP4.invoke
 m_grouped_gemm = gemm.MGroupedGemm.invoke
 m_grouped_gemm_nvfp4 = gemm.MGroupedGemmNVFP4.invoke
+m_grouped_gemm_w4a16 = gemm.MGroupedGemmW4A16.invoke

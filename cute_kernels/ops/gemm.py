@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.capability import UnsupportedError
+from cute_kernels.capability import UnsupportedError, require
 from cute_kernels.formats import NVFP4, Format
 from cute_kernels.ops import gemm_kernels
 from cute_kernels.ops.checks import (
@@ -43,7 +43,13 @@ if TYPE_CHECKING:
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["KGroupedGemm", "KGroupedGemmNVFP4", "MGroupedGemm", "MGroupedGemmNVFP4"]
+__all__ = [
+    "KGroupedGemm",
+    "KGroupedGemmNVFP4",
+    "MGroupedGemm",
+    "MGroupedGemmNVFP4",
+    "MGroupedGemmW4A16",
+]
 
 _BLOCK = NVFP4.sf_vec_size
 _BYTE = (torch.uint8,)
@@ -56,6 +62,20 @@ def _check_vectors(num_groups: int, cols: int, bias: Tensor | None, alpha: Tenso
         check_tensor("bias", bias, dtypes=INPUT_DTYPES, shape=(num_groups, cols))
     if alpha is not None:
         check_tensor("alpha", alpha, dtypes=_FP32, shape=(num_groups,))
+
+
+def _check_b(a_name: str, depth: int, codes: Tensor, scales: Tensor, amax: Tensor) -> None:
+    """Check the quantized B beside an A of ``depth`` columns."""
+    groups, cols, given = codes.shape
+    check_multiple("K", depth, _BLOCK, f"blocks of {_BLOCK} along the columns of {a_name}")
+    if given * 2 not in (depth, ceil_div(depth, TILE_ROWS) * TILE_ROWS):
+        raise ValueError(
+            f"b_codes must be blocked along the K = {depth} of {a_name}, got shape "
+            f"{tuple(codes.shape)}"
+        )
+    tiles = (groups, ceil_div(cols, SF_TILE_ROWS), scale_tiles(given * 2, _BLOCK), SF_TILE_BYTES)
+    check_tensor("b_scales", scales, dtypes=_BYTE, shape=tiles)
+    check_tensor("b_amax", amax, dtypes=_FP32, shape=(groups,))
 
 
 def _tensor_core(operand: Tensor) -> str | None:
@@ -322,21 +342,13 @@ class MGroupedGemmNVFP4(_GroupedGemm):
         check_tensor("a_codes", self.a_codes, dtypes=_BYTE, ndim=(2,))
         check_tensor("b_codes", self.b_codes, dtypes=_BYTE, ndim=(3,))
         rows, depth = self.a_codes.shape[0], self.a_codes.shape[1] * 2
-        groups, cols, given = self.b_codes.shape
-        check_multiple("K", depth, _BLOCK, f"blocks of {_BLOCK}, a_codes is (T, K / 2)")
-        if given * 2 not in (depth, ceil_div(depth, TILE_ROWS) * TILE_ROWS):
-            raise ValueError(
-                f"b_codes must be blocked along the K = {depth} of a_codes, got shape "
-                f"{tuple(self.b_codes.shape)}"
-            )
+        groups, cols, _ = self.b_codes.shape
+        _check_b("a_codes", depth, self.b_codes, self.b_scales, self.b_amax)
         check_offs(self.offs, groups)
         tiles = (num_slot_tiles(rows, groups), scale_tiles(depth, _BLOCK), SF_TILE_BYTES)
         check_tensor("a_scales", self.a_scales, dtypes=_BYTE, shape=tiles)
-        b_tiles = (groups, ceil_div(cols, SF_TILE_ROWS), scale_tiles(given * 2, _BLOCK))
-        check_tensor("b_scales", self.b_scales, dtypes=_BYTE, shape=(*b_tiles, SF_TILE_BYTES))
         factors = (rows,) if self.row_scaled else (groups,)
         check_tensor("a_amax", self.a_amax, dtypes=_FP32, shape=factors)
-        check_tensor("b_amax", self.b_amax, dtypes=_FP32, shape=(groups,))
         _check_vectors(groups, cols, self.bias, self.alpha)
         check_dtype("out_dtype", self.out_dtype or torch.bfloat16, INPUT_DTYPES)
         same_device("a_codes", self.device, **self.tensors())
@@ -380,6 +392,93 @@ class MGroupedGemmNVFP4(_GroupedGemm):
             bias=self.bias,
             accumulate=options.get("accumulate", False),
             tensor_core=_tensor_core(self.a_codes),
+        )
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class MGroupedGemmW4A16(_GroupedGemm):
+    """Rows of each group of a plain A times its quantized matrix of B (NVFP4 weights, W4A16).
+
+    Args:
+        a: (T, K) bf16 or fp16.
+        b_codes: (G, N, K / 2) uint8, the rowwise copy of a uniform tensor (fprop); or (G, N, 64 *
+            ceil(K / 128)), its columnwise copy (dgrad).
+        b_scales: its (G, ceil(N / 128), tiles, 512) uint8 scale tiles.
+        b_amax: its (G,) fp32 second level.
+        offs: (G,) int32 end rows.
+        bias: (G, N), added in fp32.
+        alpha: (G,) fp32 factors.
+        out_dtype: bf16, fp16 or fp32; the dtype of ``a`` by default.
+
+    Returns:
+        (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
+    """
+
+    a: Tensor
+    b_codes: Tensor
+    b_scales: Tensor
+    b_amax: Tensor
+    offs: Tensor
+    bias: Tensor | None = None
+    alpha: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+
+    row_scaled: ClassVar[bool] = False
+    transpose_b: ClassVar[bool] = False
+    name: ClassVar[str] = "m_grouped_gemm_w4a16"
+    fills_fresh: ClassVar[bool] = True
+    operand_format: ClassVar[Format | None] = NVFP4()
+
+    @property
+    def device(self) -> torch.device:
+        return self.a.device
+
+    def check(self) -> None:
+        check_tensor("a", self.a, dtypes=(torch.bfloat16, torch.float16), ndim=(2,))
+        check_tensor("b_codes", self.b_codes, dtypes=_BYTE, ndim=(3,))
+        _check_b("a", self.depth, self.b_codes, self.b_scales, self.b_amax)
+        groups, cols, _ = self.b_codes.shape
+        check_offs(self.offs, groups)
+        _check_vectors(groups, cols, self.bias, self.alpha)
+        check_dtype("out_dtype", self.out_dtype or self.a.dtype, INPUT_DTYPES)
+        same_device("a", self.device, **self.tensors())
+
+    def outputs(self) -> list[OutputSpec | None]:
+        shape = (self.a.shape[0], self.b_codes.shape[1])
+        return [OutputSpec(shape, self.out_dtype or self.a.dtype, zeroed=True)]
+
+    def capability(self) -> tuple[str, Format | None]:
+        return "grouped_gemm_w4a16", NVFP4()
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.a.shape[1]
+
+    def operands(self) -> tuple[Parts, Parts]:
+        return (self.a, None, None), (self.b_codes, self.b_scales, self.b_amax)
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return gemm_kernels.m_grouped(self, launch)
+
+    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
+        (out,) = outputs
+        assert out is not None
+        tensor_core = _tensor_core(self.a)
+        if tensor_core == "sm_100a":
+            require(*self.capability(), tensor_core)
+        reference.m_grouped_gemm_w4a16(
+            self.a,
+            self.b_codes,
+            self.b_scales,
+            self.b_amax,
+            Groups.ragged(self.offs, self.a.shape[0]),
+            out,
+            alpha=self.alpha,
+            bias=self.bias,
+            accumulate=options.get("accumulate", False),
+            tensor_core=tensor_core,
         )
 
 

@@ -12,7 +12,12 @@ import torch
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.gemm.config import OPERANDS, GemmConfig, GemmProblem
 from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
-from cute_kernels.gemm.hopper.config import DECODED_STAGE_K, ExpandConfig, HopperGemmConfig
+from cute_kernels.gemm.hopper.config import (
+    DECODED_STAGE_K,
+    ArrangeConfig,
+    ExpandConfig,
+    HopperGemmConfig,
+)
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import dense, dtype_name
@@ -29,12 +34,14 @@ if TYPE_CHECKING:
         KGroupedGemmNVFP4,
         MGroupedGemm,
         MGroupedGemmNVFP4,
+        MGroupedGemmW4A16,
     )
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
 
     Parts: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
-    AnyGemm: TypeAlias = MGroupedGemm | MGroupedGemmNVFP4 | KGroupedGemm | KGroupedGemmNVFP4
+    AnyMGrouped: TypeAlias = MGroupedGemm | MGroupedGemmNVFP4 | MGroupedGemmW4A16
+    AnyGemm: TypeAlias = AnyMGrouped | KGroupedGemm | KGroupedGemmNVFP4
 
 __all__ = ["force_tile", "k_grouped", "m_grouped"]
 
@@ -80,8 +87,16 @@ def _operand(op: AnyGemm) -> str:
     return name
 
 
-def m_grouped(op: MGroupedGemm | MGroupedGemmNVFP4, launch: Launcher) -> Runner:
-    """How ``m_grouped_gemm`` and ``m_grouped_gemm_nvfp4`` run."""
+def _activations(op: AnyMGrouped) -> dict[str, Any]:
+    """What a configuration is told of A if only B is quantized."""
+    a, b = op.operands()
+    if (a[1] is None) == (b[1] is None):
+        return {}
+    return {"activations": dtype_name(a[0].dtype)}
+
+
+def m_grouped(op: AnyMGrouped, launch: Launcher) -> Runner:
+    """How the ``m_grouped`` GEMMs run."""
     (spec,) = op.outputs()
     assert spec is not None
     rows, cols = spec.shape
@@ -96,6 +111,7 @@ def m_grouped(op: MGroupedGemm | MGroupedGemmNVFP4, launch: Launcher) -> Runner:
         bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
         has_alpha=op.alpha is not None,
         transpose_b=op.transpose_b,
+        **_activations(op),
     )
     problem = GemmProblem(
         base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth
@@ -143,8 +159,10 @@ def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmCon
 
 
 def _runner(config: GemmConfig, launch: Launcher) -> Runner:
-    expand = None
-    if config.expanded is not None:
+    arrange = expand = None
+    if config.activations is not None:
+        arrange = launch.kernel(ArrangeConfig(config.activations))
+    elif config.expanded is not None:
         expand = launch.kernel(ExpandConfig(is_ragged=config.expanded == "a"))
 
     @functools.cache
@@ -160,7 +178,9 @@ def _runner(config: GemmConfig, launch: Launcher) -> Runner:
         fresh: bool = False,
     ) -> None:
         left, right = map(_addressable_parts, op.operands())
-        if expand is not None and config.expanded == "a":
+        if arrange is not None:
+            left = _arranged(arrange, left, dense(op.offs), launch.num_sms)
+        elif expand is not None and config.expanded == "a":
             left = _expanded(expand, left, dense(op.offs), launch.num_sms)
         elif expand is not None:
             right = _expanded(expand, right, None, launch.num_sms)
@@ -187,6 +207,17 @@ def _expanded(
     values = torch.empty(codes.shape[0], depth, dtype=torch.float16, device=codes.device)
     expand(codes, scales, offs, values, num_sms)
     return values, None, amax
+
+
+def _arranged(
+    arrange: Callable[..., object], parts: Parts, offs: Tensor | None, num_sms: int
+) -> Parts:
+    """Activations in the order that Hopper kernels take beside NVFP4 weights."""
+    x = parts[0]
+    depth = ceil_div(x.shape[1], DECODED_STAGE_K) * DECODED_STAGE_K
+    values = x.new_empty(x.shape[0], depth)
+    arrange(x, offs, values, num_sms)
+    return values, None, None
 
 
 def _addressable_parts(parts: Parts) -> Parts:

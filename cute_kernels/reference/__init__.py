@@ -10,6 +10,7 @@ from cute_kernels.reference.gemm import (
     k_grouped_gemm_nvfp4,
     m_grouped_gemm,
     m_grouped_gemm_nvfp4,
+    m_grouped_gemm_w4a16,
 )
 from cute_kernels.reference.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from cute_kernels.reference.reductions import compute_offsets, grouped_amax, grouped_dbias
@@ -23,5 +24,6 @@ __all__ = [
     "k_grouped_gemm_nvfp4",
     "m_grouped_gemm",
     "m_grouped_gemm_nvfp4",
+    "m_grouped_gemm_w4a16",
     "quantize_nvfp4",
 ]

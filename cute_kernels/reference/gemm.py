@@ -11,7 +11,7 @@ the values, which are exact in fp16. How the kernels feed them decides two thing
 
 - The side that they decode in registers (the weights; A of a k_grouped product) is 2^-14 times its
   values, as the bits of a code, dropped into fp16, are the code times 2^-14; the sum is multiplied
-  by 2^14. A value below 1 then is subnormal and its exponent counts as that of 1, so E may come out
+  by 2^14. (Beside bf16 activations the weights are bf16, 2^-7 times their values.) A value below 1 then is subnormal and its exponent counts as that of 1, so E may come out
   too high, by 10 at most. The products cannot lose bits to that: they are multiples of 2^(E - 25)
   all the same. An accumulator far smaller than the other side's values can.
 - K is cut into pieces of 128, filled up with zeros. Instruction ``4 p + 2 w + h`` of a piece takes
@@ -20,6 +20,7 @@ the values, which are exact in fp16. How the kernels feed them decides two thing
 The epilogue works in fp32, each step rounded:
 
     f   = fl(fl(amax_a * fl(1/2688)) * fl(amax_b * fl(1/2688)))         only for NVFP4
+    f   = fl(amax_b * fl(1/2688))                                       only B is NVFP4
     f   = fl(f * alpha)                                                 if alpha is given
     out = cast(fl(fl(fl(acc * f) + bias) + out))                        bias and out if asked for
 """
@@ -46,7 +47,13 @@ if TYPE_CHECKING:
 
     from cute_kernels.reference.groups import Groups
 
-__all__ = ["k_grouped_gemm", "k_grouped_gemm_nvfp4", "m_grouped_gemm", "m_grouped_gemm_nvfp4"]
+__all__ = [
+    "k_grouped_gemm",
+    "k_grouped_gemm_nvfp4",
+    "m_grouped_gemm",
+    "m_grouped_gemm_nvfp4",
+    "m_grouped_gemm_w4a16",
+]
 
 _BLOCK = NVFP4.sf_vec_size
 #: Scale tiles side by side in a columnwise copy for one slot tile.
@@ -54,8 +61,8 @@ _SCALE_TILES = scale_tiles(TILE_ROWS, _BLOCK)
 
 #: Elements of K in the pieces whose order kernels for sm_90a change.
 _HOPPER_K = 128
-#: What they multiply the values of the side that they decode by.
-_HOPPER_DECODED = 2.0**-14
+#: By the type that is multiplied, what the values of the side that they decode are multiplied by.
+_HOPPER_DECODED = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-7}
 
 
 class _Blocks(NamedTuple):
@@ -94,10 +101,16 @@ def _dot_nvfp4(
     left, right = block_values(*a), block_values(*b)
     if tensor_core is None:
         return _dot_blocks(left, right)
-    left, right = _hopper_order(left), _hopper_order(right)
-    small = left if decoded == "a" else right
-    small *= _HOPPER_DECODED
-    return tensor_core_gemm(tensor_core, left.half(), right.half()) / _HOPPER_DECODED
+    if decoded == "a":
+        return _dot_hopper(right, left, torch.float16).T
+    return _dot_hopper(left, right, torch.float16)
+
+
+def _dot_hopper(other: Tensor, decoded: Tensor, dtype: torch.dtype) -> Tensor:
+    """``other`` (M, K) @ ``decoded`` (N, K)^T of fp32 values as kernels for sm_90a add them."""
+    scale = _HOPPER_DECODED[dtype]
+    left, right = _hopper_order(other), _hopper_order(decoded) * scale
+    return tensor_core_gemm("sm_90a", left.to(dtype), right.to(dtype)) / scale
 
 
 def _dot_plain(a: Tensor, b: Tensor, tensor_core: str | None) -> Tensor:
@@ -230,6 +243,40 @@ def m_grouped_gemm_nvfp4(
     def factor(g: int, start: int, end: int) -> Tensor:
         first = a_amax[start:end, None] if row_scaled else a_amax[g]
         return (first * RCP_TENSOR_MAX) * (b_amax[g] * RCP_TENSOR_MAX)
+
+    _m_grouped(groups, out, product, factor, alpha, bias, accumulate)
+
+
+def m_grouped_gemm_w4a16(
+    a: Tensor,
+    b_codes: Tensor,
+    b_scales: Tensor,
+    b_amax: Tensor,
+    groups: Groups,
+    out: Tensor,
+    *,
+    alpha: Tensor | None,
+    bias: Tensor | None,
+    accumulate: bool,
+    tensor_core: str | None,
+) -> None:
+    """Rows of group g of plain ``a`` (T, K) times NVFP4 B[g]^T into ``out`` (T, N).
+
+    B is as for ``m_grouped_gemm_nvfp4``. ``tensor_core`` is None or ``"sm_90a"``; the first adds in
+    fp64 and rounds once.
+    """
+    scale_width = scale_tiles(a.shape[1], _BLOCK)
+
+    def product(g: int, start: int, end: int) -> Tensor:
+        rows = torch.arange(b_codes.shape[1], device=a.device)
+        scales = linear_row_scales(b_scales[g, :, :scale_width], rows, a.shape[1])
+        values = block_values(b_codes[g, :, : a.shape[1] // 2], scales)
+        if tensor_core is None:
+            return _dot_plain(a[start:end], values, None)
+        return _dot_hopper(a[start:end].float(), values, a.dtype)
+
+    def factor(g: int, start: int, end: int) -> Tensor:
+        return b_amax[g] * RCP_TENSOR_MAX
 
     _m_grouped(groups, out, product, factor, alpha, bias, accumulate)
 

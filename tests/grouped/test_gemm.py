@@ -166,7 +166,11 @@ PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
     ("call", "error", "match"),
     [
         ({"a": X, "b": W.dequantize()}, TypeError, "GroupedTensor and Tensor"),
-        ({"a": PLAIN["a"], "b": W}, TypeError, "Tensor and GroupedTensor"),
+        ({"a": PLAIN["a"], "b": W}, ValueError, "offs is missing"),
+        ({"a": PLAIN["a"], "b": X, "offs": [7, 7, 33]}, ValueError, "b must be uniform"),
+        ({"a": PLAIN["a"].float(), "b": W, "offs": [7, 7, 33]}, TypeError, "a must be bfloat16"),
+        ({"a": PLAIN["a"][:, 16:], "b": W, "offs": [7, 7, 33]}, ValueError, "b contracts, 64"),
+        ({"a": PLAIN["a"], "b": W, "offs": [7, 33]}, ValueError, "offs"),
         ({"a": PLAIN["a"], "b": PLAIN["b"]}, ValueError, "offs is missing"),
         ({"a": X, "b": W, "offs": [1]}, ValueError, "operands carry their own"),
         ({"a": W, "b": W}, ValueError, "a must be ragged"),
@@ -201,6 +205,50 @@ def test_grouped_gemm_refuses(call, error, match):
     call = dict(call)
     with pytest.raises(error, match=match):
         grouped.grouped_gemm(call.pop("a"), call.pop("b"), **call)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+def test_plain_activations_times_quantized_weights(splits, dtype):
+    ends = end_rows(splits)
+    a, dy = (sample(ends[-1] + 3, cols, dtype=dtype) for cols in (K, N))
+    w = grouped.quantize(sample(len(splits), N, K), WEIGHT_FORMAT, columnwise=True)
+    bias, alpha = torch.randn(len(splits), N), torch.rand(len(splits))
+    f = torch.float32
+    y = grouped.grouped_gemm(a, w, offs=ends, bias=bias, alpha=alpha, out_dtype=f)
+    dx = grouped.grouped_gemm(dy, w, offs=ends, transpose_b=True, out_dtype=f)
+    out = torch.full_like(y, 7.0)
+    added = grouped.grouped_gemm(a, w, offs=ends, out=out, accumulate=True)
+    weights = w.dequantize(f).double()
+    for g, (start, end) in enumerate(spans(splits)):
+        if start < end:
+            product = a[start:end].double() @ weights[g].T
+            close(y[start:end], product * alpha[g].double() + bias[g].double())
+            close(added[start:end], product + 7)
+            close(dx[start:end], dy[start:end].double() @ weights[g])
+    assert not y[ends[-1] :].any() and not dx[ends[-1] :].any()
+    assert (out[ends[-1] :] == 7).all()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_beside_quantized_weights(compiled):
+    ends = [7, 7, 33]
+    w = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, columnwise=True)
+    a = sample(36, K).requires_grad_()
+    bias = torch.randn(3, N, requires_grad=True)
+    offs = torch.tensor(ends, dtype=torch.int32)
+
+    def run(a, w, bias):
+        return grouped.grouped_gemm(a, w, offs=offs, bias=bias)
+
+    y = (torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run)(a, w, bias)
+    dy = sample(36, N)
+    y.backward(dy)
+    assert_same_bytes(a.grad, grouped.grouped_gemm(dy, w, offs=offs, transpose_b=True))
+    assert_same_bytes(bias.grad, torch.ops.cute_kernels.grouped_dbias(dy, offs))
+    rowwise = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT)
+    with pytest.raises(RuntimeError, match="b has no columnwise copy"):
+        run(a, rowwise, None).sum().backward()
 
 
 def test_a_direction_that_is_missing_is_named():

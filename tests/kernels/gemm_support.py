@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cute_kernels import reference
 from cute_kernels.formats import NVFP4
-from cute_kernels.gemm.hopper.config import ExpandConfig, HopperGemmConfig
+from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperGemmConfig
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.runtime import architecture, compile_kernel
@@ -146,7 +146,13 @@ class Product:
         tensors = []
         for side, operand in sides.items():
             codes, scales, amax = (_on(out, getattr(operand, n)) for n in PARTS)
-            if self.config.expanded == side:
+            if self.config.expanded == side and self.config.activations is not None:
+                depth = ceil_div(codes.shape[1], 128) * 128
+                values = torch.full((len(codes), depth), float("nan")).to(codes)
+                arrange = compiled(ArrangeConfig(self.config.activations), arch, device)
+                arrange(codes, offs, values, num_sms)
+                codes = values
+            elif self.config.expanded == side:
                 depth = ceil_div(2 * codes.shape[1], 128) * 128
                 values = torch.full((len(codes), depth), float("nan"))
                 values = values.to(out.device, torch.float16)
@@ -167,14 +173,13 @@ class Product:
             "tensor_core": arch_of(config),
         }
         quantized = self.a.scales is not None
+        suffix = "_nvfp4" if quantized else "" if self.b.scales is None else "_w4a16"
         if config.grouping == "m_grouped":
             options["bias"] = self.bias
-            options |= (
-                {"row_scaled": config.row_scaled}
-                if quantized
-                else {"transpose_b": config.transpose_b}
-            )
-        suffix = "_nvfp4" if quantized else ""
+            if quantized:
+                options["row_scaled"] = config.row_scaled
+            elif self.b.scales is None:
+                options["transpose_b"] = config.transpose_b
         run = getattr(reference, f"{config.grouping}_gemm{suffix}")
         run(*(t for t in self.tensors() if t is not None), groups, out, **options)
         return out
@@ -200,8 +205,11 @@ def m_grouped(
     transposed = columnwise_b or config.transpose_b
     w = randn(groups, *((k, n) if transposed else (n, k)), seed=seed + 1)
     if config.kind.is_block_scaled:
-        a = quantize(x, offs, row_scaled=config.row_scaled)
         b = quantize(w, None, columnwise=columnwise_b)
+        if config.activations is not None:
+            a = _plain(config, x, rows - tail)
+        else:
+            a = quantize(x, offs, row_scaled=config.row_scaled)
     else:
         a, b = _plain(config, x, rows - tail), _plain(config, w)
     return Product(
@@ -232,7 +240,7 @@ def k_grouped(
 
 def _plain(config: GemmConfig, x: Tensor, live: int | None = None) -> Operand:
     """A plain operand with NaN in its rows from ``live`` on."""
-    x = x.to(DTYPES[config.operand])
+    x = x.to(DTYPES[config.activations or config.operand])
     if live is not None:
         x[live:] = float("nan")
     return Operand(x)

@@ -49,6 +49,7 @@ def operand_cases(name, arguments, index, label, fine):
 FPROP = (*Q[:3], *V[:3], OFFS)
 DGRAD = (*Q[:3], *ops.grouped_quantize_nvfp4(W.mT, columnwise=True)[3:], OFFS)
 WGRAD = (*Q[3:], *Q[3:], OFFS)
+W4A16 = (X.bfloat16(), *V[:3], OFFS)
 
 CASES = [
     # compute_offsets
@@ -289,7 +290,7 @@ CASES = [
         "m_grouped_gemm_nvfp4",
         (Q[0][:, :4], *FPROP[1:]),
         ValueError,
-        "K must be a positive multiple of 16 (blocks of 16, a_codes is (T, K / 2)), got 8",
+        "K must be a positive multiple of 16 (blocks of 16 along the columns of a_codes), got 8",
     ),
     (
         "m_grouped_gemm_nvfp4",
@@ -323,6 +324,25 @@ CASES = [
         TypeError,
         "out_dtype must be bfloat16 or float16 or float32, got uint8",
     ),
+    *offs_cases("m_grouped_gemm_w4a16", *W4A16[:4]),
+    *[
+        case
+        for i, label in enumerate(("a", "b_codes", "b_scales", "b_amax"))
+        for case in operand_cases("m_grouped_gemm_w4a16", W4A16, i, label, W4A16[i])
+    ],
+    (
+        "m_grouped_gemm_w4a16",
+        (W4A16[0].float(), *W4A16[1:]),
+        TypeError,
+        "a must be bfloat16 or float16, got float32",
+    ),
+    (
+        "m_grouped_gemm_w4a16",
+        (W4A16[0][:, :16], *W4A16[1:]),
+        ValueError,
+        "b_codes must be blocked along the K = 16 of a, got shape (2, 16, 16)",
+    ),
+    ("m_grouped_gemm_w4a16", (*W4A16, torch.ones(2, 15)), ValueError, "bias must have size 16"),
     *offs_cases("k_grouped_gemm_nvfp4", *WGRAD[:6]),
     *[
         case
@@ -460,6 +480,7 @@ def test_bad_outputs(changes, error, text):
         ("m_grouped_gemm", (X, W, OFFS), (8, 16)),
         ("k_grouped_gemm", (X, X, OFFS), (2, 32, 32)),
         ("m_grouped_gemm_nvfp4", (*FPROP, None, None, False, F32), (8, 16)),
+        ("m_grouped_gemm_w4a16", (*W4A16, None, None, F32), (8, 16)),
         ("k_grouped_gemm_nvfp4", (*WGRAD, None, F32), (2, 32, 32)),
         ("grouped_dequantize_nvfp4", (*Q[:3], OFFS, 8, F32), (8, 32)),
     ],

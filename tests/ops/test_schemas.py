@@ -95,6 +95,23 @@ CASES = [
             F32,
         ),
     ),
+    (
+        "m_grouped_gemm_w4a16",
+        "fprop",
+        lambda: (x(48, dtype=torch.bfloat16), *weight(3, 8, 48)[:3], OFFS),
+    ),
+    (
+        "m_grouped_gemm_w4a16",
+        "dgrad with everything",
+        lambda: (
+            x(48, dtype=torch.float16),
+            *weight(3, 48, 16)[3:],
+            OFFS,
+            torch.rand(3, 16),
+            torch.rand(3),
+            F32,
+        ),
+    ),
     ("k_grouped_gemm_nvfp4", "plain", lambda: (*nvfp4(16)[3:], *nvfp4(32)[3:], OFFS)),
     (
         "k_grouped_gemm_nvfp4",

@@ -1,5 +1,7 @@
 """Backends ``reference:sm_90a`` and ``reference:sm_100a``: GEMMs with a tensor core's bits."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,11 +39,26 @@ def transposed_member(x):
     return codes[:, : 8 * blocks], linear[:, :blocks], amax
 
 
-def nvfp4_product(core, a, b):
+def hopper_order(values):
+    """Values (R, K) as ``reference.gemm`` says that sm_90a contracts them: 16 at a time."""
+    values = torch.nn.functional.pad(values, (0, -values.shape[1] % 128))
+    at = [
+        piece + 16 * (2 * j + p) + 8 * w + 2 * h + e
+        for piece in range(0, values.shape[1], 128)
+        for p, w, h in itertools.product(range(2), repeat=3)
+        for j in range(4)
+        for e in (0, 1, 4, 5)
+    ]
+    return values[:, at]
+
+
+def nvfp4_product(core, a, b, decoded):
     if core == "sm_100a":
         a_scales, b_scales = (x[1].view(torch.float8_e4m3fn) for x in (a, b))
         return tensor_core_gemm(core, a[0], b[0], a_scales=a_scales, b_scales=b_scales)
-    return tensor_core_gemm(core, *(block_values(*x[:2]).half() for x in (a, b)))
+    values = {"a": hopper_order(block_values(*a[:2])), "b": hopper_order(block_values(*b[:2]))}
+    values[decoded] *= 2.0**-14
+    return tensor_core_gemm(core, values["a"].half(), values["b"].half()) * 2.0**14
 
 
 def nvfp4_factor(a, b):
@@ -105,9 +122,37 @@ def test_m_grouped_gemm_nvfp4(core, transpose_b):
         if start == end:
             continue
         pair = member(x[start:end]), (transposed_member if transpose_b else member)(w[g])
-        want = nvfp4_product(core, *pair) * nvfp4_factor(*pair)
+        want = nvfp4_product(core, *pair, "b") * nvfp4_factor(*pair)
         assert_same_bytes(got[start:end], want, f"group {g}")
     assert_differs_from_the_plain_reference(call, got)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_m_grouped_gemm_w4a16(dtype):
+    depth, cols = 208, 48
+    a = sample(sum(SPLITS) + TAIL, depth, dtype=dtype)
+    w = sample(len(SPLITS), cols, depth)
+    b = ops.grouped_quantize_nvfp4(w)[:3]
+
+    def call():
+        return ops.m_grouped_gemm_w4a16(a, *b, OFFS, None, None, torch.float32)
+
+    with backend("reference:sm_90a"):
+        got = call()
+    for g, (start, end) in enumerate(SPANS):
+        codes, linear, amax = member(w[g])
+        scale = 2.0**-14 if dtype == torch.float16 else 2.0**-7
+        weights = hopper_order(block_values(codes, linear)) * scale
+        rows = hopper_order(a[start:end].float()).to(dtype)
+        product = tensor_core_gemm("sm_90a", rows, weights.to(dtype)) / scale
+        assert_same_bytes(got[start:end], product * (amax * RCP_TENSOR_MAX), f"group {g}")
+    assert not got[SPANS[-1][1] :].any()
+    assert_differs_from_the_plain_reference(call, got)
+    with (
+        backend("reference:sm_100a"),
+        pytest.raises(UnsupportedError, match="no sm_100a kernel of grouped_gemm_w4a16"),
+    ):
+        call()
 
 
 @every_core
@@ -125,7 +170,7 @@ def test_k_grouped_gemm_nvfp4(core):
             assert not got[g].any()
             continue
         pair = transposed_member(dy[start:end]), transposed_member(x[start:end])
-        want = nvfp4_product(core, *pair) * nvfp4_factor(*pair)
+        want = nvfp4_product(core, *pair, "a") * nvfp4_factor(*pair)
         assert_same_bytes(got[g], want, f"group {g}")
     assert_differs_from_the_plain_reference(call, got)
 

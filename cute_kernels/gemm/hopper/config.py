@@ -17,16 +17,24 @@ from typing import Any, ClassVar
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.config import GemmConfig, Grouping, OperandKind, TileShape
 
-__all__ = ["HOPPER_TILE_SHAPES", "ExpandConfig", "HopperGemmConfig", "HopperTile"]
+__all__ = [
+    "HOPPER_TILE_SHAPES",
+    "ArrangeConfig",
+    "ExpandConfig",
+    "HopperGemmConfig",
+    "HopperTile",
+]
 
 #: Elements along K of one stage: 128 bytes of fp16, one swizzle atom; or where operand M is decoded
 #: what the lanes of a quad read at once, see ``decode``.
 STAGE_K = 64
 DECODED_STAGE_K = 128
-#: Decoded values are this much smaller than what they stand for, see ``decode``.
-DECODED_SCALE = 2.0**-14
+#: Values decoded to this type are this much smaller than what they stand for, see ``decode``.
+DECODED_SCALE = {"float16": 2.0**-14, "bfloat16": 2.0**-7}
 #: Columns up to which a tile's instructions are short beside what a group of them costs.
 _SHORT_N = 64
+#: Columns of the widest tile with more than two stages where operand M is decoded.
+_DECODED_MAX_N = 128
 #: Elements of K that one instruction takes.
 INSTRUCTION_K = 16
 #: Rows of M of one instruction, which a warpgroup issues.
@@ -66,11 +74,25 @@ HOPPER_TILE_SHAPES = (
 
 @dataclasses.dataclass(frozen=True)
 class HopperGemmConfig(GemmConfig):
-    """One variant of the grouped GEMM for sm_90a; attributes as for sm_100a."""
+    """One variant of the grouped GEMM for sm_90a; attributes as for sm_100a, and:
+
+    Attributes:
+        activations: dtype of A where it is plain and B is NVFP4; None if both are of one kind.
+    """
 
     tile: TileShape = HopperTile(128, 128)
+    activations: str | None = None
 
     tile_shapes: ClassVar[tuple[TileShape, ...]] = HOPPER_TILE_SHAPES
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.activations is not None:
+            if self.activations not in DECODED_SCALE:
+                kinds = " or ".join(DECODED_SCALE)
+                raise ValueError(f"activations must be {kinds}, got {self.activations!r}")
+            if self.operand != NVFP4.name or self.grouping != "m_grouped" or self.row_scaled:
+                raise ValueError("activations need NVFP4 weights of an m_grouped product")
 
     @classmethod
     def any_tile(cls, grouping: Grouping) -> TileShape:
@@ -79,6 +101,8 @@ class HopperGemmConfig(GemmConfig):
 
     def takes(self, tile: TileShape) -> bool:
         """Whether this configuration means something with another tile."""
+        if self.is_decoded and tile.n > _DECODED_MAX_N:
+            return False
         return tile.swap_ab == (self.grouping == "m_grouped")
 
     @property
@@ -107,12 +131,22 @@ class HopperGemmConfig(GemmConfig):
 
     @property
     def is_decoded(self) -> bool:
-        """Whether operand M comes as codes and operand N as the fp16 values of codes."""
+        """Whether operand M comes as codes, and becomes what is multiplied in registers."""
         return self.kind.is_block_scaled
 
     @property
+    def multiplied(self) -> str:
+        """Name of the type of the elements that are multiplied."""
+        if not self.is_decoded:
+            return self.operand
+        return self.activations or "float16"
+
+    @property
     def expanded(self) -> str | None:  # type: ignore[override]
-        """The operand, "a" or "b", that comes as the fp16 values of its codes."""
+        """The operand, "a" or "b", that a kernel before this one puts into the order of ``decode``.
+
+        It comes as the fp16 values of its codes, or as activations.
+        """
         if not self.is_decoded:
             return None
         return "a" if self.tile.swap_ab else "b"
@@ -177,3 +211,20 @@ class ExpandConfig:
         from cute_kernels.gemm.hopper.expand import ExpandKernel
 
         return ExpandKernel(self), ExpandKernel.fake_args(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrangeConfig:
+    """One variant of the kernel that puts plain activations into the order of ``decode``.
+
+    Attributes:
+        dtype: ``"bfloat16"`` or ``"float16"``.
+    """
+
+    dtype: str
+
+    def entry(self) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile and its fake arguments, see ``ArrangeKernel.__call__``."""
+        from cute_kernels.gemm.hopper.arrange import ArrangeKernel
+
+        return ArrangeKernel(self), ArrangeKernel.fake_args(self)

@@ -1,8 +1,10 @@
-"""NVFP4 codes and block scales to exact fp16 values.
+"""NVFP4 codes and block scales to exact fp16 or bf16 values.
 
 The bits ``s ee m`` of a code, put into fp16 as ``s 000ee m000000000``, are its value times 2^-14, a
 subnormal number where ee is 0. Times the block scale, an exact product, that is the value times
-2^-14: at most 6 significant bits, and a multiple of 2^-24. The epilogue takes the 2^-14 back.
+2^-14: at most 6 significant bits, and a multiple of 2^-24. In bf16, as ``s 000000ee m000000``, they
+are the value times 2^-126, and the block scale is multiplied by 2^119 first. The epilogue takes the
+2^-14 or 2^-7 that is left back.
 
 A thread has rows r and r + 8 of a fragment, and of each four elements for one instruction: those of
 lane j of a quad are elements 2 j, 2 j + 1, 2 j + 8 and 2 j + 9. It reads 32 neighbouring codes of a
@@ -54,8 +56,38 @@ _SCALE = """{{
     .reg .b16 lo, hi;
     mov.b32 {{lo, hi}}, $2;
     mov.b32 s, {{{which}, {which}}};
-    mul.rn.f16x2 $0, $1, s;
+    mul.rn.{dtype}x2 $0, $1, s;
 }}"""
+#: Codes t and t + 4 of a word, t = 0 .. 3, as two bf16: the bits s, and the bits eem.
+_BF16_PAIRS = [
+    """{{
+    .reg .b32 x, y;
+    {0}
+    {1}
+    and.b32 y, y, 0x01C001C0;
+    lop3.b32 $0, x, 0x80008000, y, 0xEA;
+}}""".format(*shifts)
+    for shifts in (
+        ("mul.lo.u32 x, $1, 4096;", "mul.lo.u32 y, $1, 64;"),
+        ("mul.lo.u32 x, $1, 256;", "mul.lo.u32 y, $1, 4;"),
+        ("mul.lo.u32 x, $1, 16;", "shr.b32 y, $1, 2;"),
+        ("mov.b32 x, $1;", "shr.b32 y, $1, 6;"),
+    )
+]
+#: Two block scales to bf16, times 2^119.
+_BF16_SCALES = """{
+    .reg .b32 pair;
+    .reg .b16 codes, high, lo, hi;
+    .reg .f32 x, y;
+    mov.b32 {codes, high}, $1;
+    cvt.rn.f16x2.e4m3x2 pair, codes;
+    mov.b32 {lo, hi}, pair;
+    cvt.f32.f16 x, lo;
+    cvt.f32.f16 y, hi;
+    mul.rn.f32 x, x, 0f7B000000;
+    mul.rn.f32 y, y, 0f7B000000;
+    cvt.rn.bf16x2.f32 $0, y, x;
+}"""
 
 
 def high_bytes(codes: Uint32, is_odd: bool) -> Uint32:
@@ -75,9 +107,9 @@ def two_halves(high: Uint32, first: int) -> Uint32:
     return asm("prmt.b32 $0, $1, 0, 0x2404;", [Uint32], [high])
 
 
-def times_scale(halves: Uint32, scales: Uint32, which: int) -> Uint32:
-    """Two fp16 times one of two block scales in fp16."""
-    text = _SCALE.format(which=("lo", "hi")[which])
+def times_scale(halves: Uint32, scales: Uint32, which: int, dtype: str = "f16") -> Uint32:
+    """Two numbers times one of two block scales, all of PTX type ``dtype``."""
+    text = _SCALE.format(which=("lo", "hi")[which], dtype=dtype)
     return asm(text, [Uint32], [halves, scales])
 
 
@@ -90,6 +122,11 @@ def scales_as_fp16(pair: Uint32) -> Uint32:
 def _load_u16(address: Int32) -> Uint32:
     pointer = cute.make_ptr(Uint16, address, cute.AddressSpace.smem, assumed_align=2)
     return cute.make_tensor(pointer, cute.make_layout(1))[0].to(Uint32)
+
+
+def scales_as_bf16(pair: Uint32) -> Uint32:
+    """The two E4M3 scales in the low half of ``pair``, times 2^119, as two bf16."""
+    return asm(_BF16_SCALES, [Uint32], [pair])
 
 
 class FragmentDecoder:
@@ -106,6 +143,7 @@ class FragmentDecoder:
         lane, quad_lane = thread % 32, thread % 4
         row = thread // WARPGROUP_SIZE * WARPGROUP_M
         row += thread % WARPGROUP_SIZE // 32 * 16 + lane // 4
+        self.is_bf16 = config.multiplied == "bfloat16"
         self.stage_bytes = config.m_stage_bytes
         self.step = config.consumers * WARPGROUP_M
         self.repeats = config.tile.m // self.step
@@ -142,7 +180,8 @@ class FragmentDecoder:
                     self.words[i, row, repeat] = word
                 at = scales + repeat * (self.step // SF_TILE_ROWS) * self.scale_row_bytes
                 pair = _load_u16(at + row * _NEXT_ROW * 16)
-                self.scales[row, repeat] = scales_as_fp16(pair)
+                as_float = scales_as_bf16 if self.is_bf16 else scales_as_fp16
+                self.scales[row, repeat] = as_float(pair)
 
     def decode(self, fragment: cute.Tensor, group: int) -> None:
         """Write the fragment of a group of instructions, ((2, 2, 2), repeats, blocks) fp16."""
@@ -156,8 +195,16 @@ class FragmentDecoder:
                 for row in range(2):
                     scale = self.scales[row, repeat]
                     for is_odd in range(2):
-                        if half == 0:
-                            codes = self.words[word, row, repeat]
-                            self.high[is_odd, row, repeat] = high_bytes(codes, is_odd == 1)
-                        pair = two_halves(self.high[is_odd, row, repeat], half)
-                        target[2 * is_odd + row, repeat, i] = times_scale(pair, scale, word // 2)
+                        pair = self._pair(word, half, is_odd, row, repeat)
+                        dtype = "bf16" if self.is_bf16 else "f16"
+                        value = times_scale(pair, scale, word // 2, dtype)
+                        target[2 * is_odd + row, repeat, i] = value
+
+    def _pair(self, word: int, half: int, is_odd: int, row: int, repeat: int) -> Uint32:
+        """Codes t = 2 half + is_odd and t + 4 of a word as two floats."""
+        codes = self.words[word, row, repeat]
+        if self.is_bf16:
+            return asm(_BF16_PAIRS[2 * half + is_odd], [Uint32], [codes])
+        if half == 0:
+            self.high[is_odd, row, repeat] = high_bytes(codes, is_odd == 1)
+        return two_halves(self.high[is_odd, row, repeat], half)

@@ -151,8 +151,8 @@ class HopperEpilogue:
             # Zeros of an empty group and of the tail stay exact zeros.
             if tile.k_blocks > 0:
                 if cutlass.const_expr(self.config.is_decoded):
-                    # Exact: the sums are multiples of 2^-34 and far below the top of fp32.
-                    values.store(values.load() * Float32(1 / DECODED_SCALE))
+                    scale = DECODED_SCALE[self.config.multiplied]
+                    values.store(values.load() * Float32(1 / scale))
                 if cutlass.const_expr(tensors.has_factor):
                     factors = cute.make_rmem_tensor(N_ALIGN, Float32)
                     factors.fill(factor)

@@ -91,8 +91,8 @@ class HopperGemmKernel:
             num_sms: CTAs to launch.
             stream: where to launch.
 
-        What is fp16 beside codes has its elements in the order of ``expand``, and K as a multiple of
-        128.
+        What is fp16 or bf16 beside codes has its elements in the order of ``decode``, and K as a
+        multiple of 128.
         """
         config, layouts = self.config, HopperLayouts(self.config)
         operands, scales = [a, b], [a_scales, b_scales]
@@ -102,7 +102,7 @@ class HopperGemmKernel:
         if cutlass.const_expr(config.ragged_k):
             views = [ragged_rows_view(x) for x in operands]
         elif cutlass.const_expr(config.is_decoded):
-            views = [codes_view(operands[0]), matrix_view(operands[1], OPERANDS["float16"], False)]
+            views = [codes_view(operands[0]), matrix_view(operands[1], OPERANDS[config.multiplied], False)]
         else:
             views = [
                 matrix_view(operands[0], config.kind, major_m),

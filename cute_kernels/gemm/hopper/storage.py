@@ -41,7 +41,7 @@ class HopperLayouts:
     def __init__(self, config: HopperGemmConfig):
         self.config = config
         tile, stages = config.tile, config.num_ab_stage
-        self.element = DSL_TYPES["float16" if config.is_decoded else config.operand]
+        self.element = DSL_TYPES[config.multiplied]
         m_major, n_major = config.mn_major
         decoded = config.is_decoded
         source = warpgroup.OperandSource
