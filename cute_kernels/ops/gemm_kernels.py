@@ -13,7 +13,7 @@ from cute_kernels.capability import UnsupportedError
 from cute_kernels.gemm.config import OPERANDS, GemmConfig, GemmProblem
 from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
 from cute_kernels.gemm.hopper.config import (
-    DECODED_STAGE_K,
+    PIECE_K,
     ArrangeConfig,
     ExpandConfig,
     HopperGemmConfig,
@@ -203,7 +203,7 @@ def _expanded(
 ) -> Parts:
     """An operand with the fp16 values of its codes, in the order that Hopper kernels take."""
     codes, scales, amax = parts
-    depth = ceil_div(codes.shape[1] * 2, DECODED_STAGE_K) * DECODED_STAGE_K
+    depth = ceil_div(codes.shape[1] * 2, PIECE_K) * PIECE_K
     values = torch.empty(codes.shape[0], depth, dtype=torch.float16, device=codes.device)
     expand(codes, scales, offs, values, num_sms)
     return values, None, amax
@@ -214,7 +214,7 @@ def _arranged(
 ) -> Parts:
     """Activations in the order that Hopper kernels take beside NVFP4 weights."""
     x = parts[0]
-    depth = ceil_div(x.shape[1], DECODED_STAGE_K) * DECODED_STAGE_K
+    depth = ceil_div(x.shape[1], PIECE_K) * PIECE_K
     values = x.new_empty(x.shape[0], depth)
     arrange(x, offs, values, num_sms)
     return values, None, None

@@ -13,6 +13,7 @@ from torch import Tensor
 from cute_kernels import reference
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperGemmConfig
+from cute_kernels.gemm.hopper.prepack import prepack
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.runtime import architecture, compile_kernel
@@ -146,6 +147,8 @@ class Product:
         tensors = []
         for side, operand in sides.items():
             codes, scales, amax = (_on(out, getattr(operand, n)) for n in PARTS)
+            if side == "b" and getattr(self.config, "prepacked", False):
+                codes = prepack(codes)
             if self.config.expanded == side and self.config.activations is not None:
                 depth = ceil_div(codes.shape[1], 128) * 128
                 values = torch.full((len(codes), depth), float("nan")).to(codes)

@@ -48,6 +48,7 @@ PLAIN_WGRAD = HopperGemmConfig(
     "bfloat16", "k_grouped", out_dtype="float32", accumulate=True, tile=K_TILES["128x128"]
 )
 
+PREPACKED = dataclasses.replace(FPROP, prepacked=True, tile=M_TILES["256x8"])
 W4A16 = HopperGemmConfig("nvfp4", activations="bfloat16", tile=M_TILES["256x16"])
 W4A16_ALL = HopperGemmConfig(
     "nvfp4",
@@ -76,6 +77,13 @@ WGRAD_SHAPES = {
     "tails": ([100, 0, 128, 5, 200, 300], 136, 200, 11),
     "all empty": ([0, 0], 8, 16, 3),
 }
+#: What the kernel multiplies.
+KINDS = {
+    "nvfp4": {"operand": "nvfp4"},
+    "nvfp4 prepacked": {"operand": "nvfp4", "prepacked": True},
+    "w4a16": {"operand": "nvfp4", "activations": "bfloat16"},
+    "bf16": {"operand": "bfloat16"},
+}
 MODES = [{"mode": "chaos", "seed": seed} for seed in range(5)] + [{"races": True}]
 MODE_IDS = [f"chaos {seed}" for seed in range(5)] + ["races"]
 
@@ -95,8 +103,8 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "config",
-    [FPROP, FPROP_ALL, W4A16, W4A16_ALL],
-    ids=["row-scaled", "all", "w4a16 bf16", "w4a16 fp16, all"],
+    [FPROP, FPROP_ALL, PREPACKED, W4A16, W4A16_ALL],
+    ids=["row-scaled", "all", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
 )
 def test_fprop(config: HopperGemmConfig, shape: str, device: str) -> None:
     sizes, n, k, tail = SHAPES[shape]
@@ -132,12 +140,13 @@ def test_plain_operands(config: HopperGemmConfig, shape: str, device: str) -> No
     assert_same_bits(product.run(device=device), product.expected())
 
 
-@pytest.mark.parametrize("operand", ["nvfp4", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", M_TILES.values(), ids=M_TILES)
-def test_every_tile(tile: HopperTile, operand: str, device: str) -> None:
-    if not HopperGemmConfig(operand, tile=M_TILES["128x128"]).takes(tile):
+def test_every_tile(tile: HopperTile, kind: str, device: str) -> None:
+    base = HopperGemmConfig(out_dtype="float32", tile=M_TILES["128x128"], **KINDS[kind])
+    if not base.takes(tile):
         pytest.skip("needs more shared memory than there is")
-    config = HopperGemmConfig(operand, out_dtype="float32", tile=tile)
+    config = dataclasses.replace(base, tile=tile)
     for product in (
         m_grouped(config, [100, 0, 5, tile.n + 1], 264, 288, tail=11),
         m_grouped(config, [1, 8, 9, 33], 72, 48),
@@ -152,6 +161,7 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
         (m_grouped(FPROP, [70, 0, 5], 264, 1056, tail=11), 1),
         (m_grouped(FPROP_ALL, [1, 140], 136, 160, tail=1), 2),
         (m_grouped(PLAIN, [33, 0, 5], 136, 328, tail=1), 1),
+        (m_grouped(PREPACKED, [9, 0, 5], 264, 1312, tail=1), 1),
         (m_grouped(W4A16, [33, 0, 5], 264, 544, tail=1), 1),
         (k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
     ):
@@ -295,7 +305,7 @@ def test_memory_of_every_tile_fits(tile: HopperTile, operand: str) -> None:
     assert (consumer * tile.consumers + other) * 128 <= launched
 
 
-@pytest.mark.parametrize("rows_each, n", [(1, 8), (16, 16), (64, 64), (128, 128), (512, 256)])
+@pytest.mark.parametrize("rows_each, n", [(1, 8), (16, 16), (64, 64), (128, 128), (512, 128)])
 def test_the_tile_follows_the_rows_of_a_group(rows_each: int, n: int) -> None:
     problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
     chosen = choose_config(FPROP, problem, 132, cost=estimated_hopper_cycles)

@@ -17,7 +17,7 @@ from cute_kernels.device.groups import Grouping
 from cute_kernels.device.memory import load_global_if, store_global
 from cute_kernels.device.ptx import asm, select
 from cute_kernels.gemm.config import N_ALIGN
-from cute_kernels.gemm.hopper.config import DECODED_STAGE_K
+from cute_kernels.gemm.hopper.config import PIECE_K
 from cute_kernels.gemm.operands import DSL_TYPES
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ArrangeKernel:
         """Stand-ins for the arguments of ``__call__``."""
         dtype = DSL_TYPES[config.dtype]
         rows, depth, pitch = (cute.sym_int(divisibility=d) for d in (1, N_ALIGN, N_ALIGN))
-        wide = cute.sym_int(divisibility=DECODED_STAGE_K)
+        wide = cute.sym_int(divisibility=PIECE_K)
         return (
             make_fake_tensor(dtype, (rows, depth), (pitch, 1), assumed_align=_VECTOR_BYTES),
             make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4),
@@ -77,7 +77,7 @@ class ArrangeKernel:
     def kernel(self, x: cute.Tensor, offs: cute.Tensor, out: cute.Tensor) -> None:
         rows, wide = out.shape
         last = Grouping(offs, offs.shape[0], rows, Int32(0)).last_row()
-        spans = (wide + (_CHUNKS * DECODED_STAGE_K - 1)) // (_CHUNKS * DECODED_STAGE_K)
+        spans = (wide + (_CHUNKS * PIECE_K - 1)) // (_CHUNKS * PIECE_K)
         items = (last + (_ROWS - 1)) // _ROWS * spans
         item, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         for index in cutlass.range(item, items, step, unroll=1):
@@ -90,7 +90,7 @@ class ArrangeKernel:
         """Rearrange ``_CHUNKS`` chunks of a row."""
         lane = cute.arch.lane_idx()
         quad_lane = lane % _QUAD
-        first = (span * _CHUNKS + lane // _QUAD) * DECODED_STAGE_K
+        first = (span * _CHUNKS + lane // _QUAD) * PIECE_K
         source = x.iterator.toint() + Int64(row) * x.stride[0] * 2
         target = out.iterator.toint() + Int64(row) * out.shape[1] * 2
         for part in cutlass.range_constexpr(4):

@@ -26,9 +26,11 @@ __all__ = [
 ]
 
 #: Elements along K of one stage: 128 bytes of fp16, one swizzle atom; or where operand M is decoded
-#: what the lanes of a quad read at once, see ``decode``.
+#: one or more pieces that the lanes of a quad read at once, see ``decode``.
 STAGE_K = 64
-DECODED_STAGE_K = 128
+PIECE_K = 128
+_LONG_STAGE_K = 2 * PIECE_K
+_LONG_STAGE_N = 16
 #: Values decoded to this type are this much smaller than what they stand for, see ``decode``.
 DECODED_SCALE = {"float16": 2.0**-14, "bfloat16": 2.0**-7}
 #: Columns up to which a tile's instructions are short beside what a group of them costs.
@@ -78,10 +80,12 @@ class HopperGemmConfig(GemmConfig):
 
     Attributes:
         activations: dtype of A where it is plain and B is NVFP4; None if both are of one kind.
+        prepacked: B's codes have the order of bits that ``decode`` takes fewer instructions for.
     """
 
     tile: TileShape = HopperTile(128, 128)
     activations: str | None = None
+    prepacked: bool = False
 
     tile_shapes: ClassVar[tuple[TileShape, ...]] = HOPPER_TILE_SHAPES
 
@@ -93,6 +97,8 @@ class HopperGemmConfig(GemmConfig):
                 raise ValueError(f"activations must be {kinds}, got {self.activations!r}")
             if self.operand != NVFP4.name or self.grouping != "m_grouped" or self.row_scaled:
                 raise ValueError("activations need NVFP4 weights of an m_grouped product")
+        if self.prepacked and not (self.multiplied == "float16" and self.grouping == "m_grouped"):
+            raise ValueError("only NVFP4 weights that are decoded to fp16 can be prepacked")
 
     @classmethod
     def any_tile(cls, grouping: Grouping) -> TileShape:
@@ -113,7 +119,14 @@ class HopperGemmConfig(GemmConfig):
     @property
     def stage_k(self) -> int:
         """Elements along K of one stage."""
-        return DECODED_STAGE_K if self.is_decoded else STAGE_K
+        if not self.is_decoded:
+            return STAGE_K
+        return _LONG_STAGE_K if self.tile.n <= _LONG_STAGE_N else PIECE_K
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of K of one stage where operand M is decoded."""
+        return self.stage_k // PIECE_K
 
     @property
     def k_blocks(self) -> int:  # type: ignore[override]
@@ -127,7 +140,9 @@ class HopperGemmConfig(GemmConfig):
         Narrow tiles pay for a group more than they gain from its being short; wide ones do not, and
         256 x 128 lost 4% with two groups (H200).
         """
-        return 2 if self.is_decoded and self.tile.n <= _SHORT_N else 4
+        if not self.is_decoded:
+            return self.k_blocks
+        return (2 if self.tile.n <= _SHORT_N else 4) * self.pieces
 
     @property
     def is_decoded(self) -> bool:

@@ -87,8 +87,7 @@ class Consumer:
             done = state.clone()
             self.ab_pipeline.consumer_wait(state)
             if cutlass.const_expr(self.config.is_decoded):
-                self.decoder.load(state.index)
-                self.decoder.decode(self.fragments[0], 0)
+                self.decoder.decode(self.fragments[0], state.index, 0)
             for k_tile in cutlass.range(k_tiles - 1, unroll=1):
                 state, done = self.multiply_stage(state, done, k_tile > 0, False)
             state, done = self.multiply_stage(state, done, k_tiles > 1, True)
@@ -127,11 +126,10 @@ class Consumer:
                     self.ab_pipeline.consumer_release(done)
                     done.advance()
             if cutlass.const_expr(config.is_decoded and group + 1 < config.k_groups):
-                self.decoder.decode(self.fragments[(group + 1) % 2], group + 1)
+                self.decoder.decode(self.fragments[(group + 1) % 2], stage, group + 1)
         state.advance()
         if cutlass.const_expr(not is_last):
             self.ab_pipeline.consumer_wait(state)
             if cutlass.const_expr(config.is_decoded):
-                self.decoder.load(state.index)
-                self.decoder.decode(self.fragments[0], 0)
+                self.decoder.decode(self.fragments[0], state.index, 0)
         return state, done

@@ -21,7 +21,7 @@ from cutlass import Int32, Uint16, Uint32, cute
 
 from cute_kernels.device.memory import load_shared
 from cute_kernels.device.ptx import asm
-from cute_kernels.gemm.hopper.config import WARPGROUP_M
+from cute_kernels.gemm.hopper.config import PIECE_K, WARPGROUP_M
 from cute_kernels.gemm.hopper.loader import SCALE_TILE_K
 from cute_kernels.gemm.hopper.warp_schedule import WARPGROUP_SIZE
 from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
@@ -58,6 +58,13 @@ _SCALE = """{{
     mov.b32 s, {{{which}, {which}}};
     mul.rn.{dtype}x2 $0, $1, s;
 }}"""
+#: Codes t and t + 4 of a prepacked word, t = 0 .. 3, as two fp16: see ``prepack.PREPACKED_BITS``.
+_PREPACKED_PAIRS = (
+    "and.b32 $0, $1, 0x8E008E00;",
+    "{ .reg .b32 x; and.b32 x, $1, 0x40384038; mul.lo.u32 x, x, 66; and.b32 $0, x, 0x8E008E00; }",
+    "{ .reg .b32 x; and.b32 x, $1, 0x20072007; mul.lo.u32 x, x, 516; and.b32 $0, x, 0x8E008E00; }",
+    "{ .reg .b32 x; mul.lo.u32 x, $1, 8; and.b32 $0, x, 0x8E008E00; }",
+)
 #: Codes t and t + 4 of a word, t = 0 .. 3, as two bf16: the bits s, and the bits eem.
 _BF16_PAIRS = [
     """{{
@@ -147,8 +154,11 @@ class FragmentDecoder:
         self.stage_bytes = config.m_stage_bytes
         self.step = config.consumers * WARPGROUP_M
         self.repeats = config.tile.m // self.step
+        self.is_prepacked = config.prepacked
         self.group_blocks = config.k_blocks // config.k_groups
-        self.row_bytes = config.stage_k * config.kind.bits // 8
+        self.groups_of_piece = config.k_groups // config.pieces
+        self.row_bytes = PIECE_K * config.kind.bits // 8
+        self.piece_bytes = config.tile.m * self.row_bytes
         # Rows follow each other without a swizzle: eight lanes read 128 neighbouring bytes.
         self.codes_address = (
             codes.iterator.toint() + row * self.row_bytes + quad_lane * _LANE_BYTES
@@ -169,10 +179,11 @@ class FragmentDecoder:
         #: High bytes of the word in use, of its even and its odd codes.
         self.high = cute.make_rmem_tensor((2, 2, self.repeats), Uint32)
 
-    def load(self, stage: Int32) -> None:
-        """Read the thread's codes and block scales of a stage."""
-        codes = self.codes_address + stage * self.stage_bytes[0]
+    def load(self, stage: Int32, piece: int) -> None:
+        """Read the thread's codes and block scales of a piece of a stage."""
+        codes = self.codes_address + stage * self.stage_bytes[0] + piece * self.piece_bytes
         scales = self.scale_address + stage * self.stage_bytes[1]
+        scales += piece * (PIECE_K // SCALE_TILE_K * SF_TILE_BYTES)
         for repeat in range(self.repeats):
             for row in range(2):
                 at = codes + (repeat * self.step + row * _NEXT_ROW) * self.row_bytes
@@ -183,8 +194,11 @@ class FragmentDecoder:
                 as_float = scales_as_bf16 if self.is_bf16 else scales_as_fp16
                 self.scales[row, repeat] = as_float(pair)
 
-    def decode(self, fragment: cute.Tensor, group: int) -> None:
-        """Write the fragment of a group of instructions, ((2, 2, 2), repeats, blocks) fp16."""
+    def decode(self, fragment: cute.Tensor, stage: Int32, group: int) -> None:
+        """Write the fragment of a stage's group of instructions, ((2, 2, 2), repeats, blocks)."""
+        piece, group = divmod(group, self.groups_of_piece)
+        if group == 0:
+            self.load(stage, piece)
         bits = cute.recast_tensor(fragment, Uint32)
         shape = (4, self.repeats, self.group_blocks)
         target = cute.make_tensor(bits.iterator, cute.make_layout(shape))
@@ -203,6 +217,8 @@ class FragmentDecoder:
     def _pair(self, word: int, half: int, is_odd: int, row: int, repeat: int) -> Uint32:
         """Codes t = 2 half + is_odd and t + 4 of a word as two floats."""
         codes = self.words[word, row, repeat]
+        if self.is_prepacked:
+            return asm(_PREPACKED_PAIRS[2 * half + is_odd], [Uint32], [codes])
         if self.is_bf16:
             return asm(_BF16_PAIRS[2 * half + is_odd], [Uint32], [codes])
         if half == 0:

@@ -19,7 +19,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 from cute_kernels.device.groups import Grouping, group_start
 from cute_kernels.device.memory import load_global_if, store_global
 from cute_kernels.device.ptx import asm
-from cute_kernels.gemm.hopper.config import DECODED_STAGE_K
+from cute_kernels.gemm.hopper.config import PIECE_K
 from cute_kernels.gemm.hopper.decode import high_bytes, scales_as_fp16, times_scale
 from cute_kernels.shapes import (
     PITCH_ALIGNMENT,
@@ -38,7 +38,7 @@ _WARP = 32
 _ROWS = 8
 #: Of codes.
 _BLOCK_BYTES = 8
-_CHUNK_BYTES = DECODED_STAGE_K // 2
+_CHUNK_BYTES = PIECE_K // 2
 _CHUNK_BLOCKS = _CHUNK_BYTES // _BLOCK_BYTES
 _CHUNK_TILES = _CHUNK_BLOCKS // SF_TILE_COLS
 #: Chunks that a warp takes at once, one a quad.
@@ -58,7 +58,7 @@ class ExpandKernel:
     def fake_args(config: ExpandConfig) -> tuple[Any, ...]:
         """Stand-ins for the arguments of ``__call__``."""
         rows, width, pitch = (cute.sym_int(divisibility=d) for d in (1, 8, PITCH_ALIGNMENT))
-        wide = cute.sym_int(divisibility=DECODED_STAGE_K)
+        wide = cute.sym_int(divisibility=PIECE_K)
         tiles = (cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
         offs = None
         if config.is_ragged:
@@ -151,11 +151,11 @@ class ExpandKernel:
         words = self.load_codes(codes, row, chunk)
         pairs = self.load_scales(scales, slot, chunk)
         target = out.iterator.toint() + Int64(row) * (out.shape[1] * 2)
-        target += (chunk * DECODED_STAGE_K + lane % 4 * 8) * 2
+        target += (chunk * PIECE_K + lane % 4 * 8) * 2
         # This lane's code of each byte as its high nibble, and its two of four high bytes.
         shift = ((1 - odd) * 4).to(Uint32)
         selector = (0x2404 + half * (0x3414 - 0x2404)).to(Uint32)
-        if chunk * DECODED_STAGE_K < out.shape[1]:
+        if chunk * PIECE_K < out.shape[1]:
             for part in cutlass.range_constexpr(4):
                 values = []
                 for j in cutlass.range_constexpr(4):

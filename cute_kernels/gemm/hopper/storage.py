@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from cute_kernels.gemm.hopper.config import BLOCK, BLOCK_PITCH, WARPGROUP_M
+from cute_kernels.gemm.hopper.config import BLOCK, BLOCK_PITCH, PIECE_K, WARPGROUP_M
 from cute_kernels.gemm.operands import DSL_TYPES
 from cute_kernels.gemm.scheduler import TILE_WORDS
 from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
@@ -56,10 +56,14 @@ class HopperLayouts:
         )
         self.scales = None
         if decoded:
-            width = config.stage_k * config.kind.bits // 8
-            self.m_type, self.m_tiler = Uint8, (tile.m, width)
-            # Lanes read whole rows of few bytes, without conflicts as they are.
-            self.m = cute.make_layout((tile.m, width, stages), stride=(width, 1, tile.m * width))
+            width = PIECE_K * config.kind.bits // 8
+            self.m_type, self.m_tiler = Uint8, (tile.m, width * config.pieces)
+            # Lanes read whole rows of a piece, without conflicts as they are.
+            piece = tile.m * width
+            self.m = cute.make_layout(
+                (tile.m, (width, config.pieces), stages),
+                stride=(width, (1, piece), piece * config.pieces),
+            )
             tiles = tile.m // SF_TILE_ROWS
             words = SF_TILE_BYTES // 4
             k_tiles = config.stage_k // (SF_TILE_COLS * config.kind.sf_vec_size)
