@@ -43,6 +43,7 @@ def grouped_linear(
     offs: Tensor,
     recipe: Recipe,
     weight_parts: Parts | None = None,
+    prepacked: bool = False,
 ) -> Tensor:
     """Rows of each group times its weight, differentiable in x, weight and bias.
 
@@ -53,6 +54,7 @@ def grouped_linear(
         offs: (G,) int32 end rows.
         recipe: the format of each operand, forward and backward.
         weight_parts: the quantized weight, if there is one already.
+        prepacked: it is prepacked.
 
     Returns:
         (T, N) of the dtype of ``x``; rows of the tail are zeros.
@@ -67,7 +69,7 @@ def grouped_linear(
     if weight_parts is None:
         weight_parts = quantize_weight(weight, recipe.weight, x.requires_grad)
     return _QuantizedLinear.apply(  # type: ignore[no-any-return,no-untyped-call]
-        x, weight, bias, offs, recipe.input, recipe.grad_output, *weight_parts
+        x, weight, bias, offs, recipe.input, recipe.grad_output, prepacked, *weight_parts
     )
 
 
@@ -116,18 +118,20 @@ class _QuantizedLinear(torch.autograd.Function):
         offs: Tensor,
         input_format: Format,
         grad_format: Format,
+        prepacked: bool,
         *parts: Tensor,
     ) -> Tensor:
         need_dx, need_dweight = ctx.needs_input_grad[:2]
         x_parts = _quantize(x, offs, input_format, True, need_dweight)
         kept = x_parts[3:] if need_dweight else (None,) * 3
         ctx.save_for_backward(offs, *kept, *(parts[3:] if need_dx else (None,) * 3))
-        ctx.grad_format = grad_format
+        ctx.grad_format, ctx.prepacked = grad_format, prepacked
         ctx.dtypes = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         assert isinstance(input_format, NVFP4)
         y: Tensor = ops.m_grouped_gemm_nvfp4(
-            *x_parts[:3], *parts[:3], offs, bias, None, input_format.row_scaled, x.dtype
+            *(*x_parts[:3], *parts[:3]),
+            *(offs, bias, None, input_format.row_scaled, x.dtype, prepacked),
         )
         return y
 
@@ -143,8 +147,9 @@ class _QuantizedLinear(torch.autograd.Function):
         if need_dx:
             row_scaled = ctx.grad_format.row_scaled
             dx = ops.m_grouped_gemm_nvfp4(
-                *parts[:3], *weight_parts, offs, None, None, row_scaled, ctx.dtypes[0]
+                *(*parts[:3], *weight_parts),
+                *(offs, None, None, row_scaled, ctx.dtypes[0], ctx.prepacked),
             )
         if need_dweight:
             dweight = ops.k_grouped_gemm_nvfp4(*parts[3:], *x_parts, offs, None, ctx.dtypes[1])
-        return dx, dweight, _bias_gradient(ctx, dy, offs), *(None,) * 9
+        return dx, dweight, _bias_gradient(ctx, dy, offs), *(None,) * 10

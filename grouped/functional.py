@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -108,6 +109,8 @@ def quantize(
         raise ValueError("offs is missing: x (T, K) is cut into groups by offs; uniform x is 3D")
     if dbias and offs is None:
         raise ValueError("dbias needs offs: it sums over the rows of ragged groups")
+    if fmt.prepacked and offs is not None:
+        raise ValueError("prepacked weights are uniform: x (G, N, K) without offs")
     ends = None if offs is None else as_offs(offs, x.shape[0], x.device)
     if ends is offs and ends is not None and out is None:
         # The result owns its boundaries: ``out=`` writes them, and the caller may reuse its buffer.
@@ -115,7 +118,9 @@ def quantize(
     arguments = (x, ends, amax, fmt.row_scaled, fmt.is_2d, rowwise, columnwise)
     if out is None:
         parts = ops.grouped_quantize_nvfp4(*arguments)
-        out = assemble(x.shape, x.dtype, fmt, ends, parts, rowwise, columnwise)
+        canonical = dataclasses.replace(fmt, prepacked=False)
+        out = assemble(x.shape, x.dtype, canonical, ends, parts, rowwise, columnwise)
+        out = out.prepack() if fmt.prepacked else out
     else:
         _quantize_into(out, fmt, rowwise, columnwise, arguments)
     if not dbias:
@@ -188,7 +193,7 @@ def grouped_gemm(
         The product, accumulated and scaled in fp32 and cast once. In a fresh result the rows of the
         tail (T, N) and the empty groups (G, N, K) are zeros. Differentiable in plain operands, and
         in the bias beside a plain ``a``; the gradient of ``a`` beside quantized weights reads their
-        other copy.
+        other copy, and theirs is that of the values that they stand for.
 
     Raises:
         TypeError: ``a`` is quantized and ``b`` is not, or a dtype is not taken.
@@ -251,22 +256,28 @@ _LIBRARY.define(f"gemm_out({_OPERANDS}, bool accumulate, Tensor(o!) out) -> ()")
 
 def _save_w4a16(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, offs, bias, alpha, transpose_b, _ = inputs
-    ctx.save_for_backward(b, offs, alpha)
-    ctx.transpose_b, ctx.dtype = transpose_b, a.dtype
+    ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b, offs, alpha)
+    ctx.transpose_b, ctx.dtypes = transpose_b, (a.dtype, b.dtype)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _w4a16_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    b, offs, alpha = ctx.saved_tensors
-    if ctx.needs_input_grad[1] or ctx.needs_input_grad[4]:
-        raise RuntimeError("quantized weights and alpha have no derivative here; detach them")
-    da = dbias = None
+    a, b, offs, alpha = ctx.saved_tensors
+    if ctx.needs_input_grad[4]:
+        raise RuntimeError("alpha has no derivative; detach it")
+    dtype, weight_dtype = ctx.dtypes
+    low = dy.to(dtype)
+    da = db = dbias = None
     if ctx.needs_input_grad[0]:
-        operands = (dy.to(ctx.dtype), b, offs, None, alpha, not ctx.transpose_b, ctx.dtype)
+        operands = (low, b, offs, None, alpha, not ctx.transpose_b, dtype)
         da = torch.ops.grouped.gemm_w4a16(*operands)
+    if ctx.needs_input_grad[1]:
+        # That of the values that b stands for, as dequantize() passes it on.
+        pair = (a, low) if ctx.transpose_b else (low, a)
+        db = _ops.k_grouped_gemm(*pair, offs, alpha, weight_dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
         dbias = _ops.grouped_dbias(dy, offs).to(ctx.bias_dtype)
-    return da, None, None, dbias, None, None, None
+    return da, db, None, dbias, None, None, None
 
 
 torch.library.register_autograd(
@@ -329,7 +340,7 @@ def _quantized_operands(
     if b.offs is None:
         held = _weights(a, b, transpose_b)
         first = _operand(a, "a", "rowwise")
-        options = (bias, alpha, a.format.row_scaled, dtype)
+        options = (bias, alpha, a.format.row_scaled, dtype, b.format.prepacked)
         return "m_grouped_gemm_nvfp4", (*first, *held, a.offs, *options)
     _no_ragged_options(bias, transpose_b)
     if a.num_groups != b.num_groups or a.shape[0] != b.shape[0]:
@@ -357,7 +368,7 @@ def _w4a16_operands(
     """The operands of the op that multiplies plain activations by quantized weights."""
     if b.offs is not None:
         raise ValueError(f"b must be uniform beside a plain a, got {b!r}")
-    return a, *_weights(a, b, transpose_b), offs, bias, alpha, dtype
+    return a, *_weights(a, b.unpack(), transpose_b), offs, bias, alpha, dtype
 
 
 def _weights(a: Tensor, b: GroupedTensor, transpose_b: bool) -> QuantizedCopy:

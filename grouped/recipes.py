@@ -44,6 +44,9 @@ class Recipe:
             raise ValueError(f"a recipe quantizes all roles or none; no format for {missing}")
         if isinstance(self.weight, _NVFP4) and self.weight.row_scaled:
             raise ValueError("weight must have one second-level scale a group, got row_scaled=True")
+        for name, fmt in roles.items():
+            if isinstance(fmt, _NVFP4) and fmt.prepacked:
+                raise ValueError(f"{name} cannot be prepacked: that is for weights once quantized")
 
     @property
     def is_quantized(self) -> bool:

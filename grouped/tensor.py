@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from cute_kernels import ops
+from cute_kernels import ops, prepack, unpack
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from grouped.members import GroupedMember, GroupSpan, QuantizedCopy, group_spans, member
 
@@ -125,6 +125,35 @@ class GroupedTensor(Tensor):
         out: Tensor = torch.ops.grouped.dequantize(self, dtype, direction)
         return out
 
+    def prepack(self) -> GroupedTensor:
+        """The same weights with their codes in the order that sm_90a multiplies fastest.
+
+        Values, shapes and sizes stay, and so do the bits of every product. Once, when weights are
+        loaded: other architectures do not multiply them, and other ops undo it first.
+
+        Raises:
+            ValueError: this tensor is ragged or row-scaled, and so no weight.
+        """
+        if self._offs is not None:
+            raise ValueError(f"only uniform weights can be prepacked, got {self!r}")
+        return self._reordered(True)
+
+    def unpack(self) -> GroupedTensor:
+        """This tensor with codes in the order of the layout contract: undoes ``prepack``."""
+        return self._reordered(False)
+
+    def _reordered(self, prepacked: bool) -> GroupedTensor:
+        assert isinstance(self.format, NVFP4)
+        fmt = dataclasses.replace(self.format, prepacked=prepacked)
+        if fmt == self.format:
+            return self
+        change = prepack if prepacked else unpack
+        copies = [
+            held and held._replace(codes=change(held.codes))
+            for held in (self.rowwise, self.columnwise)
+        ]
+        return GroupedTensor(self.shape, self.dtype, fmt, self._offs, *copies)
+
     def member(self, group: int) -> GroupedMember:
         """Codes and linear scales of one group, for people and tests.
 
@@ -145,8 +174,9 @@ class GroupedTensor(Tensor):
         return tuple(map(self._member, group_spans(self._offs, self.shape)))
 
     def _member(self, span: GroupSpan) -> GroupedMember:
-        assert isinstance(self.format, NVFP4)
-        return member(span, self.format, self.shape[-1], self.rowwise, self.columnwise)
+        x = self.unpack()
+        assert isinstance(x.format, NVFP4)
+        return member(span, x.format, x.shape[-1], x.rowwise, x.columnwise)
 
     def __matmul__(self, other: Any) -> Tensor:
         raise TypeError(
@@ -220,6 +250,10 @@ class GroupedTensor(Tensor):
             self._codes_t is not None,
             **outs,
         )
+        if self.format.prepacked:
+            for codes in (self._codes, self._codes_t):
+                if codes is not None:
+                    codes.copy_(prepack(codes))
         if offs is not None and self._offs is not None and offs is not self._offs:
             self._offs.copy_(offs)
 
@@ -364,6 +398,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {}
 def _dequantize(
     func: Any, x: GroupedTensor, dtype: torch.dtype | None, direction: str | None
 ) -> Tensor:
+    x = x.unpack()
     if direction is None:
         direction = "rowwise" if x.rowwise is not None else "columnwise"
     held = x.rowwise if direction == "rowwise" else x.columnwise

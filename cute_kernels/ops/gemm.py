@@ -16,6 +16,7 @@ from torch import Tensor
 from cute_kernels import reference
 from cute_kernels.capability import UnsupportedError, require
 from cute_kernels.formats import NVFP4, Format
+from cute_kernels.gemm.hopper.prepack import unpack
 from cute_kernels.ops import gemm_kernels
 from cute_kernels.ops.checks import (
     INPUT_DTYPES,
@@ -312,6 +313,8 @@ class MGroupedGemmNVFP4(_GroupedGemm):
         alpha: (G,) fp32 factors.
         row_scaled: ``a_amax`` is per row.
         out_dtype: bf16, fp16 or fp32; bf16 by default.
+        prepacked: ``b_codes`` has the order of bits of ``cute_kernels.prepack``, which kernels for
+            sm_90a and the reference take.
 
     Returns:
         (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
@@ -328,6 +331,7 @@ class MGroupedGemmNVFP4(_GroupedGemm):
     alpha: Tensor | None = None
     row_scaled: bool = False
     out_dtype: torch.dtype | None = None
+    prepacked: bool = False
 
     transpose_b: ClassVar[bool] = False
     name: ClassVar[str] = "m_grouped_gemm_nvfp4"
@@ -382,7 +386,7 @@ class MGroupedGemmNVFP4(_GroupedGemm):
             self.a_codes,
             self.a_scales,
             self.a_amax,
-            self.b_codes,
+            unpack(self.b_codes) if self.prepacked else self.b_codes,
             self.b_scales,
             self.b_amax,
             Groups.ragged(self.offs, self.a_codes.shape[0]),

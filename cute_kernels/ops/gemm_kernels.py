@@ -87,12 +87,16 @@ def _operand(op: AnyGemm) -> str:
     return name
 
 
-def _activations(op: AnyMGrouped) -> dict[str, Any]:
-    """What a configuration is told of A if only B is quantized."""
+def _hopper_fields(op: AnyMGrouped, arch: str) -> dict[str, Any]:
+    """Fields of a configuration that only sm_90a has: of products with NVFP4 weights."""
     a, b = op.operands()
-    if (a[1] is None) == (b[1] is None):
+    if (a[1] is None) != (b[1] is None):
+        return {"activations": dtype_name(a[0].dtype)}
+    if not getattr(op, "prepacked", False):
         return {}
-    return {"activations": dtype_name(a[0].dtype)}
+    if arch != "sm_90a":
+        raise UnsupportedError(f"prepacked weights are for sm_90a, not {arch}: unpack() them")
+    return {"prepacked": True}
 
 
 def m_grouped(op: AnyMGrouped, launch: Launcher) -> Runner:
@@ -111,7 +115,7 @@ def m_grouped(op: AnyMGrouped, launch: Launcher) -> Runner:
         bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
         has_alpha=op.alpha is not None,
         transpose_b=op.transpose_b,
-        **_activations(op),
+        **_hopper_fields(op, launch.arch),
     )
     problem = GemmProblem(
         base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth

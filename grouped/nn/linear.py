@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cute_kernels.formats import NVFP4
 from grouped.autograd import Parts, grouped_linear, quantize_weight
+from grouped.functional import grouped_gemm
 from grouped.offsets import Offsets, as_offs
 from grouped.recipes import BF16, Recipe
 from grouped.tensor import GroupedTensor
@@ -39,7 +40,7 @@ class GroupedLinear(nn.Module):
         a capacity buffer, are never read; they are zeros in the output and in the input's gradient.
 
     A ``weight`` that is a GroupedTensor (``grouped.quantize``) is used as it is, without a
-    high-precision copy.
+    high-precision copy; under BF16 beside bf16 or fp16 activations (W4A16).
 
     Raises:
         ValueError: sizes that are not positive, or that the recipe's blocks do not divide.
@@ -147,20 +148,25 @@ class GroupedLinear(nn.Module):
         weight = self._stacked("weight")
         bias = self._stacked("bias") if self.has_bias else None
         needs_dx = rows.requires_grad and torch.is_grad_enabled()
-        parts = self._weight_parts(weight, is_first_microbatch, needs_dx)
-        y = grouped_linear(rows, weight, bias, ends, self.recipe, parts)
+        if isinstance(weight, GroupedTensor) and not self.recipe.is_quantized:
+            self._check_grouped(weight, needs_dx)
+            y = grouped_gemm(rows, weight, offs=ends, bias=bias, out_dtype=rows.dtype)
+        else:
+            parts = self._weight_parts(weight, is_first_microbatch, needs_dx)
+            prepacked = getattr(getattr(weight, "format", None), "prepacked", False)
+            y = grouped_linear(rows, weight, bias, ends, self.recipe, parts, prepacked)
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def _weight_parts(
         self, weight: Tensor, is_first_microbatch: bool | None, needs_dx: bool
     ) -> Parts | None:
         if not self.recipe.is_quantized:
-            if isinstance(weight, GroupedTensor):
-                raise ValueError("a quantized weight needs a quantized recipe, got BF16")
             return None
         assert self.recipe.weight is not None
         if isinstance(weight, GroupedTensor):
-            return self._grouped_parts(weight, needs_dx)
+            self._check_grouped(weight, needs_dx)
+            assert weight.rowwise is not None
+            return (*weight.rowwise, *(weight.columnwise or (None,) * 3))
         if is_first_microbatch is None:
             return None
         if is_first_microbatch:
@@ -179,8 +185,8 @@ class GroupedLinear(nn.Module):
             )
         return self._cached_weight
 
-    def _grouped_parts(self, weight: GroupedTensor, needs_dx: bool) -> Parts:
-        """The plain tensors of a weight that is quantized already."""
+    def _check_grouped(self, weight: GroupedTensor, needs_dx: bool) -> None:
+        """Whether a weight that is quantized already serves this layer."""
         shape = (self.num_groups, self.out_features, self.in_features)
         if weight.offs is not None or tuple(weight.shape) != shape:
             raise ValueError(f"weight must be uniform of shape {shape}, got {weight!r}")
@@ -190,7 +196,6 @@ class GroupedLinear(nn.Module):
             raise RuntimeError(f"weight has no rowwise copy, which fprop reads: {weight!r}")
         if weight.columnwise is None and needs_dx:
             raise RuntimeError(f"weight has no columnwise copy, which dgrad reads: {weight!r}")
-        return (*weight.rowwise, *(weight.columnwise or (None,) * 3))
 
     def extra_repr(self) -> str:
         """Sizes and recipe."""

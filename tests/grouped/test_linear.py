@@ -438,10 +438,18 @@ def test_quantized_weights_that_do_not_fit_are_refused(make, error, match):
         layer(sample(40, K), [13, 13, 35])
 
 
-def test_a_quantized_weight_needs_a_quantized_recipe():
+def test_bf16_activations_beside_a_quantized_weight():
     layer = quantized_layer(RECIPES["bf16"])
-    with pytest.raises(ValueError, match="quantized recipe, got BF16"):
-        layer(sample(40, K), [13, 13, 35])
+    ends = [13, 13, 35]
+    x, dy = sample(40, K).requires_grad_(), sample(40, N)
+    y = layer(x, ends)
+    y.backward(dy)
+    options = {"offs": ends, "out_dtype": torch.bfloat16}
+    held, bias = layer.weight.detach(), layer.bias.detach()
+    assert_same_bytes(y, grouped.grouped_gemm(x.detach(), held, bias=bias, **options))
+    assert_same_bytes(x.grad, grouped.grouped_gemm(dy, held, transpose_b=True, **options))
+    want = grouped.grouped_gemm(dy, x.detach(), offs=ends, out_dtype=layer.weight.dtype)
+    assert_same_bytes(layer.weight.grad, want)
 
 
 # ---------------------------------------------------------------------------------------- errors

@@ -1,0 +1,157 @@
+"""Weights whose codes have the order of bits that sm_90a multiplies fastest."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import cute_kernels
+import grouped
+from grouped.nn import GroupedLinear
+from tests.grouped.cases import FORMATS, RECIPES, WEIGHT_FORMAT, bytes_of
+from tests.helpers import assert_same_bytes, sample
+
+K, N, ENDS = 96, 48, [7, 7, 33]
+
+
+def weights():
+    return grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, columnwise=True)
+
+
+def same_tensor(a, b):
+    assert a.format == b.format
+    for (name, got), want in zip(bytes_of(a).items(), bytes_of(b).values(), strict=True):
+        assert_same_bytes(got, want, name)
+
+
+def test_every_bit_is_where_it_is_said_to_be():
+    bits = [(15, 9), (14, 3), (13, 0), (12, 6)]  # of s and of eem, by t
+    for nibble in range(8):
+        for code in range(16):
+            word = torch.tensor([code << (4 * nibble), 0x89ABCDEF])
+            codes = word.int().view(torch.uint8)
+            packed = cute_kernels.prepack(codes).view(torch.int32)
+            sign, magnitude = bits[nibble % 4]
+            want = ((code >> 3) << sign | (code & 7) << magnitude) << (16 * (nibble // 4))
+            assert int(packed[0]) & 0xFFFFFFFF == want
+            assert_same_bytes(cute_kernels.unpack(packed.view(torch.uint8)), codes)
+
+
+def test_strides_are_kept():
+    codes = torch.randint(0, 256, (5, 48), dtype=torch.uint8)[:, :40]
+    packed = cute_kernels.prepack(codes)
+    assert packed.stride() == (48, 1)
+    assert not torch.equal(packed, codes)
+    assert_same_bytes(cute_kernels.unpack(packed).contiguous(), codes.contiguous())
+
+
+@pytest.mark.parametrize(
+    ("codes", "error", "match"),
+    [
+        (torch.zeros(2, 8), TypeError, "codes must be uint8, got torch.float32"),
+        (torch.zeros(2, 12, dtype=torch.uint8), ValueError, "whole blocks of 16.*(2, 12)"),
+        (torch.zeros(8, 2, dtype=torch.uint8).T, ValueError, "strides (1, 2)"),
+    ],
+)
+def test_bad_codes(codes, error, match):
+    with pytest.raises(error, match=match.replace("(", r"\(").replace(")", r"\)")):
+        cute_kernels.prepack(codes)
+
+
+def test_there_and_back():
+    w = weights()
+    packed = w.prepack()
+    assert packed.format.prepacked and packed.shape == w.shape and packed.dtype == w.dtype
+    assert not torch.equal(packed.rowwise.codes, w.rowwise.codes)
+    assert packed.prepack() is packed and w.unpack() is w
+    same_tensor(packed.unpack(), w)
+    direct = grouped.quantize(w.dequantize(), packed.format, columnwise=True)
+    same_tensor(direct, grouped.quantize(w.dequantize(), w.format, columnwise=True).prepack())
+
+
+def test_readers_see_the_same_values():
+    w = weights()
+    packed = w.prepack()
+    for direction in ("rowwise", "columnwise"):
+        got, want = (x.dequantize(torch.float32, direction) for x in (packed, w))
+        assert_same_bytes(got, want)
+    for got, want in zip(packed.unbind(), w.unbind(), strict=True):
+        assert_same_bytes(got.codes, want.codes)
+        assert_same_bytes(got.codes_t, want.codes_t)
+
+
+def test_in_place_ops_and_copies():
+    w = weights()
+    packed = w.prepack()
+    for x in (w, packed):
+        x.mul_(1.5)
+    same_tensor(packed.unpack(), w)
+    other = weights()
+    packed.copy_(other)
+    want = grouped.quantize(other.dequantize(), WEIGHT_FORMAT, columnwise=True)
+    same_tensor(packed.unpack(), want)
+
+
+def test_save_and_load():
+    packed = weights().prepack()
+    file = io.BytesIO()
+    torch.save(packed, file)
+    file.seek(0)
+    same_tensor(torch.load(file, weights_only=True), packed)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_products_have_the_same_bits(compiled):
+    w = weights()
+    x, dy = sample(36, K), sample(36, N)
+    a = grouped.quantize(x, FORMATS["row-scaled"], offs=ENDS)
+    grad = grouped.quantize(dy, FORMATS["1x16"], offs=ENDS)
+
+    def products(w):
+        return (
+            grouped.grouped_gemm(a, w),
+            grouped.grouped_gemm(grad, w, transpose_b=True),
+            grouped.grouped_gemm(x, w, offs=ENDS),
+            grouped.grouped_gemm(dy, w, offs=ENDS, transpose_b=True),
+        )
+
+    run = torch.compile(products, fullgraph=True, backend="aot_eager") if compiled else products
+    for got, want in zip(run(w.prepack()), products(w), strict=True):
+        assert_same_bytes(got, want)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_layer_takes_them(recipe):
+    w, x, dy = weights(), sample(36, K), sample(36, N)
+    results = []
+    for held in (w, w.prepack()):
+        layer = GroupedLinear(3, K, N, bias=False, recipe=recipe)
+        layer.weight = nn.Parameter(held)
+        rows = x.clone().requires_grad_()
+        layer(rows, ENDS).backward(dy)
+        results.append((layer(x, ENDS), rows.grad, layer.weight.grad))
+    for got, want in zip(results[1], results[0], strict=True):
+        assert_same_bytes(got, want)
+
+
+def test_only_weights_can_be_prepacked():
+    ragged = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=ENDS)
+    with pytest.raises(ValueError, match="only uniform weights"):
+        ragged.prepack()
+    with pytest.raises(ValueError, match="row_scaled cannot be combined with prepacked"):
+        grouped.quantize(sample(3, N, K), FORMATS["row-scaled"]).prepack()
+    fmt = grouped.NVFP4(prepacked=True)
+    with pytest.raises(ValueError, match="prepacked weights are uniform"):
+        grouped.quantize(sample(36, K), fmt, offs=ENDS)
+    with pytest.raises(ValueError, match="weight cannot be prepacked"):
+        grouped.recipes.Recipe(grouped.NVFP4(), fmt, grouped.NVFP4())
+
+
+def test_other_architectures_say_so():
+    a = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=ENDS)
+    with (
+        cute_kernels.backend("emulated:sm_100a"),
+        pytest.raises(cute_kernels.UnsupportedError, match=r"for sm_90a, not sm_100a: unpack\(\)"),
+    ):
+        grouped.grouped_gemm(a, weights().prepack())
