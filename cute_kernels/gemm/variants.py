@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from cute_kernels.capability import support
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.config import OPERANDS, GemmConfig
-from cute_kernels.gemm.hopper.config import ExpandConfig, HopperGemmConfig
+from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperGemmConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,6 +40,17 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
             yield from _k_grouped(cls, operand, dtype)
             if arch == "sm_90a" and kind.is_block_scaled:
                 yield from (ExpandConfig(is_ragged) for is_ragged in (False, True))
+                yield from _served()
+
+
+def _served() -> Iterator[KernelSpec]:
+    """Kernels for sm_90a beside weights that are quantized once: prepacked, and W4A16."""
+    base = HopperGemmConfig("nvfp4", tile=HopperGemmConfig.any_tile("m_grouped"), zero_tail=True)
+    yield ArrangeConfig("bfloat16")
+    for tile in filter(base.takes, HopperGemmConfig.tile_shapes):
+        yield dataclasses.replace(base, tile=tile, activations="bfloat16")
+        for row_scaled in (False, True):
+            yield dataclasses.replace(base, tile=tile, prepacked=True, row_scaled=row_scaled)
 
 
 def _m_grouped(
