@@ -15,6 +15,7 @@ Every function takes and returns plain ints, or ``torch.SymInt`` under ``torch.c
 from __future__ import annotations
 
 __all__ = [
+    "PIECE_K",
     "PITCH_ALIGNMENT",
     "SF_TILE_BYTES",
     "SF_TILE_COLS",
@@ -32,6 +33,8 @@ __all__ = [
 
 #: Rows of one slot tile; every group starts on a multiple of this in slot order.
 TILE_ROWS = 128
+#: Elements of K in the pieces in which kernels for sm_90a change the order of NVFP4 products.
+PIECE_K = 128
 #: Rows, scales a row, and bytes of one block-scale tile.
 SF_TILE_ROWS = 128
 SF_TILE_COLS = 4

@@ -24,6 +24,7 @@ __all__ = [
     "store_global",
     "store_shared",
     "store_shared_byte",
+    "transpose_four",
     "wait_each",
 ]
 
@@ -103,6 +104,27 @@ def exchange_halves(words: Sequence[Uint32]) -> tuple[list[Uint32], list[Uint32]
         first.append(select(odd, other, low))
         second.append(select(odd, high, other))
     return first, second
+
+
+def transpose_four(words: Sequence[Uint32], distance: int) -> list[Uint32]:
+    """Word j of lane q for word q of lane j, among four lanes ``distance`` (1 to 8) apart.
+
+    All lanes of the warp must take part.
+    """
+    lane = cute.arch.lane_idx()
+    words = list(words)
+    for step in (1, 2):
+        upper = lane // (distance * step) % 2 != 0
+        out = list(words)
+        for low in (i for i in range(4) if i // step % 2 == 0):
+            high = low + step
+            # Trade this lane's word of the other half for the other lane's of this half.
+            given = select(upper, words[low], words[high])
+            taken = Uint32(cute.arch.shuffle_sync_bfly(given, offset=distance * step))
+            out[low] = select(upper, taken, words[low])
+            out[high] = select(upper, words[high], taken)
+        words = out
+    return words
 
 
 def store_shared_byte(address: Int32, value: Uint32) -> None:

@@ -12,16 +12,11 @@ import torch
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.gemm.config import OPERANDS, GemmConfig, GemmProblem
 from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
-from cute_kernels.gemm.hopper.config import (
-    PIECE_K,
-    ArrangeConfig,
-    ExpandConfig,
-    HopperGemmConfig,
-)
+from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperGemmConfig
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import dense, dtype_name
-from cute_kernels.shapes import PITCH_ALIGNMENT, ceil_div
+from cute_kernels.shapes import PIECE_K, PITCH_ALIGNMENT, ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -66,6 +66,8 @@ class RowScaledConfig:
         num_stages: how many times what a team holds is in flight.
         rows_per_warp: rows that a team of one warp holds: 1, 2, 4 or 8.
         group_amax: the second level is per group and given, instead of per row and a result.
+        as_values: write code times block scale in fp16, as the GEMM of sm_90a takes it, instead of
+            codes and scales.
         arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
     """
 
@@ -75,6 +77,7 @@ class RowScaledConfig:
     num_stages: int = 3
     rows_per_warp: int = 1
     group_amax: bool = False
+    as_values: bool = False
     arch: str = "sm_100a"
 
     #: Warps that convert; one more loads.
@@ -97,16 +100,22 @@ class RowScaledConfig:
 
     @classmethod
     def choose(
-        cls, problem: QuantizeProblem, arch: str = "sm_100a", group_amax: bool = False
+        cls,
+        problem: QuantizeProblem,
+        arch: str = "sm_100a",
+        group_amax: bool = False,
+        as_values: bool = False,
     ) -> RowScaledConfig:
         """The configuration with the fewest lanes a row that holds the row."""
-        for warps, rows in cls.teams:
+        # The values of eight neighbouring blocks are put in order by eight lanes.
+        for warps, rows in cls.teams[1:] if as_values else cls.teams:
             config = cls(
                 problem.dtype,
                 problem.grouping,
                 warps,
                 rows_per_warp=rows,
                 group_amax=group_amax,
+                as_values=as_values,
                 arch=arch,
             )
             if problem.cols <= config.max_cols:
@@ -119,6 +128,10 @@ class RowScaledConfig:
             return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
         if self.rows_per_warp > 1 and self.warps_per_row > 1:
             return Support(False, "only a team of one warp holds several rows")
+        if self.as_values and (self.arch, self.grouping) != ("sm_90a", "ragged"):
+            return Support(False, "values are for ragged operands on sm_90a")
+        if self.as_values and self.rows_per_warp > 4:
+            return Support(False, "values of a row take at least eight lanes")
         supported = _supported_input(problem.dtype, problem.cols)
         if supported and problem.cols > self.max_cols:
             return Support(
@@ -132,10 +145,14 @@ class RowScaledConfig:
         The compiled function takes (x, offs, amax, codes, scales, num_sms): x (T, K) or (G, N, K)
         contiguous; offs (G,) int32, None when uniform; amax (T,) fp32, or (G,); codes (T, K/2) or
         (G, N, K/2) uint8 of padded pitch; scales (tiles, K/64, 512) or (G, tiles, K/64, 512) uint8.
+        With ``as_values`` codes are values (T, K up to a multiple of 128) fp16 in the order of
+        ``gemm.hopper.expand``, and scales None.
         """
         from cute_kernels.quantize.nvfp4_rows import RowScaledQuantizer
+        from cute_kernels.quantize.nvfp4_values import RowValuesQuantizer
 
-        return RowScaledQuantizer(self), RowScaledQuantizer.fake_args(self)
+        cls = RowValuesQuantizer if self.as_values else RowScaledQuantizer
+        return cls(self), cls.fake_args(self)
 
 
 @dataclasses.dataclass(frozen=True)

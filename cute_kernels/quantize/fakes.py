@@ -12,7 +12,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Uint8, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cute_kernels.formats import NVFP4
-from cute_kernels.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES
+from cute_kernels.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES
 
 __all__ = ["FakeBuffers", "dsl_dtype", "env_stream"]
 
@@ -80,6 +80,11 @@ class FakeBuffers:
             shape = (self.groups, self.rows_each, half)
             stride = (cute.sym_int64(divisibility=PITCH_ALIGNMENT), pitch, 1)
         return make_fake_tensor(Uint8, shape, stride, assumed_align=_ALIGN)
+
+    def values(self) -> Any:
+        """(T, K up to a multiple of 128) fp16."""
+        wide = cute.sym_int(divisibility=PIECE_K)
+        return _compact(Float16, self.rows, wide)
 
     def scales(self) -> Any:
         """(tiles, ceil(K/64), 512) uint8, with the group first when uniform."""

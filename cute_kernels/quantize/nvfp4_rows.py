@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, cute
 
 from cute_kernels.device.encode import encode_row_block
 from cute_kernels.device.groups import Grouping, next_item
@@ -105,7 +105,7 @@ class RowScaledQuantizer:
         offs: cute.Tensor | None,
         amax: cute.Tensor,
         codes: cute.Tensor,
-        scales: cute.Tensor,
+        scales: cute.Tensor | None,
         num_sms: Int32,
         stream: Any,
     ) -> None:
@@ -120,7 +120,7 @@ class RowScaledQuantizer:
         offs: cute.Tensor | None,
         amax: cute.Tensor,
         codes: cute.Tensor,
-        scales: cute.Tensor,
+        scales: cute.Tensor | None,
     ) -> None:
         config = self.config
         num_slots = config.num_teams * config.num_stages
@@ -230,7 +230,7 @@ class RowScaledQuantizer:
         offs: cute.Tensor | None,
         amax: cute.Tensor,
         codes: cute.Tensor,
-        scales: cute.Tensor,
+        scales: cute.Tensor | None,
         warp: Int32,
         shared: SharedMemory,
     ) -> None:
@@ -240,7 +240,6 @@ class RowScaledQuantizer:
         lane = cute.arch.thread_idx()[0] - team * self.team_threads
         part, lane_of_row = lane // self.lanes_per_row, lane % self.lanes_per_row
         num_blocks = x.shape[len(x.shape) - 1] // _BLOCK
-        tiles_along_k = (num_blocks + SF_TILE_COLS - 1) // SF_TILE_COLS
         staged = shared.scales.toint() + team * (_PACKET_ROWS * self.scale_pitch)
         self.clear_scale_padding(staged, num_blocks, lane)
         stage, phase, parity = Int32(0), Int32(0), Int32(0)
@@ -251,9 +250,7 @@ class RowScaledQuantizer:
             item, first, count, group = (
                 Int32(word) for word in load_shared(shared.packets.toint() + slot * 16, 4)
             )
-            tile, packet = item // _PACKETS, item % _PACKETS
-            sectors = scales.iterator.toint() + Int64(tile) * tiles_along_k * SF_TILE_BYTES
-            sectors += packet * _SECTOR
+            packet = item % _PACKETS
             if _packet_row(packet, 0) < count:
                 g = Float32(0.0)
                 if cutlass.const_expr(config.group_amax):
@@ -275,21 +272,12 @@ class RowScaledQuantizer:
                             parity ^= 1
                             if live and lane_of_row == 0:
                                 amax[first + row] = g
-                        if live:
-                            target = _row_address(codes, first + row)
-                            self.quantize_row(words, a, g, target, scales_at, lane, num_blocks)
+                        target = _row_address(codes, first + row)
+                        self.write_row(words, a, g, target, live, scales_at, lane, num_blocks)
                     if not live:
-                        for j in cutlass.range(
-                            lane_of_row, tiles_along_k, self.lanes_per_row, unroll=1
-                        ):
-                            store_shared(scales_at + j * SF_TILE_COLS, [Uint32(0)])
+                        self.clear_row_scales(scales_at, lane_of_row, num_blocks)
                 self.sync_team(team)
-                for j in cutlass.range(lane, tiles_along_k, self.team_threads, unroll=1):
-                    sector = []
-                    for r in cutlass.range_constexpr(_PACKET_ROWS):
-                        at = staged + (r * self.scale_pitch + j * SF_TILE_COLS)
-                        sector.extend(load_shared(at, 1))
-                    store_global(sectors + j * SF_TILE_BYTES, sector)
+                self.write_scales(scales, item, staged, lane, num_blocks)
                 # Otherwise the next row's amax keeps larger teams from overwriting what is read.
                 if cutlass.const_expr(config.group_amax):
                     self.sync_team(team)
@@ -298,8 +286,7 @@ class RowScaledQuantizer:
                 self.release(shared.empty + slot)
                 stage, phase = self.next_stage(stage, phase)
                 if count > 0:
-                    for j in cutlass.range(lane, tiles_along_k, self.team_threads, unroll=1):
-                        store_global(sectors + j * SF_TILE_BYTES, [Uint32(0)] * _PACKET_ROWS)
+                    self.write_scales(scales, item, None, lane, num_blocks)
 
     @cute.jit
     def release(self, empty: cute.Pointer) -> None:
@@ -322,6 +309,34 @@ class RowScaledQuantizer:
             for b in cutlass.range(num_blocks, end, unroll=1):
                 store_shared_byte(staged + lane * self.scale_pitch + b, Uint32(0))
         cute.arch.sync_warp()
+
+    @cute.jit
+    def clear_row_scales(self, scales_at: Int32, lane_of_row: Int32, num_blocks: Int32) -> None:
+        """Zero the scales of a row of a packet that does not exist."""
+        tiles_along_k = (num_blocks + SF_TILE_COLS - 1) // SF_TILE_COLS
+        for j in cutlass.range(lane_of_row, tiles_along_k, self.lanes_per_row, unroll=1):
+            store_shared(scales_at + j * SF_TILE_COLS, [Uint32(0)])
+
+    @cute.jit
+    def write_scales(
+        self,
+        scales: cute.Tensor,
+        item: Int32,
+        staged: Int32 | None,
+        lane: Int32,
+        num_blocks: Int32,
+    ) -> None:
+        """A packet's scale bytes to global memory, or zeros if it has no rows."""
+        tiles_along_k = (num_blocks + SF_TILE_COLS - 1) // SF_TILE_COLS
+        sectors = scales.iterator.toint() + item % _PACKETS * _SECTOR
+        sectors += Int64(item // _PACKETS) * tiles_along_k * SF_TILE_BYTES
+        for j in cutlass.range(lane, tiles_along_k, self.team_threads, unroll=1):
+            sector = [Uint32(0)] * _PACKET_ROWS
+            if cutlass.const_expr(staged is not None):
+                for r in cutlass.range_constexpr(_PACKET_ROWS):
+                    at = staged + (r * self.scale_pitch + j * SF_TILE_COLS)
+                    sector[r] = load_shared(at, 1)[0]
+            store_global(sectors + j * SF_TILE_BYTES, sector)
 
     @cute.jit
     def load_row(
@@ -385,6 +400,22 @@ class RowScaledQuantizer:
         return g
 
     @cute.jit
+    def write_row(
+        self,
+        words: cute.Tensor,
+        a: cute.Tensor,
+        g: Float32,
+        target: Int64,
+        live: Boolean,
+        scales_at: Int32,
+        lane: Int32,
+        num_blocks: Int32,
+    ) -> None:
+        """Write what becomes of a row, if it is ``live``; ``target`` is its place in the output."""
+        if live:
+            self.quantize_row(words, a, g, target, scales_at, lane, num_blocks)
+
+    @cute.jit
     def quantize_row(
         self,
         words: cute.Tensor,
@@ -433,4 +464,5 @@ def _packet_row(packet: Int32, r: Int32) -> Int32:
 @cute.jit
 def _row_address(codes: cute.Tensor, row: Int32) -> Int64:
     """Address of a row of codes; the rows of uniform groups follow each other at one pitch."""
-    return codes.iterator.toint() + Int64(row) * codes.stride[len(codes.stride) - 2]
+    pitch = Int64(codes.stride[len(codes.stride) - 2]) * (codes.element_type.width // 8)
+    return codes.iterator.toint() + Int64(row) * pitch

@@ -40,7 +40,7 @@ from cute_kernels.reference.nvfp4 import (
     linear_row_scales,
 )
 from cute_kernels.reference.tensor_core import tensor_core_gemm
-from cute_kernels.shapes import TILE_ROWS, ceil_div, scale_tiles
+from cute_kernels.shapes import PIECE_K, TILE_ROWS, ceil_div, scale_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,9 +59,8 @@ _BLOCK = NVFP4.sf_vec_size
 #: Scale tiles side by side in a columnwise copy for one slot tile.
 _SCALE_TILES = scale_tiles(TILE_ROWS, _BLOCK)
 
-#: Elements of K in the pieces whose order kernels for sm_90a change.
-_HOPPER_K = 128
-#: By the type that is multiplied, what the values of the side that they decode are multiplied by.
+#: By the type that is multiplied, what kernels for sm_90a multiply the values of the side by that
+#: they decode.
 _HOPPER_DECODED = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-7}
 
 
@@ -82,7 +81,7 @@ def _dot_blocks(a: Tensor, b: Tensor) -> Tensor:
 
 def _hopper_order(values: Tensor) -> Tensor:
     """Values (R, K) in the order in which kernels for sm_90a contract them, K padded."""
-    values = torch.nn.functional.pad(values, (0, -values.shape[1] % _HOPPER_K))
+    values = torch.nn.functional.pad(values, (0, -values.shape[1] % PIECE_K))
     # The factors of K: pieces, blocks as j and p, elements as w, e // 4, h and e % 2.
     split = values.unflatten(1, (-1, 4, 2, 2, 2, 2, 2))
     return split.permute(0, 1, 3, 4, 6, 2, 5, 7).flatten(1)

@@ -14,11 +14,11 @@ from cutlass import Int32, Int64, Uint32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cute_kernels.device.groups import Grouping
-from cute_kernels.device.memory import load_global_if, store_global
-from cute_kernels.device.ptx import asm, select
+from cute_kernels.device.memory import load_global_if, store_global, transpose_four
+from cute_kernels.device.ptx import asm
 from cute_kernels.gemm.config import N_ALIGN
-from cute_kernels.gemm.hopper.config import PIECE_K
 from cute_kernels.gemm.operands import DSL_TYPES
+from cute_kernels.shapes import PIECE_K
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.hopper.config import ArrangeConfig
@@ -102,22 +102,6 @@ class ArrangeKernel:
                 asm(f"prmt.b32 $0, $1, $2, {('0x5410', '0x7632')[q % 2]};", [Uint32], operands)
                 for q, operands in ((q, [words[q // 2], words[2 + q // 2]]) for q in range(_QUAD))
             ]
-            values = self.transpose(pairs, quad_lane)
+            values = transpose_four(pairs, 1)
             if first < out.shape[1]:
                 store_global(target + (first + part * 32 + quad_lane * 8) * 2, values)
-
-    def transpose(self, words: list[Uint32], quad_lane: Int32) -> list[Uint32]:
-        """Word j of lane q for lane j's word q, in every quad of lanes."""
-        for distance in (1, 2):
-            upper = quad_lane // distance % 2 != 0
-            out = list(words)
-            for low in range(_QUAD):
-                high = low + distance
-                if low // distance % 2 == 0:
-                    # Trade this lane's word of the other half for the other lane's of this half.
-                    given = select(upper, words[low], words[high])
-                    taken = Uint32(cute.arch.shuffle_sync_bfly(given, offset=distance))
-                    out[low] = select(upper, taken, words[low])
-                    out[high] = select(upper, words[high], taken)
-            words = out
-        return words

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.config import GemmConfig, Grouping, OperandKind, TileShape
+from cute_kernels.shapes import PIECE_K
 
 __all__ = [
     "HOPPER_TILE_SHAPES",
@@ -28,7 +29,6 @@ __all__ = [
 #: Elements along K of one stage: 128 bytes of fp16, one swizzle atom; or where operand M is decoded
 #: one or more pieces that the lanes of a quad read at once, see ``decode``.
 STAGE_K = 64
-PIECE_K = 128
 _LONG_STAGE_K = 2 * PIECE_K
 _LONG_STAGE_N = 16
 #: Values decoded to this type are this much smaller than what they stand for, see ``decode``.

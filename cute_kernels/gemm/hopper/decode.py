@@ -8,8 +8,8 @@ are the value times 2^-126, and the block scale is multiplied by 2^119 first. Th
 
 A thread has rows r and r + 8 of a fragment, and of each four elements for one instruction: those of
 lane j of a quad are elements 2 j, 2 j + 1, 2 j + 8 and 2 j + 9. It reads 32 neighbouring codes of a
-row at once, blocks 2 j and 2 j + 1 of the eight blocks of a stage of 128, and feeds them to
-eight instructions. So one instruction takes four elements each of four blocks. Operand N has its
+row at once, blocks 2 j and 2 j + 1 of the eight blocks of a piece of K, and feeds them to eight
+instructions. So one instruction takes four elements each of four blocks. Operand N has its
 elements in the same order, which ``reference.gemm`` states too: the bits of the sum depend on it.
 """
 
@@ -19,45 +19,29 @@ from typing import TYPE_CHECKING
 
 from cutlass import Int32, Uint16, Uint32, cute
 
+from cute_kernels.device.decode import (
+    high_bytes,
+    scales_as_fp16,
+    times_scale,
+    two_halves,
+)
 from cute_kernels.device.memory import load_shared
 from cute_kernels.device.ptx import asm
-from cute_kernels.gemm.hopper.config import PIECE_K, WARPGROUP_M
+from cute_kernels.gemm.hopper.config import WARPGROUP_M
 from cute_kernels.gemm.hopper.loader import SCALE_TILE_K
 from cute_kernels.gemm.hopper.warp_schedule import WARPGROUP_SIZE
-from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+from cute_kernels.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.hopper.config import HopperGemmConfig
 
-__all__ = ["FragmentDecoder", "high_bytes", "scales_as_fp16", "times_scale"]
+__all__ = ["FragmentDecoder"]
 
 #: Bytes of codes that a lane of a quad reads at once, and of their block scales.
 _LANE_BYTES = 16
 _LANE_SCALES = 2
 #: From a row of a fragment to the second one of the same thread.
 _NEXT_ROW = 8
-#: Codes in the low nibbles of four bytes, and in the high ones, to bytes ``s 000 eem 0``: the high
-#: bytes of fp16. Left shifts are multiplications, which use another unit than the logic.
-_EVEN_CODES = """{
-    .reg .b32 x, y;
-    mul.lo.u32 x, $1, 16;
-    mul.lo.u32 y, $1, 2;
-    and.b32 y, y, 0x0E0E0E0E;
-    lop3.b32 $0, x, 0x80808080, y, 0xEA;
-}"""
-_ODD_CODES = """{
-    .reg .b32 y;
-    shr.b32 y, $1, 3;
-    and.b32 y, y, 0x0E0E0E0E;
-    lop3.b32 $0, $1, 0x80808080, y, 0xEA;
-}"""
-_SCALE = """{{
-    .reg .b32 s;
-    .reg .b16 lo, hi;
-    mov.b32 {{lo, hi}}, $2;
-    mov.b32 s, {{{which}, {which}}};
-    mul.rn.{dtype}x2 $0, $1, s;
-}}"""
 #: Codes t and t + 4 of a prepacked word, t = 0 .. 3, as two fp16: see ``prepack.PREPACKED_BITS``.
 _PREPACKED_PAIRS = (
     "and.b32 $0, $1, 0x8E008E00;",
@@ -95,35 +79,6 @@ _BF16_SCALES = """{
     mul.rn.f32 y, y, 0f7B000000;
     cvt.rn.bf16x2.f32 $0, y, x;
 }"""
-
-
-def high_bytes(codes: Uint32, is_odd: bool) -> Uint32:
-    """The high byte of fp16, value times 2^-14, of one code in each of four bytes.
-
-    Args:
-        codes: bytes of two codes each.
-        is_odd: take the second code of each, which is the high nibble.
-    """
-    return asm(_ODD_CODES if is_odd else _EVEN_CODES, [Uint32], [codes])
-
-
-def two_halves(high: Uint32, first: int) -> Uint32:
-    """Bytes ``first`` and ``first + 2`` of ``high`` as the high bytes of two fp16."""
-    if first == 1:
-        return high & Uint32(0xFF00FF00)
-    return asm("prmt.b32 $0, $1, 0, 0x2404;", [Uint32], [high])
-
-
-def times_scale(halves: Uint32, scales: Uint32, which: int, dtype: str = "f16") -> Uint32:
-    """Two numbers times one of two block scales, all of PTX type ``dtype``."""
-    text = _SCALE.format(which=("lo", "hi")[which], dtype=dtype)
-    return asm(text, [Uint32], [halves, scales])
-
-
-def scales_as_fp16(pair: Uint32) -> Uint32:
-    """The two E4M3 scales in the low half of ``pair`` as two fp16."""
-    text = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.rn.f16x2.e4m3x2 $0, lo; }"
-    return asm(text, [Uint32], [pair])
 
 
 def _load_u16(address: Int32) -> Uint32:

@@ -16,12 +16,12 @@ import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
+from cute_kernels.device.decode import high_bytes, scales_as_fp16, times_scale
 from cute_kernels.device.groups import Grouping, group_start
 from cute_kernels.device.memory import load_global_if, store_global
 from cute_kernels.device.ptx import asm
-from cute_kernels.gemm.hopper.config import PIECE_K
-from cute_kernels.gemm.hopper.decode import high_bytes, scales_as_fp16, times_scale
 from cute_kernels.shapes import (
+    PIECE_K,
     PITCH_ALIGNMENT,
     SF_TILE_BYTES,
     SF_TILE_COLS,

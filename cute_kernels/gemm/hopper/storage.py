@@ -8,10 +8,10 @@ from cutlass import Float32, Int32, Int64, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from cute_kernels.gemm.hopper.config import BLOCK, BLOCK_PITCH, PIECE_K, WARPGROUP_M
+from cute_kernels.gemm.hopper.config import BLOCK, BLOCK_PITCH, WARPGROUP_M
 from cute_kernels.gemm.operands import DSL_TYPES
 from cute_kernels.gemm.scheduler import TILE_WORDS
-from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+from cute_kernels.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
 
 if TYPE_CHECKING:
     import cutlass
