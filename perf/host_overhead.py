@@ -29,6 +29,7 @@ class _Stub:
     """A launcher whose kernels do nothing."""
 
     num_sms = 132
+    arch = "sm_90a"
 
     def kernel(self, spec: object) -> Callable[..., None]:
         return lambda *arguments: None
@@ -81,7 +82,7 @@ def main() -> None:
     args = parser.parse_args()
     backend = "cuda"
     if args.device == "cpu":
-        backend = "emulated:sm_100a"
+        backend = "emulated:sm_90a"
         registry.launcher = lambda backend, device: _Stub()  # type: ignore
     with cute_kernels.backend(backend):
         for name, call in cases(args.device).items():
