@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Op", "OutputSpec", "forget_plans", "register"]
 
+#: How Inductor's code allocates on the current device: 0.8 us on the host of an H200, where
+#: ``torch.empty_strided`` takes 1.4 and ``torch.empty`` 2.3.
+_empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+
 _LIBRARY = torch.library.Library("cute_kernels", "DEF")
 _SCHEMA_TYPES = {
     "Tensor": "Tensor",
@@ -89,6 +93,7 @@ class Allocation(NamedTuple):
         strides: its strides.
         dtype: its dtype.
         device: its device.
+        cuda_index: the number of the device if it is a GPU.
         zeroed: it is of zeros.
     """
 
@@ -96,18 +101,24 @@ class Allocation(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    cuda_index: int | None
     zeroed: bool = False
 
     @classmethod
     def of(cls, spec: OutputSpec, device: torch.device, zeroed: bool = False) -> Allocation:
         """What ``spec.allocate`` makes."""
         strides = spec.allocate(torch.device("meta"), False).stride()
-        return cls(tuple(spec.shape), strides, spec.dtype, device, zeroed)
+        index = device.index if device.type == "cuda" else None
+        return cls(tuple(spec.shape), strides, spec.dtype, device, index, zeroed)
 
     def make(self) -> Tensor:
         """The tensor."""
-        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-        return out.zero_() if self.zeroed else out
+        shape, strides, dtype, device, cuda_index, zeroed = self
+        if cuda_index is not None and torch.cuda.current_device() == cuda_index:
+            out: Tensor = _empty_strided_cuda(shape, strides, dtype)
+        else:
+            out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return out.zero_() if zeroed else out
 
 
 class _Plan:
