@@ -1,6 +1,7 @@
 """Time the sm_90a grouped GEMMs and torch's on an H200, the results checked first.
 
     python -m perf.gemm_h200 --case dsv3-up --tokens 16 512 [--product wgrad] [--json FILE]
+    python -m perf.gemm_h200 --tokens 16 128 512 --kind nvfp4 bf16 fp8 --routing zipf half empty
 
 A time is the median of seven replays of a CUDA graph of many calls, 40 ms or more: the sustained
 rate of a power-limited GPU; "mhz" and "watts" are means over it. "op" is the whole op: the expand
@@ -14,9 +15,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
-import statistics
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,45 +28,17 @@ from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.runtime.backend import active_backend
 from cute_kernels.runtime.launch import launcher
 from perf.gemm_cases import CASES, PRODUCTS, Case
+from perf.measure import machine_facts, median_us, relative_error
 from perf.power import PowerMeter
+from perf.routing import ROUTINGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cute_kernels.gemm.config import TileShape
 
-_REPLAYS = 7
-_REPLAY_SECONDS = 0.04
-
-
-def median_us(run: Callable[[], object]) -> float:
-    """Sustained microseconds of one call."""
-    run()
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-
-    def graph_of(calls: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(calls):
-                run()
-        return graph
-
-    def time_of(graph: torch.cuda.CUDAGraph) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3
-
-    probe = graph_of(3)
-    probe.replay()
-    calls = max(3, int(_REPLAY_SECONDS * 1e6 / (time_of(probe) / 3)) + 1)
-    graph = graph_of(calls)
-    graph.replay()
-    return statistics.median(time_of(graph) for _ in range(_REPLAYS)) / calls
+#: Bytes of one element of the weights, block scales included.
+_ELEMENT_BYTES = {"nvfp4": 0.5625, "bf16": 2.0, "fp8": 1.0}
 
 
 class Bench:
@@ -91,11 +61,14 @@ class Bench:
         """Time something, print the result and keep it."""
         with self.meter:
             us = median_us(run)
-        weight_bytes = case.groups * case.n * case.k * (0.5625 if "nvfp4" in what else 2)
+        # Weights of experts without rows are not read.
+        groups = sum(map(bool, case.splits))
+        weight_bytes = groups * case.n * case.k * _ELEMENT_BYTES[what.split()[0]]
         result = {
             "case": case.name,
             "product": case.product,
             "tokens": case.tokens,
+            "routing": case.routing,
             "what": what,
             "us": round(us, 1),
             "tflops": round(case.flops / us * 1e-6, 1),
@@ -176,34 +149,21 @@ class Bench:
             assert error < 4e-3, f"{config}: relative error {error}"
             self.report(case, "bf16 gemm", run, tile=tile_name(config.tile), error=error)
 
+    def fp8(self, case: Case) -> None:
+        """torch._scaled_grouped_mm with a scale a row; of the m_grouped products alone."""
+        if case.is_wgrad:
+            return
+        run, expected = case.fp8()
+        group = case.splits.index(max(case.splits))
+        part = slice(case.ends[group] - case.splits[group], case.ends[group])
+        error = relative_error(run()[part], expected(part, group))
+        assert error < 1e-2, f"{case}: relative error {error}"
+        self.report(case, "fp8 torch._scaled_grouped_mm", run, error=error)
+
 
 def tile_name(tile: TileShape) -> str:
     """A tile in short: M and N of a CTA, and CTAs of a cluster if there is more than one."""
     return f"{tile.m}x{tile.n}" + (f"x{tile.num_ctas}" if tile.num_ctas > 1 else "")
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """Frobenius norm of the difference over that of ``want``; NaN fails every comparison."""
-    return float((got.float() - want).norm() / want.norm())
-
-
-def machine_facts() -> dict[str, Any]:
-    """What a result depends on beside the code."""
-    query = "clocks.sm,clocks.mem,clocks.max.sm,power.limit,driver_version"
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-    clocks = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    commit = (
-        os.environ.get("COMMIT")
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout
-    )
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        query: clocks.splitlines()[0],
-        "torch": torch.__version__,
-        "commit": commit.strip(),
-    }
 
 
 def main() -> None:
@@ -211,13 +171,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", nargs="+", default=["dsv3-up"], choices=CASES)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 128, 512])
-    parser.add_argument("--kind", nargs="+", default=["nvfp4", "bf16"], choices=["nvfp4", "bf16"])
+    parser.add_argument("--kind", nargs="+", default=["nvfp4", "bf16"], choices=_ELEMENT_BYTES)
+    parser.add_argument("--routing", nargs="+", default=["uniform"], choices=ROUTINGS)
     parser.add_argument("--product", nargs="+", default=["fprop"], choices=PRODUCTS)
     parser.add_argument("--tiles", nargs="+", default=[], help="more tiles to time: 128x256x2")
     parser.add_argument("--json", help="append results to this file")
     options = parser.parse_args()
     bench = Bench(options.tiles, options.json)
-    for choice in itertools.product(options.case, options.tokens, options.product):
+    choices = (options.case, options.tokens, options.product, options.routing)
+    for choice in itertools.product(*choices):
         for kind in options.kind:
             getattr(bench, kind)(Case(*choice))
             torch.cuda.empty_cache()
