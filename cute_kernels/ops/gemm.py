@@ -30,6 +30,7 @@ from cute_kernels.ops.registry import Op, OutputSpec, register
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime.backend import active_backend
 from cute_kernels.shapes import (
+    PITCH_ALIGNMENT,
     SF_TILE_BYTES,
     SF_TILE_ROWS,
     TILE_ROWS,
@@ -94,6 +95,7 @@ class _GroupedGemm(Op):
     """What the four GEMMs share."""
 
     accumulates: ClassVar[bool] = True
+    alignment: ClassVar[int] = PITCH_ALIGNMENT
     output_names: ClassVar[tuple[str, ...]] = ("out",)
     #: The format of both operands; None if plain.
     operand_format: ClassVar[Format | None] = None
@@ -107,7 +109,7 @@ class _GroupedGemm(Op):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class MGroupedGemm(_GroupedGemm):
     """Rows of each group of ``a`` times its matrix of ``b``; differentiable in a, b and bias.
 
@@ -212,7 +214,7 @@ class MGroupedGemm(_GroupedGemm):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class KGroupedGemm(_GroupedGemm):
     """Rows of each group of ``a``, transposed, times those of ``b``; differentiable in a and b.
 
@@ -296,7 +298,7 @@ class KGroupedGemm(_GroupedGemm):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class MGroupedGemmNVFP4(_GroupedGemm):
     """Rows of each group of a quantized A times its quantized matrix of B.
 
@@ -400,7 +402,7 @@ class MGroupedGemmNVFP4(_GroupedGemm):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class MGroupedGemmW4A16(_GroupedGemm):
     """Rows of each group of a plain A times its quantized matrix of B (NVFP4 weights, W4A16).
 
@@ -487,7 +489,7 @@ class MGroupedGemmW4A16(_GroupedGemm):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class KGroupedGemmNVFP4(_GroupedGemm):
     """Rows of each group of a quantized A, transposed, times those of a quantized B.
 

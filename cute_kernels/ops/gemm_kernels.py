@@ -16,6 +16,7 @@ from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperG
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import dense, dtype_name
+from cute_kernels.ops.registry import Allocation, OutputSpec
 from cute_kernels.shapes import PIECE_K, PITCH_ALIGNMENT, ceil_div
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from cute_kernels.runtime.launch import Launcher
 
     Parts: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
+    Kernel: TypeAlias = Callable[..., object]
+    #: Turns both operands, given with offs, into what the GEMM takes.
+    Prepare: TypeAlias = Callable[[Parts, Parts, Tensor], tuple[Parts, Parts]]
     AnyMGrouped: TypeAlias = MGroupedGemm | MGroupedGemmNVFP4 | MGroupedGemmW4A16
     AnyGemm: TypeAlias = AnyMGrouped | KGroupedGemm | KGroupedGemmNVFP4
 
@@ -115,7 +119,7 @@ def m_grouped(op: AnyMGrouped, launch: Launcher) -> Runner:
     problem = GemmProblem(
         base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth
     )
-    return _runner(_choose(base, problem, launch), launch)
+    return _runner(op, _choose(base, problem, launch), launch)
 
 
 def k_grouped(op: KGroupedGemm | KGroupedGemmNVFP4, launch: Launcher) -> Runner:
@@ -134,7 +138,7 @@ def k_grouped(op: KGroupedGemm | KGroupedGemmNVFP4, launch: Launcher) -> Runner:
         has_alpha=op.alpha is not None,
     )
     problem = GemmProblem(base.operand, "k_grouped", base.out_dtype, groups, op.rows, n, m=m)
-    return _runner(_choose(base, problem, launch), launch)
+    return _runner(op, _choose(base, problem, launch), launch)
 
 
 def _nothing(
@@ -157,15 +161,19 @@ def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmCon
         raise UnsupportedError(str(error)) from None
 
 
-def _runner(config: GemmConfig, launch: Launcher) -> Runner:
-    arrange = expand = None
+def _runner(op: AnyGemm, config: GemmConfig, launch: Launcher) -> Runner:
+    prepare: Prepare | None = None
     if config.activations is not None:
-        arrange = launch.kernel(ArrangeConfig(config.activations))
+        prepare = _arranger(op, config.activations, launch)
     elif config.expanded is not None:
-        expand = launch.kernel(ExpandConfig(is_ragged=config.expanded == "a"))
+        prepare = _expander(op, config.expanded, launch)
+    # Strides are the same in every call; addresses are not.
+    has_pitches = all(map(_has_pitches, _tensors(op.operands())))
+    vectors = (op.offs, getattr(op, "bias", None), op.alpha)
+    is_dense = all(v is None or v.is_contiguous() for v in vectors)
 
     @functools.cache
-    def kernel(accumulate: bool, zero_tail: bool) -> Callable[..., object]:
+    def kernel(accumulate: bool, zero_tail: bool) -> Kernel:
         return launch.kernel(
             dataclasses.replace(config, accumulate=accumulate, zero_tail=zero_tail)
         )
@@ -176,47 +184,80 @@ def _runner(config: GemmConfig, launch: Launcher) -> Runner:
         accumulate: bool = False,
         fresh: bool = False,
     ) -> None:
-        left, right = map(_addressable_parts, op.operands())
-        if arrange is not None:
-            left = _arranged(arrange, left, dense(op.offs), launch.num_sms)
-        elif expand is not None and config.expanded == "a":
-            left = _expanded(expand, left, dense(op.offs), launch.num_sms)
-        elif expand is not None:
-            right = _expanded(expand, right, None, launch.num_sms)
-        bias: Tensor | None = getattr(op, "bias", None)
-        kernel(accumulate, fresh)(
-            *left,
-            *right,
-            dense(op.offs),
-            dense(bias),
-            dense(op.alpha),
-            outputs[0],
-            launch.num_sms,
-        )
+        left, right = op.operands()
+        if not has_pitches or _any_misaligned(left) or _any_misaligned(right):
+            left, right = _addressable_parts(left), _addressable_parts(right)
+        offs, bias, alpha = op.offs, getattr(op, "bias", None), op.alpha
+        if not is_dense:
+            offs, bias, alpha = offs.contiguous(), dense(bias), dense(alpha)
+        if prepare is not None:
+            left, right = prepare(left, right, offs)
+        kernel(accumulate, fresh)(*left, *right, offs, bias, alpha, outputs[0], launch.num_sms)
 
     return run
 
 
-def _expanded(
-    expand: Callable[..., object], parts: Parts, offs: Tensor | None, num_sms: int
-) -> Parts:
-    """An operand with the fp16 values of its codes, in the order that Hopper kernels take."""
-    codes, scales, amax = parts
-    depth = ceil_div(codes.shape[1] * 2, PIECE_K) * PIECE_K
-    values = torch.empty(codes.shape[0], depth, dtype=torch.float16, device=codes.device)
-    expand(codes, scales, offs, values, num_sms)
-    return values, None, amax
+def _expander(op: AnyGemm, side: str, launch: Launcher) -> Prepare:
+    """What turns codes into fp16 values, in the order that Hopper kernels take, of one operand.
+
+    Args:
+        op: a call.
+        side: the operand, "a" or "b".
+        launch: the launcher.
+    """
+    kernel = launch.kernel(ExpandConfig(is_ragged=side == "a"))
+    rows, width = op.operands()["ab".index(side)][0].shape
+    values_of = _pieces(rows, width * 2, torch.float16, op.device)
+
+    def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+        values = values_of.make()
+        if side == "a":
+            codes, scales, amax = left
+            kernel(codes, scales, offs, values, launch.num_sms)
+            return (values, None, amax), right
+        codes, scales, amax = right
+        kernel(codes, scales, None, values, launch.num_sms)
+        return left, (values, None, amax)
+
+    return run
 
 
-def _arranged(
-    arrange: Callable[..., object], parts: Parts, offs: Tensor | None, num_sms: int
-) -> Parts:
-    """Activations in the order that Hopper kernels take beside NVFP4 weights."""
-    x = parts[0]
-    depth = ceil_div(x.shape[1], PIECE_K) * PIECE_K
-    values = x.new_empty(x.shape[0], depth)
-    arrange(x, offs, values, num_sms)
-    return values, None, None
+def _arranger(op: AnyGemm, dtype: str, launch: Launcher) -> Prepare:
+    """What puts activations into the order that Hopper kernels take beside NVFP4 weights."""
+    kernel = launch.kernel(ArrangeConfig(dtype))
+    x = op.operands()[0][0]
+    values_of = _pieces(*x.shape, x.dtype, op.device)
+
+    def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+        values = values_of.make()
+        kernel(left[0], offs, values, launch.num_sms)
+        return (values, None, None), right
+
+    return run
+
+
+def _pieces(rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> Allocation:
+    """A buffer of rows of whole pieces of K."""
+    return Allocation.of(OutputSpec((rows, ceil_div(depth, PIECE_K) * PIECE_K), dtype), device)
+
+
+def _tensors(operands: tuple[Parts, Parts]) -> list[Tensor]:
+    return [x for parts in operands for x in parts if x is not None]
+
+
+def _any_misaligned(parts: Parts) -> bool:
+    """Whether TMA cannot address an operand where it is."""
+    values, scales, amax = parts
+    address = values.data_ptr()
+    if scales is not None and amax is not None:
+        address |= scales.data_ptr() | amax.data_ptr()
+    return address % PITCH_ALIGNMENT != 0
+
+
+def _has_pitches(x: Tensor) -> bool:
+    """Whether TMA can address rows that are as far apart as those of ``x``."""
+    size = x.element_size()
+    return x.stride(-1) == 1 and all(s * size % PITCH_ALIGNMENT == 0 for s in x.stride()[:-1])
 
 
 def _addressable_parts(parts: Parts) -> Parts:
@@ -227,12 +268,8 @@ def _addressable_parts(parts: Parts) -> Parts:
 
 def _addressable(x: Tensor) -> Tensor:
     """``x``, copied if TMA cannot address its rows where they are."""
-    size = x.element_size()
-    if (
-        x.stride(-1) == 1
-        and x.data_ptr() % PITCH_ALIGNMENT == 0
-        and all(stride * size % PITCH_ALIGNMENT == 0 for stride in x.stride()[:-1])
-    ):
+    if _has_pitches(x) and x.data_ptr() % PITCH_ALIGNMENT == 0:
         return x
+    size = x.element_size()
     pitch = -(-x.shape[-1] * size // PITCH_ALIGNMENT) * PITCH_ALIGNMENT // size
     return x.new_empty(*x.shape[:-1], pitch)[..., : x.shape[-1]].copy_(x)

@@ -70,7 +70,7 @@ def _rows_first(x: Tensor) -> Tensor:
 
 
 @register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class ComputeOffsets(Op):
     """End offset of each group: the inclusive sum of ``splits`` times ``multiplier``.
 
@@ -115,7 +115,7 @@ class ComputeOffsets(Op):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class GroupedAmax(Op):
     """Largest magnitude of each group; NaN is passed over.
 
@@ -158,7 +158,7 @@ class GroupedAmax(Op):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class GroupedDbias(Op):
     """Column sums of each group in fp32, in a fixed order.
 
@@ -226,7 +226,7 @@ def _nvfp4_specs(
 
 
 @register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class GroupedQuantizeNVFP4(Op):
     """Quantize the groups of ``x`` to NVFP4; an output that is not asked for has shape (0,).
 
@@ -332,7 +332,7 @@ class GroupedQuantizeNVFP4(Op):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class GroupedDequantizeNVFP4(Op):
     """Decode one direction of an NVFP4 tensor.
 

@@ -115,11 +115,7 @@ def _row_scaled(config: RowScaledConfig, launch: Launcher) -> Runner:
 
     def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
         codes, scales, amax = outputs[:3]
-        assert codes is not None and amax is not None
-        padded = _padded(codes)
-        kernel(_readable(op.x), dense(op.offs), amax.view(-1), padded, scales, launch.num_sms)
-        if padded is not codes:
-            codes.copy_(padded)
+        kernel(_readable(op.x), dense(op.offs), _flat(amax), codes, scales, launch.num_sms)
 
     return run
 
@@ -133,15 +129,12 @@ def _rows_of_groups(config: RowScaledConfig, launch: Launcher, given: bool) -> R
 
     def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
         codes, scales, amax = outputs[:3]
-        assert codes is not None and amax is not None
-        x, padded = _readable(op.x), _padded(codes)
+        x, offs = _readable(op.x), dense(op.offs)
         if amax_kernel is not None:
-            amax_kernel(x, dense(op.offs), None, amax, launch.num_sms)
-        elif op.amax is not None:
+            amax_kernel(x, offs, None, amax, launch.num_sms)
+        elif op.amax is not None and amax is not None:
             amax.copy_(op.amax)
-        kernel(x, dense(op.offs), amax, padded, scales, launch.num_sms)
-        if padded is not codes:
-            codes.copy_(padded)
+        kernel(x, offs, amax, codes, scales, launch.num_sms)
 
     return run
 
@@ -167,30 +160,24 @@ def _tiles(op: GroupedQuantizeNVFP4, problem: QuantizeProblem, launch: Launcher)
 
     def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
         codes, scales, amax, codes_t, scales_t, amax_t = outputs
-        x = _readable(op.x)
-        row_amax = amax.view(-1) if amax is not None and row_scaled else None
+        x, offs = _readable(op.x), dense(op.offs)
+        row_amax = _flat(amax) if row_scaled else None
         group_amax = amax_t if row_scaled or amax is None else amax
         if op.amax is not None and group_amax is not None:
             group_amax.copy_(op.amax)
         if row_kernel is not None:
-            row_kernel(x, dense(op.offs), row_amax, None, launch.num_sms)
-        padded = None if codes is None else _padded(codes)
-        buffers = (padded, scales, codes_t, scales_t)
-        kernel(x, dense(op.offs), row_amax, group_amax, *buffers, launch.num_sms)
+            row_kernel(x, offs, row_amax, None, launch.num_sms)
+        buffers = (codes, scales, codes_t, scales_t)
+        kernel(x, offs, row_amax, group_amax, *buffers, launch.num_sms)
         if amax_t is not None and group_amax is not None and amax_t is not group_amax:
             amax_t.copy_(group_amax)
-        if codes is not None and padded is not None and padded is not codes:
-            codes.copy_(padded)
 
     return run
 
 
-def _padded(codes: Tensor) -> Tensor:
-    """``codes``, or a buffer of the same shape if its pitch is not one that the kernels take."""
-    if codes.stride(-2) % PITCH_ALIGNMENT == 0:
-        return codes
-    pitch = code_pitch(codes.shape[-1])
-    return codes.new_empty(*codes.shape[:-1], pitch)[..., : codes.shape[-1]]
+def _flat(amax: Tensor | None) -> Tensor | None:
+    """One amax a row, (T,) or (G, N), as the vector that kernels take."""
+    return amax if amax is None or amax.dim() == 1 else amax.view(-1)
 
 
 def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
@@ -220,16 +207,9 @@ def dequantize_nvfp4(op: GroupedDequantizeNVFP4, launch: Launcher) -> Runner:
     def run(
         op: GroupedDequantizeNVFP4, outputs: Sequence[Tensor | None], fresh: bool = False
     ) -> None:
-        (out,) = outputs
-        assert out is not None
         codes = _readable(op.codes) if op.columnwise else _readable_rows(op.codes)
-        offs = dense(op.offs)
-        # A copy has what the kernel leaves alone, too.
-        target = out if out.data_ptr() % _ALIGNMENT == 0 else out.clone()
-        amax = op.amax.contiguous().view(-1)
-        kernel(codes, _readable(op.scales), amax, offs, target, int(fresh), launch.num_sms)
-        if target is not out:
-            out.copy_(target)
+        scales, amax, offs = _readable(op.scales), _flat(dense(op.amax)), dense(op.offs)
+        kernel(codes, scales, amax, offs, outputs[0], int(fresh), launch.num_sms)
 
     return run
 

@@ -23,11 +23,18 @@ from cute_kernels.capability import ARCHITECTURES, UnsupportedError
 from cute_kernels.runtime.arch import device_architecture
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator
 
     import torch
 
-__all__ = ["BACKENDS", "EMULATOR_OPTIONS", "Backend", "active_backend", "backend"]
+__all__ = [
+    "BACKENDS",
+    "EMULATOR_OPTIONS",
+    "Backend",
+    "active_backend",
+    "backend",
+    "chosen_backend",
+]
 
 _REFERENCE = "reference:"
 _EMULATED = "emulated:"
@@ -97,6 +104,11 @@ def backend(name: str, **options: Any) -> Iterator[None]:
         yield
     finally:
         _chosen.pop()
+
+
+def chosen_backend() -> Hashable:
+    """What decides ``active_backend`` beside the device, to key what was worked out for it."""
+    return _chosen[-1] if _chosen else os.environ.get(_ENVIRONMENT)
 
 
 def active_backend(device: torch.device) -> Backend:

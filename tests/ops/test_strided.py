@@ -1,10 +1,11 @@
-"""Vectors that are not contiguous: every other entry of a longer one."""
+"""Buffers that kernels cannot take as they are: strided vectors, dense codes, odd addresses."""
 
 import pytest
 import torch
 
 import cute_kernels
 from cute_kernels import ops
+from tests.helpers import assert_same_bytes
 
 pytest.importorskip("cutlass")
 
@@ -33,3 +34,45 @@ def test_kernels_take_strided_vectors(arch):
         got = list(results())
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
+
+
+def shifted(*shape, dtype):
+    """A dense tensor of a pattern, one element off an aligned address."""
+    out = torch.full((torch.Size(shape).numel() + 1,), 0x25).to(dtype)[1:].view(shape)
+    assert out.data_ptr() % 16
+    return out
+
+
+def written():
+    """Outputs over a pattern: of 8 bytes a row where kernels need 16, or with odd addresses."""
+    torch.manual_seed(0)
+    flat, u8 = torch.ops.cute_kernels, torch.uint8
+    x, w = torch.randn(100, 16).bfloat16(), torch.randn(3, 32, 16).bfloat16()
+    offs = torch.tensor([10, 40, 90], dtype=torch.int32)
+    for row_scaled in (True, False):
+        codes, scales = torch.full((100, 8), 0xA5, dtype=u8), shifted(3, 1, 512, dtype=u8)
+        amax = shifted(100 if row_scaled else 3, dtype=torch.float32)
+        flat.grouped_quantize_nvfp4_out(
+            *(x, offs, None, row_scaled), out_codes=codes, out_scales=scales, out_amax=amax
+        )
+        assert (codes[90:] == 0xA5).all()
+        yield from (codes, scales, amax)
+        out = shifted(100, 16, dtype=torch.bfloat16)
+        flat.grouped_dequantize_nvfp4_out(
+            *(codes, scales, amax, offs, 100, out.dtype, row_scaled), out=out
+        )
+        yield out
+    out = shifted(100, 32, dtype=torch.float32)
+    flat.m_grouped_gemm_out(x, w, offs, out_dtype=out.dtype, out=out, accumulate=True)
+    assert (out[90:] == 0x25).all()
+    yield out
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_outputs_that_kernels_cannot_write_keep_the_rest(arch):
+    with cute_kernels.backend(f"reference:{arch}"):
+        want = list(written())
+    with cute_kernels.backend(f"emulated:{arch}"):
+        got = list(written())
+    for a, b in zip(got, want, strict=True):
+        assert_same_bytes(a, b)

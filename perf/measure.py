@@ -1,0 +1,87 @@
+"""What the programs in this folder share: times on a GPU, and what a record must say."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import statistics
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["commit", "machine_facts", "median_us", "relative_error"]
+
+_REPLAYS = 7
+_REPLAY_SECONDS = 0.04
+
+
+def _capture(run: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            run()
+    return graph
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
+def median_us(run: Callable[[], object], seconds: float = _REPLAY_SECONDS) -> float:
+    """Sustained microseconds of one call in a CUDA graph of many: the median of seven replays.
+
+    Args:
+        run: what to time; it must be capturable.
+        seconds: the least that a replay takes. A GPU that is limited by power needs many calls to
+            settle.
+    """
+    run()
+    torch.cuda.synchronize()
+    probe = _capture(run, 3)
+    probe.replay()
+    calls = max(3, int(seconds * 1e6 / (_replay_us(probe) / 3)) + 1)
+    graph = _capture(run, calls)
+    graph.replay()
+    return statistics.median(_replay_us(graph) for _ in range(_REPLAYS)) / calls
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Frobenius norm of the difference over that of ``want``; NaN fails every comparison."""
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+def commit() -> str:
+    """The commit of the code; the environment variable COMMIT names it where git cannot."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    return (
+        os.environ.get("COMMIT")
+        or subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    )
+
+
+def machine_facts() -> dict[str, Any]:
+    """What a result depends on beside the code: machine, clocks of this moment, versions."""
+    facts: dict[str, Any] = {
+        "torch": torch.__version__,
+        "nvidia-cutlass-dsl": importlib.metadata.version("nvidia-cutlass-dsl"),
+        "commit": commit(),
+    }
+    if not torch.cuda.is_available():
+        return facts
+    query = "clocks.sm,clocks.mem,clocks.max.sm,power.limit,driver_version"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    clocks = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {"gpu": torch.cuda.get_device_name(), query: clocks.splitlines()[0], **facts}

@@ -1,0 +1,141 @@
+"""Run every kernel family on small shapes under compute-sanitizer on a GPU.
+
+    python -m perf.sanitize [--tool memcheck racecheck] [--part quantize m_grouped k_grouped]
+
+Shapes have empty groups, boundaries inside tiles, a tail that belongs to no group and widths that
+no tile divides. Kernels are compiled first, without the tool. Each tensor gets an allocation of its
+own, so that memcheck sees an access past its end. The exit status is 1 if a tool reports anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+import cute_kernels
+from cute_kernels import ops
+from cute_kernels.gemm.hopper.config import HOPPER_TILE_SHAPES
+from cute_kernels.ops.gemm_kernels import force_tile
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+_ENDS, _ROWS = (5, 5, 70, 199, 200), 230
+_COLS, _WIDTH = 272, 208
+_FLAT: Any = torch.ops.cute_kernels
+
+
+def _offs() -> torch.Tensor:
+    return torch.tensor(_ENDS, dtype=torch.int32, device="cuda")
+
+
+def _sample(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+def quantize() -> None:
+    """All quantizers and what goes with them."""
+    x, weight, offs = _sample(_ROWS, _COLS), _sample(len(_ENDS), _WIDTH, _COLS), _offs()
+    amax = torch.ones(len(_ENDS), device="cuda")
+    for row_scaled, block_2d, rowwise, columnwise in itertools.product((False, True), repeat=4):
+        if not (rowwise or columnwise) or row_scaled and block_2d:
+            continue
+        flags = (row_scaled, block_2d, rowwise, columnwise)
+        for data, ends, given in ((x, offs, None), (weight, None, None), (x, offs, amax)):
+            if given is not None and row_scaled and not columnwise:
+                continue
+            parts = ops.grouped_quantize_nvfp4(data, ends, given, *flags)
+            rows = data.shape[-2]
+            for start in (3,) * columnwise + (0,) * rowwise:
+                ops.grouped_dequantize_nvfp4(
+                    *parts[start : start + 3],
+                    ends,
+                    rows,
+                    torch.bfloat16,
+                    row_scaled and not start,
+                    bool(start),
+                )
+    ops.grouped_amax(x, offs)
+    ops.grouped_dbias(x, offs)
+    ops.compute_offsets(offs, 3)
+
+
+def _in_all_tiles(*calls: Any) -> None:
+    for call in calls:
+        call()
+    for tile, call in itertools.product(HOPPER_TILE_SHAPES, calls):
+        with force_tile(tile):
+            try:
+                call()
+            except cute_kernels.UnsupportedError:
+                continue
+
+
+def m_grouped() -> None:
+    """Rows of groups times weights, in each tile."""
+    x, weight, offs = _sample(_ROWS, _COLS), _sample(len(_ENDS), _WIDTH, _COLS), _offs()
+    bias, alpha = _sample(len(_ENDS), _WIDTH), torch.ones(len(_ENDS), device="cuda")
+    a = ops.grouped_quantize_nvfp4(x, offs, None, True)[:3]
+    b = ops.grouped_quantize_nvfp4(weight)[:3]
+    out = torch.zeros(_ROWS, _WIDTH, device="cuda")
+    _in_all_tiles(
+        lambda: ops.m_grouped_gemm_nvfp4(*a, *b, offs, bias, alpha, True),
+        lambda: _FLAT.m_grouped_gemm_nvfp4_out(
+            *(*a, *b, offs, None, None, True, out.dtype), out=out, accumulate=True
+        ),
+        lambda: ops.m_grouped_gemm(x, weight, offs, bias),
+        lambda: ops.m_grouped_gemm(x, weight.transpose(1, 2).contiguous(), offs, None, None, True),
+    )
+
+
+def k_grouped() -> None:
+    """Two ragged operands over their common rows, in each tile."""
+    x, dy, offs = _sample(_ROWS, _COLS), _sample(_ROWS, _WIDTH), _offs()
+    a, b = (
+        ops.grouped_quantize_nvfp4(t, offs, None, False, False, False, True)[3:] for t in (dy, x)
+    )
+    out = torch.zeros(len(_ENDS), _WIDTH, _COLS, device="cuda")
+    _in_all_tiles(
+        lambda: ops.k_grouped_gemm_nvfp4(*a, *b, offs),
+        lambda: _FLAT.k_grouped_gemm_nvfp4_out(
+            *(*a, *b, offs, None, out.dtype), out=out, accumulate=True
+        ),
+        lambda: ops.k_grouped_gemm(dy, x, offs),
+    )
+
+
+PARTS = {part.__name__: part for part in (quantize, m_grouped, k_grouped)}
+
+
+def main() -> int:
+    """Run what was asked for; the number of the tools that report something."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tool", nargs="*", default=["memcheck", "racecheck"], choices=TOOLS)
+    parser.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    for part in options.part:
+        PARTS[part]()
+    torch.cuda.synchronize()
+    failed = False
+    for tool, part in itertools.product(options.tool, options.part):
+        # Kernels of this package have "Config" in their names.
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+        command += ["--kernel-name", "kernel_substring=Config", sys.executable, "-m"]
+        command += ["perf.sanitize", "--tool", "--part", part]
+        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        lines = (done.stdout + done.stderr).splitlines()
+        print(f"{tool} {part}: exit status {done.returncode}; {lines[-1] if lines else ''}")
+        if done.returncode:
+            failed = True
+            print("\n".join(lines[:60]))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
