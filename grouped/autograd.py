@@ -80,6 +80,25 @@ def _bias_gradient(ctx: Any, dy: Tensor, offs: Tensor) -> Tensor | None:
     return dbias.to(ctx.bias_dtype)
 
 
+def _quantize_and_multiply(
+    x: Tensor,
+    weight_parts: Parts,
+    offs: Tensor,
+    bias: Tensor | None,
+    fmt: Format,
+    out_dtype: torch.dtype,
+    prepacked: bool,
+    columnwise: bool,
+) -> tuple[Tensor, Parts | tuple[None, ...]]:
+    """The product of quantized x and the weight, and x's columnwise copy if asked for."""
+    assert isinstance(fmt, NVFP4)
+    options = (offs, bias, None, fmt.row_scaled, out_dtype, prepacked)
+    if not columnwise:
+        return ops.m_grouped_quantize_gemm_nvfp4(x, *weight_parts, *options), (None,) * 3
+    parts = _quantize(x, offs, fmt, True, True)
+    return ops.m_grouped_gemm_nvfp4(*parts[:3], *weight_parts, *options), parts[3:]
+
+
 class _PlainLinear(torch.autograd.Function):
     """Products in bf16, or fp16 if that is what ``x`` is."""
 
@@ -122,17 +141,13 @@ class _QuantizedLinear(torch.autograd.Function):
         *parts: Tensor,
     ) -> Tensor:
         need_dx, need_dweight = ctx.needs_input_grad[:2]
-        x_parts = _quantize(x, offs, input_format, True, need_dweight)
-        kept = x_parts[3:] if need_dweight else (None,) * 3
+        y, kept = _quantize_and_multiply(
+            *(x, parts[:3], offs, bias, input_format, x.dtype, prepacked, need_dweight)
+        )
         ctx.save_for_backward(offs, *kept, *(parts[3:] if need_dx else (None,) * 3))
         ctx.grad_format, ctx.prepacked = grad_format, prepacked
         ctx.dtypes = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        assert isinstance(input_format, NVFP4)
-        y: Tensor = ops.m_grouped_gemm_nvfp4(
-            *(*x_parts[:3], *parts[:3]),
-            *(offs, bias, None, input_format.row_scaled, x.dtype, prepacked),
-        )
         return y
 
     @staticmethod
@@ -142,14 +157,13 @@ class _QuantizedLinear(torch.autograd.Function):
         x_parts, weight_parts = kept[:3], kept[3:]
         need_dx, need_dweight = ctx.needs_input_grad[:2]
         dx = dweight = None
-        if need_dx or need_dweight:
-            parts = _quantize(dy, offs, ctx.grad_format, need_dx, need_dweight)
         if need_dx:
-            row_scaled = ctx.grad_format.row_scaled
-            dx = ops.m_grouped_gemm_nvfp4(
-                *(*parts[:3], *weight_parts),
-                *(offs, None, None, row_scaled, ctx.dtypes[0], ctx.prepacked),
+            dx, dy_parts = _quantize_and_multiply(
+                *(dy, weight_parts, offs, None, ctx.grad_format, ctx.dtypes[0], ctx.prepacked),
+                need_dweight,
             )
+        elif need_dweight:
+            dy_parts = _quantize(dy, offs, ctx.grad_format, False, True)[3:]
         if need_dweight:
-            dweight = ops.k_grouped_gemm_nvfp4(*parts[3:], *x_parts, offs, None, ctx.dtypes[1])
+            dweight = ops.k_grouped_gemm_nvfp4(*dy_parts, *x_parts, offs, None, ctx.dtypes[1])
         return dx, dweight, _bias_gradient(ctx, dy, offs), *(None,) * 10

@@ -4,10 +4,11 @@ The functions here are those ops, with positional arguments, called without PyTo
 where nothing observes the call (``registry.Op.invoke``). Each op is documented where it is defined.
 """
 
-from cute_kernels.ops import gemm, quantize
+from cute_kernels.ops import fused, gemm, quantize
 
 __all__ = [
     "compute_offsets",
+    "fused",
     "gemm",
     "grouped_amax",
     "grouped_dbias",
@@ -18,6 +19,7 @@ __all__ = [
     "m_grouped_gemm",
     "m_grouped_gemm_nvfp4",
     "m_grouped_gemm_w4a16",
+    "m_grouped_quantize_gemm_nvfp4",
     "quantize",
 ]
 
@@ -31,3 +33,4 @@ k_grouped_gemm_nvfp4 = gemm.KGroupedGemmNVFP4.invoke
 m_grouped_gemm = gemm.MGroupedGemm.invoke
 m_grouped_gemm_nvfp4 = gemm.MGroupedGemmNVFP4.invoke
 m_grouped_gemm_w4a16 = gemm.MGroupedGemmW4A16.invoke
+m_grouped_quantize_gemm_nvfp4 = fused.MGroupedQuantizeGemmNVFP4.invoke

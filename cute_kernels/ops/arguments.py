@@ -8,7 +8,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["dense", "dtype_name"]
+__all__ = ["ALIGNMENT", "dense", "dtype_name", "readable"]
+
+#: Bytes to which the quantizers' vector accesses ask their operands to be aligned.
+ALIGNMENT = 32
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -19,3 +22,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dense(x: Tensor | None) -> Tensor | None:
     """A vector or small matrix as kernels take it: contiguous, copied only if it is not."""
     return None if x is None else x.contiguous()
+
+
+def readable(x: Tensor) -> Tensor:
+    """``x``, copied if it is not contiguous or not aligned to ``ALIGNMENT``."""
+    x = x.contiguous()
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()

@@ -46,11 +46,14 @@ if TYPE_CHECKING:
     from cute_kernels.runtime.launch import Launcher
 
 __all__ = [
+    "GroupedGemm",
     "KGroupedGemm",
     "KGroupedGemmNVFP4",
     "MGroupedGemm",
     "MGroupedGemmNVFP4",
     "MGroupedGemmW4A16",
+    "check_b",
+    "check_vectors",
 ]
 
 _BLOCK = NVFP4.sf_vec_size
@@ -59,14 +62,15 @@ Parts = tuple[Tensor, "Tensor | None", "Tensor | None"]
 _FP32 = (torch.float32,)
 
 
-def _check_vectors(num_groups: int, cols: int, bias: Tensor | None, alpha: Tensor | None) -> None:
+def check_vectors(num_groups: int, cols: int, bias: Tensor | None, alpha: Tensor | None) -> None:
+    """Check the vectors of each group that an epilogue takes."""
     if bias is not None:
         check_tensor("bias", bias, dtypes=INPUT_DTYPES, shape=(num_groups, cols))
     if alpha is not None:
         check_tensor("alpha", alpha, dtypes=_FP32, shape=(num_groups,))
 
 
-def _check_b(a_name: str, depth: int, codes: Tensor, scales: Tensor, amax: Tensor) -> None:
+def check_b(a_name: str, depth: int, codes: Tensor, scales: Tensor, amax: Tensor) -> None:
     """Check the quantized B beside an A of ``depth`` columns."""
     groups, cols, given = codes.shape
     check_multiple("K", depth, _BLOCK, f"blocks of {_BLOCK} along the columns of {a_name}")
@@ -91,14 +95,16 @@ def _tensor_core(operand: Tensor) -> str | None:
     return backend.tensor_core
 
 
-class _GroupedGemm(Op):
-    """What the four GEMMs share."""
+class GroupedGemm(Op):
+    """What the GEMMs share."""
 
     accumulates: ClassVar[bool] = True
     alignment: ClassVar[int] = PITCH_ALIGNMENT
     output_names: ClassVar[tuple[str, ...]] = ("out",)
     #: The format of both operands; None if plain.
     operand_format: ClassVar[Format | None] = None
+    #: Whether A is plain and quantized on the way.
+    quantizes_a: ClassVar[bool] = False
 
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_gemm", self.operand_format
@@ -110,7 +116,7 @@ class _GroupedGemm(Op):
 
 @register
 @dataclasses.dataclass
-class MGroupedGemm(_GroupedGemm):
+class MGroupedGemm(GroupedGemm):
     """Rows of each group of ``a`` times its matrix of ``b``; differentiable in a, b and bias.
 
     Args:
@@ -153,7 +159,7 @@ class MGroupedGemm(_GroupedGemm):
         shape = (None, depth, None) if self.transpose_b else (None, None, depth)
         check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=shape)
         check_offs(self.offs, groups)
-        _check_vectors(groups, self.cols, self.bias, self.alpha)
+        check_vectors(groups, self.cols, self.bias, self.alpha)
         check_dtype("out_dtype", self.out_dtype or self.a.dtype, INPUT_DTYPES)
         same_device("a", self.device, **self.tensors())
 
@@ -215,7 +221,7 @@ class MGroupedGemm(_GroupedGemm):
 
 @register
 @dataclasses.dataclass
-class KGroupedGemm(_GroupedGemm):
+class KGroupedGemm(GroupedGemm):
     """Rows of each group of ``a``, transposed, times those of ``b``; differentiable in a and b.
 
     Args:
@@ -245,7 +251,7 @@ class KGroupedGemm(_GroupedGemm):
         check_tensor("a", self.a, dtypes=INPUT_DTYPES, ndim=(2,))
         check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=(self.a.shape[0], None))
         check_offs(self.offs)
-        _check_vectors(self.offs.shape[0], 0, None, self.alpha)
+        check_vectors(self.offs.shape[0], 0, None, self.alpha)
         check_dtype("out_dtype", self.out_dtype or self.a.dtype, INPUT_DTYPES)
         same_device("a", self.device, **self.tensors())
 
@@ -299,7 +305,7 @@ class KGroupedGemm(_GroupedGemm):
 
 @register
 @dataclasses.dataclass
-class MGroupedGemmNVFP4(_GroupedGemm):
+class MGroupedGemmNVFP4(GroupedGemm):
     """Rows of each group of a quantized A times its quantized matrix of B.
 
     Args:
@@ -349,13 +355,13 @@ class MGroupedGemmNVFP4(_GroupedGemm):
         check_tensor("b_codes", self.b_codes, dtypes=_BYTE, ndim=(3,))
         rows, depth = self.a_codes.shape[0], self.a_codes.shape[1] * 2
         groups, cols, _ = self.b_codes.shape
-        _check_b("a_codes", depth, self.b_codes, self.b_scales, self.b_amax)
+        check_b("a_codes", depth, self.b_codes, self.b_scales, self.b_amax)
         check_offs(self.offs, groups)
         tiles = (num_slot_tiles(rows, groups), scale_tiles(depth, _BLOCK), SF_TILE_BYTES)
         check_tensor("a_scales", self.a_scales, dtypes=_BYTE, shape=tiles)
         factors = (rows,) if self.row_scaled else (groups,)
         check_tensor("a_amax", self.a_amax, dtypes=_FP32, shape=factors)
-        _check_vectors(groups, cols, self.bias, self.alpha)
+        check_vectors(groups, cols, self.bias, self.alpha)
         check_dtype("out_dtype", self.out_dtype or torch.bfloat16, INPUT_DTYPES)
         same_device("a_codes", self.device, **self.tensors())
 
@@ -403,7 +409,7 @@ class MGroupedGemmNVFP4(_GroupedGemm):
 
 @register
 @dataclasses.dataclass
-class MGroupedGemmW4A16(_GroupedGemm):
+class MGroupedGemmW4A16(GroupedGemm):
     """Rows of each group of a plain A times its quantized matrix of B (NVFP4 weights, W4A16).
 
     Args:
@@ -443,10 +449,10 @@ class MGroupedGemmW4A16(_GroupedGemm):
     def check(self) -> None:
         check_tensor("a", self.a, dtypes=(torch.bfloat16, torch.float16), ndim=(2,))
         check_tensor("b_codes", self.b_codes, dtypes=_BYTE, ndim=(3,))
-        _check_b("a", self.depth, self.b_codes, self.b_scales, self.b_amax)
+        check_b("a", self.depth, self.b_codes, self.b_scales, self.b_amax)
         groups, cols, _ = self.b_codes.shape
         check_offs(self.offs, groups)
-        _check_vectors(groups, cols, self.bias, self.alpha)
+        check_vectors(groups, cols, self.bias, self.alpha)
         check_dtype("out_dtype", self.out_dtype or self.a.dtype, INPUT_DTYPES)
         same_device("a", self.device, **self.tensors())
 
@@ -490,7 +496,7 @@ class MGroupedGemmW4A16(_GroupedGemm):
 
 @register
 @dataclasses.dataclass
-class KGroupedGemmNVFP4(_GroupedGemm):
+class KGroupedGemmNVFP4(GroupedGemm):
     """Rows of each group of a quantized A, transposed, times those of a quantized B.
 
     Args:
@@ -546,7 +552,7 @@ class KGroupedGemmNVFP4(_GroupedGemm):
             check_tensor(name, getattr(self, name), dtypes=_BYTE, shape=shape)
             name = f"{side}_amax_t"
             check_tensor(name, getattr(self, name), dtypes=_FP32, shape=(groups,))
-        _check_vectors(groups, 0, None, self.alpha)
+        check_vectors(groups, 0, None, self.alpha)
         check_dtype("out_dtype", self.out_dtype or torch.bfloat16, INPUT_DTYPES)
         same_device("a_codes_t", self.device, **self.tensors())
 

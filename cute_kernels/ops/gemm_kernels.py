@@ -15,8 +15,9 @@ from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
 from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperGemmConfig
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.ops import registry
-from cute_kernels.ops.arguments import dense, dtype_name
+from cute_kernels.ops.arguments import dense, dtype_name, readable
 from cute_kernels.ops.registry import Allocation, OutputSpec
+from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, RowScaledConfig
 from cute_kernels.shapes import PIECE_K, PITCH_ALIGNMENT, ceil_div
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cute_kernels.gemm.config import TileShape
+    from cute_kernels.ops.fused import MGroupedQuantizeGemmNVFP4
     from cute_kernels.ops.gemm import (
         KGroupedGemm,
         KGroupedGemmNVFP4,
@@ -39,10 +41,12 @@ if TYPE_CHECKING:
     Kernel: TypeAlias = Callable[..., object]
     #: Turns both operands, given with offs, into what the GEMM takes.
     Prepare: TypeAlias = Callable[[Parts, Parts, Tensor], tuple[Parts, Parts]]
-    AnyMGrouped: TypeAlias = MGroupedGemm | MGroupedGemmNVFP4 | MGroupedGemmW4A16
+    AnyMGrouped: TypeAlias = (
+        MGroupedGemm | MGroupedGemmNVFP4 | MGroupedGemmW4A16 | MGroupedQuantizeGemmNVFP4
+    )
     AnyGemm: TypeAlias = AnyMGrouped | KGroupedGemm | KGroupedGemmNVFP4
 
-__all__ = ["force_tile", "k_grouped", "m_grouped"]
+__all__ = ["force_tile", "k_grouped", "m_grouped", "quantizing"]
 
 _CONFIGS = {"sm_90a": HopperGemmConfig, "sm_100a": GemmConfig}
 _COSTS: dict[str, Callable[[Any, GemmProblem, int], float]] = {
@@ -89,7 +93,7 @@ def _operand(op: AnyGemm) -> str:
 def _hopper_fields(op: AnyMGrouped, arch: str) -> dict[str, Any]:
     """Fields of a configuration that only sm_90a has: of products with NVFP4 weights."""
     a, b = op.operands()
-    if (a[1] is None) != (b[1] is None):
+    if (a[1] is None) != (b[1] is None) and not op.quantizes_a:
         return {"activations": dtype_name(a[0].dtype)}
     if not getattr(op, "prepacked", False):
         return {}
@@ -120,6 +124,23 @@ def m_grouped(op: AnyMGrouped, launch: Launcher) -> Runner:
         base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth
     )
     return _runner(op, _choose(base, problem, launch), launch)
+
+
+def quantizing(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Runner | None:
+    """How ``m_grouped_quantize_gemm_nvfp4`` runs where A becomes values; None where it does not."""
+    if launch.arch != "sm_90a" or not op.a.numel():
+        return None
+    problem = QuantizeProblem(dtype_name(op.a.dtype), op.a.shape[1])
+    if not _values_config(op, launch).can_implement(problem):
+        return None
+    return m_grouped(op, launch)
+
+
+def _values_config(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> RowScaledConfig:
+    problem = QuantizeProblem(dtype_name(op.a.dtype), op.a.shape[1])
+    return RowScaledConfig.choose(
+        problem, launch.arch, group_amax=not op.row_scaled, as_values=True
+    )
 
 
 def k_grouped(op: KGroupedGemm | KGroupedGemmNVFP4, launch: Launcher) -> Runner:
@@ -163,7 +184,9 @@ def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmCon
 
 def _runner(op: AnyGemm, config: GemmConfig, launch: Launcher) -> Runner:
     prepare: Prepare | None = None
-    if config.activations is not None:
+    if op.quantizes_a:
+        prepare = _quantizer(op, launch)
+    elif config.activations is not None:
         prepare = _arranger(op, config.activations, launch)
     elif config.expanded is not None:
         prepare = _expander(op, config.expanded, launch)
@@ -218,6 +241,28 @@ def _expander(op: AnyGemm, side: str, launch: Launcher) -> Prepare:
         codes, scales, amax = right
         kernel(codes, scales, None, values, launch.num_sms)
         return left, (values, None, amax)
+
+    return run
+
+
+def _quantizer(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Prepare:
+    """What quantizes A to fp16 values, in the order that Hopper kernels take."""
+    config = _values_config(op, launch)
+    kernel = launch.kernel(config)
+    amax_kernel = None
+    if config.group_amax:
+        amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch))
+    rows, depth = op.a.shape
+    values_of = _pieces(rows, depth, torch.float16, op.device)
+    count = op.offs.shape[0] if config.group_amax else rows
+    amax_of = Allocation.of(OutputSpec((count,), torch.float32), op.device)
+
+    def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+        x, values, amax = readable(left[0]), values_of.make(), amax_of.make()
+        if amax_kernel is not None:
+            amax_kernel(x, offs, None, amax, launch.num_sms)
+        kernel(x, offs, amax, values, None, launch.num_sms)
+        return (values, None, amax), right
 
     return run
 

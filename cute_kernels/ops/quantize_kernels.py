@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cute_kernels.ops.arguments import dense, dtype_name
+from cute_kernels.ops.arguments import ALIGNMENT, dense, dtype_name, readable
 from cute_kernels.quantize.config import (
     AmaxConfig,
     DbiasConfig,
@@ -42,16 +42,6 @@ __all__ = [
     "grouped_dbias",
     "quantize_nvfp4",
 ]
-
-#: Alignment that the kernels' vector accesses need.
-_ALIGNMENT = 32
-
-
-def _readable(x: Tensor) -> Tensor:
-    """``x``, copied if it is not contiguous or not aligned."""
-    x = x.contiguous()
-    return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
-
 
 def _problem(x: Tensor, offs: Tensor | None) -> QuantizeProblem:
     return QuantizeProblem(
@@ -87,7 +77,7 @@ def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
     kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping, arch=launch.arch))
 
     def run(op: GroupedAmax, outputs: Sequence[Tensor | None]) -> None:
-        kernel(_readable(op.x), dense(op.offs), None, outputs[0], launch.num_sms)
+        kernel(readable(op.x), dense(op.offs), None, outputs[0], launch.num_sms)
 
     return run
 
@@ -115,7 +105,7 @@ def _row_scaled(config: RowScaledConfig, launch: Launcher) -> Runner:
 
     def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
         codes, scales, amax = outputs[:3]
-        kernel(_readable(op.x), dense(op.offs), _flat(amax), codes, scales, launch.num_sms)
+        kernel(readable(op.x), dense(op.offs), _flat(amax), codes, scales, launch.num_sms)
 
     return run
 
@@ -129,7 +119,7 @@ def _rows_of_groups(config: RowScaledConfig, launch: Launcher, given: bool) -> R
 
     def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
         codes, scales, amax = outputs[:3]
-        x, offs = _readable(op.x), dense(op.offs)
+        x, offs = readable(op.x), dense(op.offs)
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
         elif op.amax is not None and amax is not None:
@@ -160,7 +150,7 @@ def _tiles(op: GroupedQuantizeNVFP4, problem: QuantizeProblem, launch: Launcher)
 
     def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
         codes, scales, amax, codes_t, scales_t, amax_t = outputs
-        x, offs = _readable(op.x), dense(op.offs)
+        x, offs = readable(op.x), dense(op.offs)
         row_amax = _flat(amax) if row_scaled else None
         group_amax = amax_t if row_scaled or amax is None else amax
         if op.amax is not None and group_amax is not None:
@@ -187,7 +177,7 @@ def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
     kernel = launch.kernel(DbiasConfig.choose(dtype_name(op.dy.dtype), op.dy.shape[1]))
 
     def run(op: GroupedDbias, outputs: Sequence[Tensor | None]) -> None:
-        kernel(_readable(op.dy), dense(op.offs), outputs[0], launch.num_sms)
+        kernel(readable(op.dy), dense(op.offs), outputs[0], launch.num_sms)
 
     return run
 
@@ -207,8 +197,8 @@ def dequantize_nvfp4(op: GroupedDequantizeNVFP4, launch: Launcher) -> Runner:
     def run(
         op: GroupedDequantizeNVFP4, outputs: Sequence[Tensor | None], fresh: bool = False
     ) -> None:
-        codes = _readable(op.codes) if op.columnwise else _readable_rows(op.codes)
-        scales, amax, offs = _readable(op.scales), _flat(dense(op.amax)), dense(op.offs)
+        codes = readable(op.codes) if op.columnwise else _readable_rows(op.codes)
+        scales, amax, offs = readable(op.scales), _flat(dense(op.amax)), dense(op.offs)
         kernel(codes, scales, amax, offs, outputs[0], int(fresh), launch.num_sms)
 
     return run
@@ -216,7 +206,7 @@ def dequantize_nvfp4(op: GroupedDequantizeNVFP4, launch: Launcher) -> Runner:
 
 def _readable_rows(codes: Tensor) -> Tensor:
     """Rowwise codes, copied unless all rows are equally far apart, and as far as kernels ask."""
-    pitch, aligned = codes.stride(-2), codes.data_ptr() % _ALIGNMENT == 0
+    pitch, aligned = codes.stride(-2), codes.data_ptr() % ALIGNMENT == 0
     even = codes.dim() == 2 or codes.stride(0) == codes.shape[1] * pitch
     if aligned and even and codes.stride(-1) == 1 and pitch % PITCH_ALIGNMENT == 0:
         return codes
