@@ -87,8 +87,7 @@ class Consumer:
             done = state.clone()
             self.ab_pipeline.consumer_wait(state)
             if cutlass.const_expr(self.config.is_decoded):
-                self.decoder.load(state.index, 0)
-                self.decoder.decode(self.fragments[0], 0)
+                self.decoder.decode(self.fragments[0], state.index, 0)
             for k_tile in cutlass.range(k_tiles - 1, unroll=1):
                 state, done = self.multiply_stage(state, done, k_tile > 0, False)
             state, done = self.multiply_stage(state, done, k_tiles > 1, True)
@@ -100,10 +99,9 @@ class Consumer:
     def multiply_stage(self, state: Any, done: Any, is_behind: Boolean, is_last: bool) -> Any:
         """Multiply a stage and, unless it is the tile's last, wait for the next one.
 
-        Operand M of a group of instructions is decoded while the group before it is multiplied,
-        and what that takes is read before. That includes the next stage's first group: the compiler
-        would not let a product run on while registers that a later one reads are written, if that
-        crossed the end of a loop.
+        Operand M of a group of instructions is decoded while the group before it is multiplied.
+        That includes the next stage's first group: the compiler would not let a product run on
+        while registers that a later one reads are written, if that crossed the end of a loop.
 
         Returns:
             The states of the next stage, and of the next one to free.
@@ -111,14 +109,6 @@ class Consumer:
         stage, config = state.index, self.config
         group_blocks = config.k_blocks // config.k_groups
         for group in cutlass.range_constexpr(config.k_groups):
-            is_stage_end = group + 1 == config.k_groups
-            has_next = not (is_last and is_stage_end)
-            if cutlass.const_expr(is_stage_end):
-                state.advance()
-            if cutlass.const_expr(config.is_decoded and has_next):
-                if cutlass.const_expr(is_stage_end):
-                    self.ab_pipeline.consumer_wait(state)
-                self.decoder.load(state.index, group + 1)
             warpgroup.fence()
             for block in cutlass.range_constexpr(group_blocks):
                 at = (None, None, group * group_blocks + block, stage)
@@ -135,8 +125,11 @@ class Consumer:
                 if is_behind:
                     self.ab_pipeline.consumer_release(done)
                     done.advance()
-            if cutlass.const_expr(config.is_decoded and has_next):
-                self.decoder.decode(self.fragments[(group + 1) % 2], group + 1)
-        if cutlass.const_expr(not (config.is_decoded or is_last)):
+            if cutlass.const_expr(config.is_decoded and group + 1 < config.k_groups):
+                self.decoder.decode(self.fragments[(group + 1) % 2], stage, group + 1)
+        state.advance()
+        if cutlass.const_expr(not is_last):
             self.ab_pipeline.consumer_wait(state)
+            if cutlass.const_expr(config.is_decoded):
+                self.decoder.decode(self.fragments[0], state.index, 0)
         return state, done

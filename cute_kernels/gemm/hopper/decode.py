@@ -111,7 +111,6 @@ class FragmentDecoder:
         self.repeats = config.tile.m // self.step
         self.is_prepacked = config.prepacked
         self.group_blocks = config.k_blocks // config.k_groups
-        self.k_groups = config.k_groups
         self.groups_of_piece = config.k_groups // config.pieces
         self.row_bytes = PIECE_K * config.kind.bits // 8
         self.piece_bytes = config.tile.m * self.row_bytes
@@ -135,15 +134,8 @@ class FragmentDecoder:
         #: High bytes of the word in use, of its even and its odd codes.
         self.high = cute.make_rmem_tensor((2, 2, self.repeats), Uint32)
 
-    def load(self, stage: Int32, group: int) -> None:
-        """Read the thread's codes and block scales of a piece of a stage.
-
-        Does nothing unless the group of instructions is the piece's first; groups count on from one
-        stage to the next.
-        """
-        piece, place = divmod(group % self.k_groups, self.groups_of_piece)
-        if place != 0:
-            return
+    def load(self, stage: Int32, piece: int) -> None:
+        """Read the thread's codes and block scales of a piece of a stage."""
         codes = self.codes_address + stage * self.stage_bytes[0] + piece * self.piece_bytes
         scales = self.scale_address + stage * self.stage_bytes[1]
         scales += piece * (PIECE_K // SCALE_TILE_K * SF_TILE_BYTES)
@@ -157,9 +149,11 @@ class FragmentDecoder:
                 as_float = scales_as_bf16 if self.is_bf16 else scales_as_fp16
                 self.scales[row, repeat] = as_float(pair)
 
-    def decode(self, fragment: cute.Tensor, group: int) -> None:
-        """Write the fragment of a group of instructions, ((2, 2, 2), repeats, blocks)."""
-        group %= self.groups_of_piece
+    def decode(self, fragment: cute.Tensor, stage: Int32, group: int) -> None:
+        """Write the fragment of a stage's group of instructions, ((2, 2, 2), repeats, blocks)."""
+        piece, group = divmod(group, self.groups_of_piece)
+        if group == 0:
+            self.load(stage, piece)
         bits = cute.recast_tensor(fragment, Uint32)
         shape = (4, self.repeats, self.group_blocks)
         target = cute.make_tensor(bits.iterator, cute.make_layout(shape))
