@@ -343,6 +343,18 @@ CASES = [
         "b_codes must be blocked along the K = 16 of a, got shape (2, 16, 16)",
     ),
     ("m_grouped_gemm_w4a16", (*W4A16, torch.ones(2, 15)), ValueError, "bias must have size 16"),
+    *offs_cases("m_grouped_quantize_gemm_nvfp4", *W4A16[:4]),
+    *[
+        case
+        for i, label in enumerate(("a", "b_codes", "b_scales", "b_amax"))
+        for case in operand_cases("m_grouped_quantize_gemm_nvfp4", W4A16, i, label, W4A16[i])
+    ],
+    (
+        "m_grouped_quantize_gemm_nvfp4",
+        (W4A16[0][:, :24], *W4A16[1:]),
+        ValueError,
+        "K must be a positive multiple of 16 (blocks of 16 along the columns of a), got 24",
+    ),
     *offs_cases("k_grouped_gemm_nvfp4", *WGRAD[:6]),
     *[
         case
@@ -481,6 +493,7 @@ def test_bad_outputs(changes, error, text):
         ("k_grouped_gemm", (X, X, OFFS), (2, 32, 32)),
         ("m_grouped_gemm_nvfp4", (*FPROP, None, None, False, F32), (8, 16)),
         ("m_grouped_gemm_w4a16", (*W4A16, None, None, F32), (8, 16)),
+        ("m_grouped_quantize_gemm_nvfp4", (*W4A16, None, None, False, F32), (8, 16)),
         ("k_grouped_gemm_nvfp4", (*WGRAD, None, F32), (2, 32, 32)),
         ("grouped_dequantize_nvfp4", (*Q[:3], OFFS, 8, F32), (8, 32)),
     ],

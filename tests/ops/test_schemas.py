@@ -112,6 +112,24 @@ CASES = [
             F32,
         ),
     ),
+    (
+        "m_grouped_quantize_gemm_nvfp4",
+        "fprop",
+        lambda: (x(48), *weight(3, 8, 48)[:3], OFFS),
+    ),
+    (
+        "m_grouped_quantize_gemm_nvfp4",
+        "row-scaled dgrad with everything",
+        lambda: (
+            x(48, dtype=torch.bfloat16),
+            *weight(3, 48, 16)[3:],
+            OFFS,
+            torch.rand(3, 16),
+            torch.rand(3),
+            True,
+            F32,
+        ),
+    ),
     ("k_grouped_gemm_nvfp4", "plain", lambda: (*nvfp4(16)[3:], *nvfp4(32)[3:], OFFS)),
     (
         "k_grouped_gemm_nvfp4",
