@@ -306,9 +306,9 @@ def _gemm_w4a16(func: Any, *arguments: Any) -> Tensor:
 
 @handler(torch.ops.grouped.gemm_w4a16_out.default)
 def _gemm_w4a16_out(func: Any, *arguments: Any) -> None:
-    *operands, accumulate, out = arguments
-    parts = _w4a16_operands(*operands, out.dtype)
-    _call("m_grouped_gemm_w4a16", parts, out=out, accumulate=accumulate)
+    a, b, offs, bias, alpha, transpose_b, accumulate, out = arguments
+    operands = _w4a16_operands(a, b, offs, bias, alpha, transpose_b, out.dtype)
+    _call("m_grouped_gemm_w4a16", operands, out=out, accumulate=accumulate)
 
 
 @handler(torch.ops.grouped.quantize_out.default)

@@ -148,11 +148,11 @@ class GroupedTensor(Tensor):
         if fmt == self.format:
             return self
         change = prepack if prepacked else unpack
-        copies = [
+        rowwise, columnwise = (
             held and held._replace(codes=change(held.codes))
             for held in (self.rowwise, self.columnwise)
-        ]
-        return GroupedTensor(self.shape, self.dtype, fmt, self._offs, *copies)
+        )
+        return GroupedTensor(self.shape, self.dtype, fmt, self._offs, rowwise, columnwise)
 
     def member(self, group: int) -> GroupedMember:
         """Codes and linear scales of one group, for people and tests.

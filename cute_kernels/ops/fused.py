@@ -113,10 +113,20 @@ class MGroupedQuantizeGemmNVFP4(GroupedGemm):
         a = GroupedQuantizeNVFP4.invoke(
             self.a, self.offs, None, self.row_scaled, False, True, False
         )
+        codes, scales, amax = a[:3]
         return MGroupedGemmNVFP4(
-            *a[:3],
-            *(self.b_codes, self.b_scales, self.b_amax),
-            *(self.offs, self.bias, self.alpha, self.row_scaled, self.out_dtype, self.prepacked),
+            codes,
+            scales,
+            amax,
+            self.b_codes,
+            self.b_scales,
+            self.b_amax,
+            self.offs,
+            bias=self.bias,
+            alpha=self.alpha,
+            row_scaled=self.row_scaled,
+            out_dtype=self.out_dtype,
+            prepacked=self.prepacked,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
@@ -185,7 +185,7 @@ def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmCon
 def _runner(op: AnyGemm, config: GemmConfig, launch: Launcher) -> Runner:
     prepare: Prepare | None = None
     if op.quantizes_a:
-        prepare = _quantizer(op, launch)
+        prepare = _quantizer(cast("MGroupedQuantizeGemmNVFP4", op), launch)
     elif config.activations is not None:
         prepare = _arranger(op, config.activations, launch)
     elif config.expanded is not None:
@@ -271,7 +271,8 @@ def _arranger(op: AnyGemm, dtype: str, launch: Launcher) -> Prepare:
     """What puts activations into the order that Hopper kernels take beside NVFP4 weights."""
     kernel = launch.kernel(ArrangeConfig(dtype))
     x = op.operands()[0][0]
-    values_of = _pieces(*x.shape, x.dtype, op.device)
+    rows, depth = x.shape
+    values_of = _pieces(rows, depth, x.dtype, op.device)
 
     def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
         values = values_of.make()

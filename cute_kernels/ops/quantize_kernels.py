@@ -43,6 +43,7 @@ __all__ = [
     "quantize_nvfp4",
 ]
 
+
 def _problem(x: Tensor, offs: Tensor | None) -> QuantizeProblem:
     return QuantizeProblem(
         dtype_name(x.dtype), x.shape[-1], "uniform" if offs is None else "ragged"

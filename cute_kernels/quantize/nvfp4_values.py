@@ -6,7 +6,7 @@ being written and read again. The same rows are read in the same way as by the q
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
@@ -17,10 +17,12 @@ from cute_kernels.device.memory import store_global, transpose_four
 from cute_kernels.device.nvfp4 import scale_pair, second_level
 from cute_kernels.device.ptx import select
 from cute_kernels.formats import NVFP4
-from cute_kernels.quantize.config import RowScaledConfig
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 from cute_kernels.quantize.nvfp4_rows import RowScaledQuantizer
 from cute_kernels.shapes import PIECE_K
+
+if TYPE_CHECKING:
+    from cute_kernels.quantize.config import RowScaledConfig
 
 __all__ = ["RowValuesQuantizer"]
 

@@ -11,9 +11,10 @@ the values, which are exact in fp16. How the kernels feed them decides two thing
 
 - The side that they decode in registers (the weights; A of a k_grouped product) is 2^-14 times its
   values, as the bits of a code, dropped into fp16, are the code times 2^-14; the sum is multiplied
-  by 2^14. (Beside bf16 activations the weights are bf16, 2^-7 times their values.) A value below 1 then is subnormal and its exponent counts as that of 1, so E may come out
-  too high, by 10 at most. The products cannot lose bits to that: they are multiples of 2^(E - 25)
-  all the same. An accumulator far smaller than the other side's values can.
+  by 2^14. (Beside bf16 activations the weights are bf16, 2^-7 times their values.) A value below 1
+  then is subnormal in fp16 and its exponent counts as that of 1, so E may come out too high, by 10
+  at most. The products cannot lose bits to that: they are multiples of 2^(E - 25) all the same. An
+  accumulator far smaller than the other side's values can.
 - K is cut into pieces of 128, filled up with zeros. Instruction ``4 p + 2 w + h`` of a piece takes
   elements ``e = 8 w + 2 h + {0, 1, 4, 5}`` of the four blocks ``2 j + p``.
 
@@ -83,7 +84,7 @@ def _hopper_order(values: Tensor) -> Tensor:
     """Values (R, K) in the order in which kernels for sm_90a contract them, K padded."""
     values = torch.nn.functional.pad(values, (0, -values.shape[1] % PIECE_K))
     # The factors of K: pieces, blocks as j and p, elements as w, e // 4, h and e % 2.
-    split = values.unflatten(1, (-1, 4, 2, 2, 2, 2, 2))
+    split: Tensor = values.unflatten(1, (-1, 4, 2, 2, 2, 2, 2))
     return split.permute(0, 1, 3, 4, 6, 2, 5, 7).flatten(1)
 
 

@@ -1,8 +1,8 @@
 """Plain activations put into the order in which the GEMM contracts them beside NVFP4 weights.
 
 The order is that of ``expand``. A warp takes a row, a quad of lanes 128 elements of it. For each
-``p`` and ``w`` lane j of a quad reads elements ``8 w`` to ``8 w + 7`` of block ``2 j + p``, and lane
-q writes elements q and q + 4 of all four.
+``p`` and ``w`` lane j of a quad reads elements ``8 w`` to ``8 w + 7`` of block ``2 j + p``, and
+lane q writes elements q and q + 4 of all four.
 """
 
 from __future__ import annotations

@@ -56,17 +56,12 @@ class HopperTile(TileShape):
 
     Attributes:
         consumers: warpgroups that share the tile along M.
-        per_sm: CTAs of an SM. With two, one multiplies while the other stores its results.
     """
 
     consumers: int = 2
-    per_sm: int = 1
 
 
 HOPPER_TILE_SHAPES = (
-    HopperTile(128, 8, swap_ab=True, per_sm=2),
-    HopperTile(128, 16, swap_ab=True, per_sm=2),
-    HopperTile(128, 32, swap_ab=True, per_sm=2),
     HopperTile(256, 8, swap_ab=True, consumers=4),
     HopperTile(256, 16, swap_ab=True, consumers=4),
     HopperTile(256, 32, swap_ab=True, consumers=4),
@@ -81,7 +76,7 @@ HOPPER_TILE_SHAPES = (
 
 @dataclasses.dataclass(frozen=True)
 class HopperGemmConfig(GemmConfig):
-    """One variant of the grouped GEMM for sm_90a; attributes as for sm_100a, and:
+    """One variant of the grouped GEMM for sm_90a; it has the attributes of sm_100a's, too.
 
     Attributes:
         activations: dtype of A where it is plain and B is NVFP4; None if both are of one kind.
@@ -178,12 +173,6 @@ class HopperGemmConfig(GemmConfig):
         return self.tile.consumers
 
     @property
-    def per_sm(self) -> int:
-        """CTAs of an SM."""
-        assert isinstance(self.tile, HopperTile)
-        return self.tile.per_sm
-
-    @property
     def m_stage_bytes(self) -> tuple[int, int]:
         """Bytes of operand M in one stage, and of its block scales."""
         if self.is_decoded:
@@ -207,8 +196,7 @@ class HopperGemmConfig(GemmConfig):
     @property
     def num_ab_stage(self) -> int:
         """Stages of both operands that fit in shared memory."""
-        capacity = _SMEM_CAPACITY // self.per_sm - _SMEM_RESERVED
-        return (capacity - self.block_bytes) // self.stage_bytes
+        return (_SMEM_CAPACITY - _SMEM_RESERVED - self.block_bytes) // self.stage_bytes
 
     @property
     def num_acc_stage(self) -> int:

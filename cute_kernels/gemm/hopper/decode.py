@@ -115,9 +115,7 @@ class FragmentDecoder:
         self.row_bytes = PIECE_K * config.kind.bits // 8
         self.piece_bytes = config.tile.m * self.row_bytes
         # Rows follow each other without a swizzle: eight lanes read 128 neighbouring bytes.
-        self.codes_address = (
-            codes.iterator.toint() + row * self.row_bytes + quad_lane * _LANE_BYTES
-        )
+        self.codes_address = codes.iterator.toint() + row * self.row_bytes + quad_lane * _LANE_BYTES
         #: Bytes of scale tiles that follow each other along K in a stage.
         self.scale_row_bytes = config.stage_k // SCALE_TILE_K * SF_TILE_BYTES
         lanes_of_tile = SF_TILE_COLS // _LANE_SCALES

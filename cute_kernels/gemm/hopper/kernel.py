@@ -51,7 +51,7 @@ class HopperGemmKernel:
 
     def __init__(self, config: HopperGemmConfig):
         self.config = config
-        self.warps = HopperWarpSchedule(config.consumers, config.per_sm)
+        self.warps = HopperWarpSchedule(config.consumers)
 
     @staticmethod
     def fake_args(config: HopperGemmConfig) -> tuple[Any, ...]:
@@ -88,7 +88,7 @@ class HopperGemmKernel:
             bias: (G, N), or None.
             alpha: (G,) fp32, or None.
             out: (T, N), or (G, M, N) of a k_grouped product.
-            num_sms: SMs to use.
+            num_sms: CTAs to launch.
             stream: where to launch.
 
         What is fp16 or bf16 beside codes has its elements in the order of ``decode``, and K as a
@@ -102,7 +102,10 @@ class HopperGemmKernel:
         if cutlass.const_expr(config.ragged_k):
             views = [ragged_rows_view(x) for x in operands]
         elif cutlass.const_expr(config.is_decoded):
-            views = [codes_view(operands[0]), matrix_view(operands[1], OPERANDS[config.multiplied], False)]
+            views = [
+                codes_view(operands[0]),
+                matrix_view(operands[1], OPERANDS[config.multiplied], False),
+            ]
         else:
             views = [
                 matrix_view(operands[0], config.kind, major_m),
@@ -129,12 +132,10 @@ class HopperGemmKernel:
             offs,
             extents,
         ).launch(
-            grid=[num_sms * config.per_sm, 1, 1],
+            grid=[num_sms, 1, 1],
             block=[self.warps.num_threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=config.per_sm,
-            # All of it, or the compiler asks the driver, which there need not be, how much there is.
-            preferred_smem_carveout=100,
+            min_blocks_per_mp=1,
         )
 
     def source(self, tensor: cute.Tensor, staged: Any, tiler: tuple[int, ...]) -> TmaSource:

@@ -11,9 +11,9 @@ __all__ = ["WARPGROUP_SIZE", "HopperWarpSchedule"]
 #: Warps of a warpgroup.
 _WARPS = 4
 WARPGROUP_SIZE = _WARPS * WARP_SIZE
-#: Registers of a thread by consumer warpgroups and CTAs of an SM: of consumers, and of the others.
+#: Registers of a thread by the number of consumer warpgroups: of consumers, and of the others.
 #: Together no more than the CTA is launched with: a warp that asks for more waits forever.
-_REGISTERS = {(2, 1): (232, 40), (4, 1): (104, 40), (2, 2): (96, 40)}
+_REGISTERS = {2: (232, 40), 4: (104, 40)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +22,9 @@ class HopperWarpSchedule:
 
     Attributes:
         consumers: warpgroups that multiply.
-        per_sm: CTAs of an SM.
     """
 
     consumers: int
-    per_sm: int = 1
 
     @property
     def load_warp_id(self) -> int:
@@ -56,4 +54,4 @@ class HopperWarpSchedule:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread: of consumers, and of the others."""
-        return _REGISTERS[self.consumers, self.per_sm]
+        return _REGISTERS[self.consumers]
