@@ -162,14 +162,9 @@ class Case:
         return run, expected
 
     def expected_nvfp4(self, a: Parts, b: Parts) -> Iterator[tuple[Any, Tensor]]:
-        """Where in the output, and the fp32 product there, of three groups that have rows.
-
-        They are the first, the last and the largest.
-        """
-        filled = [g for g, size in enumerate(self.splits) if size]
-        for group in {filled[0], filled[-1], self.splits.index(max(self.splits))}:
-            start, size = self.ends[group] - self.splits[group], self.splits[group]
-            part = slice(start, start + size)
+        """Where in the output, and the fp32 product there, of the groups that are checked."""
+        for group, part in self._checked():
+            start, size = part.start, self.splits[group]
             if self.is_wgrad:
                 left, right = (self._slots(*x[:2], group) for x in (a, b))
                 factor = a[2][group] / 2688 * (b[2][group] / 2688)
@@ -178,13 +173,29 @@ class Case:
                 slot = start // TILE_ROWS * TILE_ROWS + group * TILE_ROWS
                 slots = torch.arange(slot, slot + size, device="cuda")
                 left = block_values(a[0][part], linear_row_scales(a[1], slots, self.depth))
-                rows = torch.arange(self.cols, device="cuda")
-                scales = linear_row_scales(b[1][group], rows, self.depth)
-                right = block_values(b[0][group], scales)
+                right = self._weights(b, group)
                 factor = (a[2][part, None] / 2688) * (b[2][group] / 2688)
                 at = part
             # Both are exact in fp16; the products are added in fp32.
             yield at, torch.mm(left.half(), right.half().T, out_dtype=torch.float32) * factor
+
+    def expected_w4a16(self, x: Tensor, b: Parts) -> Iterator[tuple[Any, Tensor]]:
+        """The same beside bf16 activations."""
+        for group, part in self._checked():
+            right = self._weights(b, group).bfloat16()
+            yield part, torch.mm(x[part], right.T, out_dtype=torch.float32) * (b[2][group] / 2688)
+
+    def _checked(self) -> Iterator[tuple[int, slice]]:
+        """The first, the last and the largest of the groups that have rows, and their rows."""
+        filled = [g for g, size in enumerate(self.splits) if size]
+        for group in {filled[0], filled[-1], self.splits.index(max(self.splits))}:
+            yield group, slice(self.ends[group] - self.splits[group], self.ends[group])
+
+    def _weights(self, b: Parts, group: int) -> Tensor:
+        """A group's matrix of B, code times block scale."""
+        rows = torch.arange(self.cols, device="cuda")
+        scales = linear_row_scales(b[1][group], rows, self.depth)
+        return block_values(b[0][group], scales)
 
     def _slots(self, codes: Tensor, scales: Tensor, group: int) -> Tensor:
         """A group's values of a columnwise copy, (columns, rows of the group)."""

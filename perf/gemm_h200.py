@@ -26,7 +26,9 @@ from cute_kernels.gemm.heuristics import choose_config
 from cute_kernels.gemm.hopper.config import HOPPER_TILE_SHAPES, ExpandConfig, HopperGemmConfig
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.runtime.backend import active_backend
+from cute_kernels.gemm.hopper.prepack import prepack
 from cute_kernels.runtime.launch import launcher
+from cute_kernels.shapes import PIECE_K, ceil_div
 from perf.gemm_cases import CASES, PRODUCTS, Case
 from perf.measure import machine_facts, median_us, relative_error
 from perf.power import PowerMeter
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from cute_kernels.gemm.config import TileShape
 
 #: Bytes of one element of the weights, block scales included.
-_ELEMENT_BYTES = {"nvfp4": 0.5625, "bf16": 2.0, "fp8": 1.0}
+_ELEMENT_BYTES = {"nvfp4": 0.5625, "w4a16": 0.5625, "bf16": 2.0, "fp8": 1.0}
 
 
 class Bench:
@@ -114,8 +116,8 @@ class Bench:
         self.report(case, "nvfp4 op", lambda: op(*args, out=out), error=max(errors))
         expand = self.launch.kernel(ExpandConfig(is_ragged=not case.is_wgrad))
         packed, offs = (b, None) if case.is_wgrad else (a, case.offs)
-        shape = (packed[0].shape[0], packed[0].shape[1] * 2)
-        values = torch.empty(shape, dtype=torch.float16, device=self.device)
+        depth = ceil_div(packed[0].shape[1] * 2, PIECE_K) * PIECE_K
+        values = torch.empty(len(packed[0]), depth, dtype=torch.float16, device=self.device)
         sms = self.launch.num_sms
         self.report(case, "nvfp4 expand", lambda: expand(*packed[:2], offs, values, sms))
         operands = (*a, values, None, b[2]) if case.is_wgrad else (values, None, a[2], *b)
@@ -129,6 +131,28 @@ class Bench:
             run_gemm()
             assert torch.equal(got, out), f"{config.tile} gives other bits"
             self.report(case, "nvfp4 gemm", run_gemm, tile=tile_name(config.tile))
+        if case.is_wgrad:
+            return
+        got = torch.zeros_like(out)
+        args = (*a, prepack(b[0]), *b[1:], *args[6:], True)
+        op(*args, out=got)
+        assert torch.equal(got, out), "prepacked weights give other bits"
+        self.report(case, "nvfp4 prepacked op", lambda: op(*args, out=got))
+
+    def w4a16(self, case: Case) -> None:
+        """The op, with bf16 activations."""
+        if case.is_wgrad:
+            return
+        _, b = case.nvfp4()
+        options: dict[str, Any] = {"device": "cuda", "generator": case.generator}
+        x = torch.randn(case.rows, case.depth, **options).bfloat16()
+        out = torch.zeros(case.out_shape, dtype=torch.bfloat16, device=self.device)
+        op = torch.ops.cute_kernels.m_grouped_gemm_w4a16_out
+        args = (x, *b, case.offs)
+        op(*args, out=out)
+        errors = [relative_error(out[at], want) for at, want in case.expected_w4a16(x, b)]
+        assert max(errors) < 4e-3, f"{case}: relative errors {errors}"
+        self.report(case, "w4a16 op", lambda: op(*args, out=out), error=max(errors))
 
     def bf16(self, case: Case) -> None:
         """Ours with each tile, and torch._grouped_mm."""
