@@ -25,8 +25,8 @@ import cute_kernels  # noqa: F401  (registers the ops)
 from cute_kernels.gemm.heuristics import choose_config
 from cute_kernels.gemm.hopper.config import HOPPER_TILE_SHAPES, ExpandConfig, HopperGemmConfig
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
-from cute_kernels.runtime.backend import active_backend
 from cute_kernels.gemm.hopper.prepack import prepack
+from cute_kernels.runtime.backend import active_backend
 from cute_kernels.runtime.launch import launcher
 from cute_kernels.shapes import PIECE_K, ceil_div
 from perf.gemm_cases import CASES, PRODUCTS, Case
