@@ -24,8 +24,8 @@ from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.gemm.hopper.warp_schedule import HopperWarpSchedule
 from tests.kernels.gemm_support import Product, assert_same_bits, compiled, k_grouped, m_grouped
 
-M_TILES = {f"{t.m}x{t.n}": t for t in HOPPER_TILE_SHAPES if t.swap_ab}
-K_TILES = {f"{t.m}x{t.n}": t for t in HOPPER_TILE_SHAPES if not t.swap_ab}
+M_TILES = {f"{t.m}x{t.n}" + "x2" * (t.num_ctas - 1): t for t in HOPPER_TILE_SHAPES if t.swap_ab}
+K_TILES = {f"{t.m}x{t.n}" + "x2" * (t.num_ctas - 1): t for t in HOPPER_TILE_SHAPES if not t.swap_ab}
 
 FPROP = HopperGemmConfig("nvfp4", row_scaled=True, tile=M_TILES["128x128"])
 FPROP_ALL = HopperGemmConfig(

@@ -39,13 +39,30 @@ _WARPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class HopperTile(TileShape):
-    """What a CTA works on at a time.
+    """What a CTA works on at a time; ``m`` and ``n`` are those of one CTA.
 
     Attributes:
+        num_ctas: CTAs of a cluster. They have neighbouring tiles along M and the same one along N:
+            each loads a part of operand N for all of them.
         consumers: warpgroups that share the tile along M.
     """
 
     consumers: int = 2
+
+    @property
+    def cluster_m(self) -> int:
+        """Rows of operand M of a cluster."""
+        return self.m * self.num_ctas
+
+    @property
+    def rows(self) -> int:
+        """Rows of the output that a cluster covers."""
+        return self.n if self.swap_ab else self.cluster_m
+
+    @property
+    def cols(self) -> int:
+        """Columns of the output that a cluster covers."""
+        return self.cluster_m if self.swap_ab else self.n
 
 
 HOPPER_TILE_SHAPES = (
@@ -56,8 +73,13 @@ HOPPER_TILE_SHAPES = (
     HopperTile(128, 128, swap_ab=True),
     HopperTile(256, 128, swap_ab=True),
     HopperTile(128, 256, swap_ab=True),
+    HopperTile(256, 128, num_ctas=2, swap_ab=True),
+    HopperTile(128, 256, num_ctas=2, swap_ab=True),
     HopperTile(128, 128),
     HopperTile(256, 128),
+    HopperTile(128, 256),
+    HopperTile(256, 128, num_ctas=2),
+    HopperTile(128, 256, num_ctas=2),
 )
 
 

@@ -38,9 +38,16 @@ class HopperEpilogue:
         config: the kernel's configuration.
         tensors: what is read and written in global memory.
         blocks: blocks of fp32 words in shared memory, one a warp.
+        cta: number of the CTA in its cluster.
     """
 
-    def __init__(self, config: HopperGemmConfig, tensors: EpilogueTensors, blocks: cute.Tensor):
+    def __init__(
+        self,
+        config: HopperGemmConfig,
+        tensors: EpilogueTensors,
+        blocks: cute.Tensor,
+        cta: Int32,
+    ):
         self.config = config
         self.tensors = tensors
         thread = cute.arch.thread_idx()[0]
@@ -50,7 +57,7 @@ class HopperEpilogue:
             blocks.iterator + warp * (BLOCK * BLOCK_PITCH), cute.make_layout(BLOCK * BLOCK_PITCH)
         )
         #: The row or column of operand M's side at which this warp's blocks begin.
-        self.first_m = thread // WARPGROUP_SIZE * WARPGROUP_M
+        self.first_m = cta * config.tile.m + thread // WARPGROUP_SIZE * WARPGROUP_M
         self.first_m += thread % WARPGROUP_SIZE // 32 * BLOCK
         self.line = self.lane % BLOCK
         self.column = self.lane // BLOCK * N_ALIGN

@@ -123,9 +123,10 @@ def make_hopper_pipelines(
         barrier_storage=barriers.ab,
         num_stages=config.num_ab_stage,
         producer_group=threads(1),
-        consumer_group=threads(warps.num_consumer_warps),
+        # A stage that several CTAs write is free when the consumers of all of them are done.
+        consumer_group=threads(warps.num_consumer_warps * config.tile.num_ctas),
         tx_count=config.stage_bytes,
-        cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+        cta_layout_vmnk=cute.make_layout((1, config.tile.num_ctas, 1, 1)),
         defer_sync=True,
     )
     ring = pipeline.PipelineAsync.create(
