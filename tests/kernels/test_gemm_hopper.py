@@ -122,7 +122,7 @@ def test_every_tile(tile: HopperTile, operand: str, device: str) -> None:
         m_grouped(config, [100, 0, 5, tile.n + 1], 264, 288, tail=11),
         m_grouped(config, [1, 8, 9, 33], 72, 48),
     ):
-        assert_same_bits(product.run(num_sms=1, device=device), product.expected())
+        assert_same_bits(product.run(tile.num_ctas, device), product.expected())
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
@@ -222,7 +222,7 @@ def test_memory_of_every_tile_fits(tile: HopperTile, operand: str) -> None:
     grouping = "m_grouped" if tile.swap_ab else "k_grouped"
     config = HopperGemmConfig(operand, grouping, tile=tile)
     assert config.num_ab_stage >= 3
-    assert config.num_ab_stage * config.stage_bytes + config.block_bytes <= 227 * 1024 - 2048
+    assert config.num_ab_stage * config.stage_bytes + config.epilogue_bytes <= 227 * 1024 - 2048
     warps = HopperWarpSchedule(tile.consumers)
     consumer, other = warps.registers
     # What a CTA is launched with, in steps of eight a thread, is all that its warps can share.

@@ -15,7 +15,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from cute_kernels.formats import NVFP4
-from cute_kernels.gemm.config import GemmConfig, Grouping, OperandKind, TileShape
+from cute_kernels.gemm.config import DTYPE_BYTES, GemmConfig, Grouping, OperandKind, TileShape
 
 __all__ = ["HOPPER_TILE_SHAPES", "ExpandConfig", "HopperGemmConfig", "HopperTile"]
 
@@ -28,13 +28,12 @@ _SHORT_N = 64
 INSTRUCTION_K = 16
 #: Rows of M of one instruction, which a warpgroup issues.
 WARPGROUP_M = 64
-#: Rows, columns and pitch in words of the block of accumulators that a warp transposes at a time.
-BLOCK = 16
-BLOCK_PITCH = 20
+#: Bytes of output that a warpgroup stages at a time, by the number of consumer warpgroups, and of a
+#: row of them.
+_BLOCK_BYTES = {2: 8192, 4: 2048}
+_BLOCK_ROW_BYTES = 128
 _SMEM_CAPACITY = 232448
 _SMEM_RESERVED = 2048
-#: Warps of a warpgroup.
-_WARPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,14 +158,39 @@ class HopperGemmConfig(GemmConfig):
         return sum(self.m_stage_bytes) + self.tile.n * self.stage_k * 2
 
     @property
+    def staged_type(self) -> str:
+        """What the epilogue passes through shared memory: rounded, unless something is added."""
+        return "float32" if self.accumulate else self.out_dtype
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """Rows and columns of the output that a warpgroup stages at a time."""
+        width = DTYPE_BYTES[self.staged_type]
+        if self.tile.swap_ab:
+            rows = _BLOCK_BYTES[self.consumers] // (WARPGROUP_M * width)
+            return min(self.tile.n, rows), WARPGROUP_M
+        return WARPGROUP_M, _BLOCK_ROW_BYTES // width
+
+    @property
     def block_bytes(self) -> int:
-        """Shared memory in which the warps transpose blocks of accumulators."""
-        return self.consumers * _WARPS * BLOCK * BLOCK_PITCH * 4
+        """Shared memory of one block of one warpgroup."""
+        rows, cols = self.block_shape
+        return rows * cols * DTYPE_BYTES[self.staged_type]
+
+    @property
+    def factor_words(self) -> int:
+        """Words of shared memory for the factors of a tile's rows."""
+        return self.consumers * self.tile.n if self.row_scaled else 0
+
+    @property
+    def epilogue_bytes(self) -> int:
+        """Shared memory of the epilogue."""
+        return self.consumers * self.num_store_stage * self.block_bytes + self.factor_words * 4
 
     @property
     def num_ab_stage(self) -> int:
         """Stages of both operands that fit in shared memory."""
-        return (_SMEM_CAPACITY - _SMEM_RESERVED - self.block_bytes) // self.stage_bytes
+        return (_SMEM_CAPACITY - _SMEM_RESERVED - self.epilogue_bytes) // self.stage_bytes
 
     @property
     def num_acc_stage(self) -> int:

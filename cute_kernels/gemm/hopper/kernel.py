@@ -160,7 +160,7 @@ class HopperGemmKernel:
         cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
         smem = cutlass.memory.SmemAllocator()
-        barriers = HopperBarriers.allocate(config, warps, smem)
+        barriers = HopperBarriers.allocate(config, smem)
         ab_pipeline, ring = make_hopper_pipelines(config, warps, barriers)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
         shared = self.allocate_stages(smem, layouts)
@@ -171,7 +171,8 @@ class HopperGemmKernel:
         if warp < warps.num_consumer_warps:
             cute.arch.setmaxregister_increase(consumer_registers)
             stages = (shared[0], shared[2] if config.is_decoded else None, shared[1])
-            epilogue = HopperEpilogue(config, epilogue_tensors, barriers.blocks, cta)
+            buffers = (barriers.blocks, barriers.factors)
+            epilogue = HopperEpilogue(config, epilogue_tensors, *buffers, cta)
             Consumer(config, layouts, stages, tiles, ab_pipeline, epilogue).run()
         else:
             cute.arch.setmaxregister_decrease(other_registers)

@@ -1,0 +1,63 @@
+"""What clock a GPU ran at and what it drew while something was timed."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import threading
+from typing import Any
+
+__all__ = ["PowerMeter"]
+
+_SECONDS = 0.005
+#: NVML's number of the clock of the SMs.
+_NVML_CLOCK_SM = 1
+
+
+class PowerMeter:
+    """Samples the first GPU while it is entered.
+
+    The first half of the samples is dropped: a graph is captured before the GPU is busy.
+    """
+
+    def __init__(self) -> None:
+        self._nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
+        self._device = ctypes.c_void_p()
+        self._check(self._nvml.nvmlInit_v2())
+        self._check(self._nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self._device)))
+
+    @staticmethod
+    def _check(status: int) -> None:
+        if status:
+            raise RuntimeError(f"NVML failed with {status}")
+
+    def _sample(self) -> tuple[int, float]:
+        """MHz and watts."""
+        values = ctypes.c_uint(), ctypes.c_uint()
+        clock, power = map(ctypes.byref, values)
+        self._check(self._nvml.nvmlDeviceGetClockInfo(self._device, _NVML_CLOCK_SM, clock))
+        self._check(self._nvml.nvmlDeviceGetPowerUsage(self._device, power))
+        return values[0].value, values[1].value / 1000
+
+    def __enter__(self) -> PowerMeter:
+        self._samples: list[tuple[int, float]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        while not self._stop.wait(_SECONDS):
+            self._samples.append(self._sample())
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def result(self) -> dict[str, int]:
+        """Mean MHz and watts of the later half of the samples."""
+        late = self._samples[len(self._samples) // 2 :] or [self._sample()]
+        return {
+            "mhz": round(statistics.fmean(clock for clock, _ in late)),
+            "watts": round(statistics.fmean(power for _, power in late)),
+        }
