@@ -2,10 +2,10 @@
 
     python -m perf.gemm_h200 --case dsv3-up --tokens 16 512 [--product wgrad] [--json FILE]
 
-A time is the median of seven replays of a CUDA graph of many calls, 40 ms or more: the sustained
-rate of a power-limited GPU; "mhz" and "watts" are means over it. "op" is the whole op: the expand
-pass and the GEMM. Weights are larger than the L2 cache in all of these cases. The environment
-variable COMMIT names the code where git cannot.
+A time is the median of seven replays of a CUDA graph of many calls, 40 ms or more, by turns with
+what it is compared with: the sustained rate of a power-limited GPU. "mhz" and "watts" are means
+over the replays. "op" is the whole op: the expand pass and the GEMM. Weights are larger than the L2
+cache in all of these cases. The environment variable COMMIT names the code where git cannot.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import os
+import random
 import statistics
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,36 +41,75 @@ if TYPE_CHECKING:
 
 _REPLAYS = 7
 _REPLAY_SECONDS = 0.04
+#: Of replays before those that count: until clocks have settled.
+_WARM_UP_SECONDS = 0.4
 
 
-def median_us(run: Callable[[], object]) -> float:
-    """Sustained microseconds of one call."""
+def graph_of(run: Callable[[], object], seconds: float) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of many calls, and how many."""
     run()
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
 
-    def graph_of(calls: int) -> torch.cuda.CUDAGraph:
+    def capture(calls: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(calls):
                 run()
         return graph
 
-    def time_of(graph: torch.cuda.CUDAGraph) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3
-
-    probe = graph_of(3)
+    probe = capture(3)
     probe.replay()
-    calls = max(3, int(_REPLAY_SECONDS * 1e6 / (time_of(probe) / 3)) + 1)
-    graph = graph_of(calls)
+    calls = max(3, int(seconds * 1e6 / (replay_us(probe) / 3)) + 1)
+    return capture(calls), calls
+
+
+def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of one replay."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
     graph.replay()
-    return statistics.median(time_of(graph) for _ in range(_REPLAYS)) / calls
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
+def sustained(runs: list[Callable[[], object]]) -> list[tuple[float, dict[str, int]]]:
+    """Median microseconds of one call of each, and clock and power.
+
+    Graphs are replayed by turns in changing order: what ran before leaves more or less power.
+    """
+    graphs = [graph_of(run, _REPLAY_SECONDS) for run in runs]
+    order = list(range(len(runs)))
+    shuffle = random.Random(0).shuffle
+    for index in order * math.ceil(_WARM_UP_SECONDS / _REPLAY_SECONDS / len(runs)):
+        replay_us(graphs[index][0])
+    times: list[list[float]] = [[] for _ in runs]
+    meters = [PowerMeter() for _ in runs]
+    for _ in range(_REPLAYS):
+        shuffle(order)
+        for index in order:
+            graph, calls = graphs[index]
+            with meters[index]:
+                times[index].append(replay_us(graph) / calls)
+    return [
+        (statistics.median(mine), meter.result()) for mine, meter in zip(times, meters, strict=True)
+    ]
+
+
+class Contender(NamedTuple):
+    """Something to time.
+
+    Attributes:
+        what: its name.
+        run: one call.
+        more: facts to report with the result.
+    """
+
+    what: str
+    run: Callable[[], object]
+    more: dict[str, Any]
 
 
 class Bench:
@@ -85,12 +126,15 @@ class Bench:
         self.device = torch.device("cuda", 0)
         self.launch = launcher(active_backend(self.device), self.device)
         self.facts = machine_facts()
-        self.meter = PowerMeter()
 
-    def report(self, case: Case, what: str, run: Callable[[], object], **more: Any) -> None:
-        """Time something, print the result and keep it."""
-        with self.meter:
-            us = median_us(run)
+    def time(self, case: Case, contenders: list[Contender]) -> None:
+        """Time all of them together."""
+        results = sustained([contender.run for contender in contenders])
+        for contender, (us, power) in zip(contenders, results, strict=True):
+            self.report(case, contender.what, us, **power, **contender.more)
+
+    def report(self, case: Case, what: str, us: float, **more: Any) -> None:
+        """Print a result and keep it."""
         weight_bytes = case.groups * case.n * case.k * (0.5625 if "nvfp4" in what else 2)
         result = {
             "case": case.name,
@@ -100,7 +144,6 @@ class Bench:
             "us": round(us, 1),
             "tflops": round(case.flops / us * 1e-6, 1),
             "weight_tbs": round(weight_bytes / us * 1e-6, 2),
-            **self.meter.result(),
             **more,
         }
         print(json.dumps(result), flush=True)
@@ -138,24 +181,31 @@ class Bench:
         op(*args, out=out)
         errors = [relative_error(out[at], want) for at, want in case.expected_nvfp4(a, b)]
         assert max(errors) < 4e-3, f"{case}: relative errors {errors}"
-        self.report(case, "nvfp4 op", lambda: op(*args, out=out), error=max(errors))
+        contenders = [Contender("nvfp4 op", lambda: op(*args, out=out), {"error": max(errors)})]
         expand = self.launch.kernel(ExpandConfig(is_ragged=not case.is_wgrad))
         packed, offs = (b, None) if case.is_wgrad else (a, case.offs)
         shape = (packed[0].shape[0], packed[0].shape[1] * 2)
         values = torch.empty(shape, dtype=torch.float16, device=self.device)
         sms = self.launch.num_sms
-        self.report(case, "nvfp4 expand", lambda: expand(*packed[:2], offs, values, sms))
+
+        def run_expand() -> None:
+            expand(*packed[:2], offs, values, sms)
+
+        # It bounds memory and leaves power to others: alone.
+        self.time(case, [Contender("nvfp4 expand", run_expand, {})])
         operands = (*a, values, None, b[2]) if case.is_wgrad else (values, None, a[2], *b)
+        got = torch.zeros_like(out)
         for config in self.configs(case, "nvfp4"):
             kernel = self.launch.kernel(config)
-            got = torch.zeros_like(out)
 
-            def run_gemm(kernel: Any = kernel, got: Tensor = got) -> None:
+            def run_gemm(kernel: Any = kernel) -> None:
                 kernel(*operands, case.offs, None, None, got, sms)
 
+            got.zero_()
             run_gemm()
             assert torch.equal(got, out), f"{config.tile} gives other bits"
-            self.report(case, "nvfp4 gemm", run_gemm, tile=tile_name(config.tile))
+            contenders.append(Contender("nvfp4 gemm", run_gemm, {"tile": tile_name(config.tile)}))
+        self.time(case, contenders)
 
     def bf16(self, case: Case) -> None:
         """Ours with each tile, and torch._grouped_mm."""
@@ -163,7 +213,7 @@ class Bench:
         sms = self.launch.num_sms
         want = run_torch()
         out = torch.empty_like(want)
-        self.report(case, "bf16 torch._grouped_mm", run_torch)
+        contenders = [Contender("bf16 torch._grouped_mm", run_torch, {})]
         for config in self.configs(case, "bfloat16"):
             kernel = self.launch.kernel(config)
 
@@ -174,7 +224,9 @@ class Bench:
             run()
             error = relative_error(out, want.float())
             assert error < 4e-3, f"{config}: relative error {error}"
-            self.report(case, "bf16 gemm", run, tile=tile_name(config.tile), error=error)
+            facts = {"tile": tile_name(config.tile), "error": error}
+            contenders.append(Contender("bf16 gemm", run, facts))
+        self.time(case, contenders)
 
 
 def tile_name(tile: TileShape) -> str:

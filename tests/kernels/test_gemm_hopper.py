@@ -24,8 +24,13 @@ from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.gemm.hopper.warp_schedule import HopperWarpSchedule
 from tests.kernels.gemm_support import Product, assert_same_bits, compiled, k_grouped, m_grouped
 
-M_TILES = {f"{t.m}x{t.n}" + "x2" * (t.num_ctas - 1): t for t in HOPPER_TILE_SHAPES if t.swap_ab}
-K_TILES = {f"{t.m}x{t.n}" + "x2" * (t.num_ctas - 1): t for t in HOPPER_TILE_SHAPES if not t.swap_ab}
+
+def name_of(tile: HopperTile) -> str:
+    return f"{tile.m}x{tile.n}" + (f"x{tile.num_ctas}" if tile.num_ctas > 1 else "")
+
+
+M_TILES = {name_of(tile): tile for tile in HOPPER_TILE_SHAPES if tile.swap_ab}
+K_TILES = {name_of(tile): tile for tile in HOPPER_TILE_SHAPES if not tile.swap_ab}
 
 FPROP = HopperGemmConfig("nvfp4", row_scaled=True, tile=M_TILES["128x128"])
 FPROP_ALL = HopperGemmConfig(
@@ -36,8 +41,10 @@ FPROP_ALL = HopperGemmConfig(
     accumulate=True,
     tile=M_TILES["256x16"],
 )
+CLUSTER = dataclasses.replace(FPROP_ALL, row_scaled=True, tile=M_TILES["128x256x2"])
 WGRAD = HopperGemmConfig("nvfp4", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
-WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True, tile=K_TILES["256x128"])
+WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True, tile=K_TILES["128x256"])
+CLUSTER_WGRAD = dataclasses.replace(WGRAD, out_dtype="bfloat16", tile=K_TILES["128x256x2"])
 PLAIN = HopperGemmConfig("bfloat16", bias_dtype="bfloat16", tile=M_TILES["256x32"])
 PLAIN_DGRAD = HopperGemmConfig(
     "float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=M_TILES["128x128"]
@@ -80,7 +87,9 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("config", [FPROP, FPROP_ALL], ids=["row-scaled", "all"])
+@pytest.mark.parametrize(
+    "config", [FPROP, FPROP_ALL, CLUSTER], ids=["row-scaled", "all", "cluster"]
+)
 def test_fprop(config: HopperGemmConfig, shape: str, device: str) -> None:
     sizes, n, k, tail = SHAPES[shape]
     product = m_grouped(config, sizes, n, k, tail=tail)
@@ -94,7 +103,9 @@ def test_dgrad_reads_a_columnwise_copy(k: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES)
-@pytest.mark.parametrize("config", [WGRAD, WGRAD_ADD], ids=["overwrite", "accumulate"])
+@pytest.mark.parametrize(
+    "config", [WGRAD, WGRAD_ADD, CLUSTER_WGRAD], ids=["overwrite", "accumulate", "cluster"]
+)
 def test_wgrad(config: HopperGemmConfig, shape: str, device: str) -> None:
     sizes, m, n, tail = WGRAD_SHAPES[shape]
     product = k_grouped(config, sizes, m, n, tail=tail)
@@ -133,13 +144,15 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
         (m_grouped(FPROP_ALL, [1, 140], 136, 160, tail=1), 2),
         (m_grouped(PLAIN, [33, 0, 5], 136, 328, tail=1), 1),
         (k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
+        (m_grouped(CLUSTER, [300, 0, 5], 520, 304, tail=11), 2),
+        (k_grouped(CLUSTER_WGRAD, [100, 0, 5, 300], 520, 264), 4),
     ):
         want = product.expected()
         with emulator.options(**mode):
             assert_same_bits(product.run(num_sms), want)
 
 
-@pytest.mark.parametrize("tile", [M_TILES["256x32"], M_TILES["128x128"]], ids=str)
+@pytest.mark.parametrize("tile", [M_TILES["256x32"], M_TILES["128x256x2"]], ids=name_of)
 def test_the_tail_can_be_zeroed(tile: HopperTile, device: str) -> None:
     config = HopperGemmConfig(
         "nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16", tile=tile
@@ -184,8 +197,10 @@ def test_every_code_times_every_scale_is_exact(device: str) -> None:
     assert torch.equal(out.cpu().float(), want.view(128, 128))
 
 
-def test_only_rows_of_groups_are_touched() -> None:
-    product = m_grouped(PLAIN, [100, 0, 5], 24, 64, tail=30)
+@pytest.mark.parametrize("tile", ["256x32", "128x256x2"])
+def test_only_rows_of_groups_are_touched(tile: str) -> None:
+    config = dataclasses.replace(PLAIN, tile=M_TILES[tile])
+    product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
     want = product.expected()
     memory = product.before.view(torch.int16).numpy().copy()
     out = torch.from_numpy(memory).view(product.before.dtype)
@@ -217,7 +232,7 @@ def test_configurations_are_keys_that_survive_pickling() -> None:
 
 
 @pytest.mark.parametrize("operand", ["nvfp4", "bfloat16"])
-@pytest.mark.parametrize("tile", HOPPER_TILE_SHAPES, ids=str)
+@pytest.mark.parametrize("tile", HOPPER_TILE_SHAPES, ids=name_of)
 def test_memory_of_every_tile_fits(tile: HopperTile, operand: str) -> None:
     grouping = "m_grouped" if tile.swap_ab else "k_grouped"
     config = HopperGemmConfig(operand, grouping, tile=tile)

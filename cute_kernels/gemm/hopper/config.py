@@ -24,6 +24,7 @@ __all__ = ["HOPPER_TILE_SHAPES", "ExpandConfig", "HopperGemmConfig", "HopperTile
 STAGE_K = 64
 LONG_STAGE_K = 128
 _SHORT_N = 64
+_WIDE_N = 128
 #: Elements of K that one instruction takes.
 INSTRUCTION_K = 16
 #: Rows of M of one instruction, which a warpgroup issues.
@@ -71,13 +72,10 @@ HOPPER_TILE_SHAPES = (
     HopperTile(256, 64, swap_ab=True, consumers=4),
     HopperTile(128, 128, swap_ab=True),
     HopperTile(256, 128, swap_ab=True),
-    HopperTile(128, 256, swap_ab=True),
     HopperTile(256, 128, num_ctas=2, swap_ab=True),
     HopperTile(128, 256, num_ctas=2, swap_ab=True),
     HopperTile(128, 128),
-    HopperTile(256, 128),
     HopperTile(128, 256),
-    HopperTile(256, 128, num_ctas=2),
     HopperTile(128, 256, num_ctas=2),
 )
 
@@ -124,6 +122,17 @@ class HopperGemmConfig(GemmConfig):
         return 2 if self.is_decoded and self.tile.n <= _SHORT_N else self.k_blocks
 
     @property
+    def instruction_groups(self) -> tuple[int, ...]:
+        """Instructions along K in each group of a stage.
+
+        Operands that are not decoded need two: while the first one's product runs, those of the
+        stage before are waited for, and that stage is freed.
+        """
+        if not self.is_decoded:
+            return 1, self.k_blocks - 1
+        return (self.k_blocks // self.k_groups,) * self.k_groups
+
+    @property
     def is_decoded(self) -> bool:
         """Whether operand M comes as codes and operand N as the fp16 values of codes."""
         return self.kind.is_block_scaled
@@ -140,6 +149,15 @@ class HopperGemmConfig(GemmConfig):
         """Warpgroups that multiply."""
         assert isinstance(self.tile, HopperTile)
         return self.tile.consumers
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether warpgroups go through their epilogues one after the other.
+
+        Then they are some stages apart, and one multiplies while the other stores. That costs as
+        many stages of prefetch, which few rows, bound by memory, need more (2% at 128, H200).
+        """
+        return self.tile.n > _WIDE_N or not self.tile.swap_ab
 
     @property
     def m_stage_bytes(self) -> tuple[int, int]:

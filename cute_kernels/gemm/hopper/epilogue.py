@@ -16,14 +16,18 @@ from cute_kernels.device.memory import load_shared, store_global, store_shared
 from cute_kernels.device.ptx import asm, asm_volatile, bits_as_f32, f32_as_bits
 from cute_kernels.gemm.epilogue import EpilogueTensors, read_vector, vector_at
 from cute_kernels.gemm.hopper.config import WARPGROUP_M
-from cute_kernels.gemm.hopper.warp_schedule import FIRST_EPILOGUE_BARRIER, WARPGROUP_SIZE
+from cute_kernels.gemm.hopper.warp_schedule import (
+    FIRST_EPILOGUE_BARRIER,
+    FIRST_TURN_BARRIER,
+    WARPGROUP_SIZE,
+)
 from cute_kernels.gemm.operands import DSL_TYPES
 from cute_kernels.gemm.scheduler import WorkTile
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.hopper.config import HopperGemmConfig
 
-__all__ = ["HopperEpilogue"]
+__all__ = ["HopperEpilogue", "Turns"]
 
 _VECTOR_BYTES = 16
 #: Bytes of a row of a panel, and the rows after which the swizzle of its vectors repeats.
@@ -45,6 +49,41 @@ def _store_matrices(address: Int32, words: list[Uint32], transpose: bool) -> Non
         f"stmatrix.sync.aligned.m8n8.x{len(words)}{kind}.shared.b16 [$0], {{{names}}};",
         [address, *words],
     )
+
+
+class Turns:
+    """Lets two consumer warpgroups through their epilogues by turns, the first one first.
+
+    So they are half an epilogue or more apart from then on: while one stores, the other multiplies.
+
+    Args:
+        is_second: whether this is the second warpgroup.
+    """
+
+    def __init__(self, is_second: Int32):
+        self.own = FIRST_TURN_BARRIER + is_second
+        self.other = FIRST_TURN_BARRIER + 1 - is_second
+        self.is_second = is_second
+
+    @cute.jit
+    def start(self) -> None:
+        """Give the first warpgroup its first turn."""
+        if self.is_second == 1:
+            self.end()
+
+    def begin(self) -> None:
+        """Wait for this warpgroup's turn."""
+        cute.arch.barrier(barrier_id=self.own, number_of_threads=2 * WARPGROUP_SIZE)
+
+    def end(self) -> None:
+        """Give the other warpgroup its turn."""
+        cute.arch.barrier_arrive(barrier_id=self.other, number_of_threads=2 * WARPGROUP_SIZE)
+
+    @cute.jit
+    def finish(self) -> None:
+        """Take the turn that is left over, so that no barrier is left half-way."""
+        if self.is_second == 0:
+            self.begin()
 
 
 class HopperEpilogue:
@@ -240,20 +279,22 @@ class HopperEpilogue:
         per_row = _ROW_BYTES // _VECTOR_BYTES
         vectors = self.block_rows * self.block_cols // size
         first_m = tile.m_row + self.first_m + repeat * self.step
+        staged = []
         for i in cutlass.range_constexpr(-(-vectors // WARPGROUP_SIZE)):
             vector = i * WARPGROUP_SIZE + self.thread
             row = vector // per_row % self.block_rows
             col = vector % per_row * size
             col += vector // (per_row * self.block_rows) * (per_row * size)
-            words = load_shared(self.place(buffer, row, col), 4)
+            staged.append((vector, row, col, load_shared(self.place(buffer, row, col), 4)))
+        for vector, row, col, words in staged:
             if cutlass.const_expr(config.tile.swap_ab):
                 exists = first_n + row < tile.rows
                 row, col = tile.n_row + first_n + row, first_m + col
             else:
                 row, col = first_m + row, tile.n_row + first_n + col
                 exists = row < out.shape[1]
-            if vectors >= WARPGROUP_SIZE or vector < vectors:
-                if exists and col < out.shape[2]:
+            if exists and col < out.shape[2]:
+                if vectors >= WARPGROUP_SIZE or vector < vectors:
                     offset = Int64(row) * out.stride[1] + col
                     if cutlass.const_expr(config.grouping == "k_grouped"):
                         offset += Int64(tile.group) * out.stride[0]
