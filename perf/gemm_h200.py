@@ -3,10 +3,11 @@
     python -m perf.gemm_h200 --case dsv3-up --tokens 16 512 [--product wgrad] [--json FILE]
     python -m perf.gemm_h200 --tokens 16 128 512 --kind nvfp4 bf16 fp8 --routing zipf half empty
 
-A time is the median of seven replays of a CUDA graph of many calls, 40 ms or more: the sustained
-rate of a power-limited GPU; "mhz" and "watts" are means over it. "op" is the whole op: the expand
-pass and the GEMM. Weights are larger than the L2 cache in all of these cases. The environment
-variable COMMIT names the code where git cannot.
+A time is the median of seven replays of a CUDA graph of many calls, 40 ms or more, by turns with
+what it is compared with: the sustained rate of a power-limited GPU. "mhz" and "watts" are means
+over the replays. "op" is the whole op: the GEMM, and the pass that expands or rearranges the tokens
+before it. Weights are larger than the L2 cache in all of these cases. The environment variable
+COMMIT names the code where git cannot.
 """
 
 from __future__ import annotations
@@ -16,22 +17,19 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-import cute_kernels  # noqa: F401  (registers the ops)
+import cute_kernels
 from cute_kernels.gemm.heuristics import choose_config
 from cute_kernels.gemm.hopper.config import HOPPER_TILE_SHAPES, ExpandConfig, HopperGemmConfig
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
-from cute_kernels.gemm.hopper.prepack import prepack
 from cute_kernels.runtime.backend import active_backend
 from cute_kernels.runtime.launch import launcher
 from cute_kernels.shapes import PIECE_K, ceil_div
 from perf.gemm_cases import CASES, PRODUCTS, Case
-from perf.measure import machine_facts, median_us, relative_error
-from perf.power import PowerMeter
+from perf.measure import machine_facts, relative_error, sustained
 from perf.routing import ROUTINGS
 
 if TYPE_CHECKING:
@@ -41,6 +39,20 @@ if TYPE_CHECKING:
 
 #: Bytes of one element of the weights, block scales included.
 _ELEMENT_BYTES = {"nvfp4": 0.5625, "w4a16": 0.5625, "bf16": 2.0, "fp8": 1.0}
+
+
+class Contender(NamedTuple):
+    """Something to time.
+
+    Attributes:
+        what: its name; the first word is the kind.
+        run: one call.
+        more: facts to report with the result.
+    """
+
+    what: str
+    run: Callable[[], object]
+    more: dict[str, Any]
 
 
 class Bench:
@@ -57,12 +69,16 @@ class Bench:
         self.device = torch.device("cuda", 0)
         self.launch = launcher(active_backend(self.device), self.device)
         self.facts = machine_facts()
-        self.meter = PowerMeter()
 
-    def report(self, case: Case, what: str, run: Callable[[], object], **more: Any) -> None:
-        """Time something, print the result and keep it."""
-        with self.meter:
-            us = median_us(run)
+    def run(self, case: Case, kinds: list[str]) -> None:
+        """Time all kinds of one case together."""
+        contenders = [contender for kind in kinds for contender in getattr(self, kind)(case)]
+        results = sustained([contender.run for contender in contenders])
+        for contender, (us, power) in zip(contenders, results, strict=True):
+            self.report(case, contender.what, us, **power, **contender.more)
+
+    def report(self, case: Case, what: str, us: float, **more: Any) -> None:
+        """Print a result and keep it."""
         # Weights of experts without rows are not read.
         groups = sum(map(bool, case.splits))
         weight_bytes = groups * case.n * case.k * _ELEMENT_BYTES[what.split()[0]]
@@ -75,7 +91,6 @@ class Bench:
             "us": round(us, 1),
             "tflops": round(case.flops / us * 1e-6, 1),
             "weight_tbs": round(weight_bytes / us * 1e-6, 2),
-            **self.meter.result(),
             **more,
         }
         print(json.dumps(result), flush=True)
@@ -101,8 +116,8 @@ class Bench:
         ]
         return [best, *(dataclasses.replace(base, tile=tile) for tile in tiles)]
 
-    def nvfp4(self, case: Case) -> None:
-        """The op, the GEMM with each tile, and the expand pass."""
+    def nvfp4(self, case: Case) -> list[Contender]:
+        """The op, also with prepacked weights; the GEMM with each tile; the expand pass."""
         out = torch.zeros(case.out_shape, dtype=torch.bfloat16, device=self.device)
         a, b = case.nvfp4()
         op = torch.ops.cute_kernels.m_grouped_gemm_nvfp4_out
@@ -113,54 +128,63 @@ class Bench:
         op(*args, out=out)
         errors = [relative_error(out[at], want) for at, want in case.expected_nvfp4(a, b)]
         assert max(errors) < 4e-3, f"{case}: relative errors {errors}"
-        self.report(case, "nvfp4 op", lambda: op(*args, out=out), error=max(errors))
+        got = torch.zeros_like(out)
+        contenders = [Contender("nvfp4 op", lambda: op(*args, out=got), {"error": max(errors)})]
+        if not case.is_wgrad:
+            packed_args = (*a, cute_kernels.prepack(b[0]), *b[1:], *args[6:], True)
+            op(*packed_args, out=got)
+            assert torch.equal(got, out), "prepacked weights give other bits"
+
+            def run_packed() -> None:
+                op(*packed_args, out=got)
+
+            contenders.append(Contender("nvfp4 prepacked op", run_packed, {}))
         expand = self.launch.kernel(ExpandConfig(is_ragged=not case.is_wgrad))
         packed, offs = (b, None) if case.is_wgrad else (a, case.offs)
         depth = ceil_div(packed[0].shape[1] * 2, PIECE_K) * PIECE_K
         values = torch.empty(len(packed[0]), depth, dtype=torch.float16, device=self.device)
         sms = self.launch.num_sms
-        self.report(case, "nvfp4 expand", lambda: expand(*packed[:2], offs, values, sms))
+
+        def run_expand() -> None:
+            expand(*packed[:2], offs, values, sms)
+
+        run_expand()
+        contenders.append(Contender("nvfp4 expand", run_expand, {}))
         operands = (*a, values, None, b[2]) if case.is_wgrad else (values, None, a[2], *b)
         for config in self.configs(case, "nvfp4"):
             kernel = self.launch.kernel(config)
-            got = torch.zeros_like(out)
 
-            def run_gemm(kernel: Any = kernel, got: Tensor = got) -> None:
+            def run_gemm(kernel: Any = kernel) -> None:
                 kernel(*operands, case.offs, None, None, got, sms)
 
+            got.zero_()
             run_gemm()
             assert torch.equal(got, out), f"{config.tile} gives other bits"
-            self.report(case, "nvfp4 gemm", run_gemm, tile=tile_name(config.tile))
-        if case.is_wgrad:
-            return
-        got = torch.zeros_like(out)
-        args = (*a, prepack(b[0]), *b[1:], *args[6:], True)
-        op(*args, out=got)
-        assert torch.equal(got, out), "prepacked weights give other bits"
-        self.report(case, "nvfp4 prepacked op", lambda: op(*args, out=got))
+            contenders.append(Contender("nvfp4 gemm", run_gemm, {"tile": tile_name(config.tile)}))
+        return contenders
 
-    def w4a16(self, case: Case) -> None:
-        """The op, with bf16 activations."""
+    def w4a16(self, case: Case) -> list[Contender]:
+        """The op beside bf16 activations."""
         if case.is_wgrad:
-            return
+            return []
         _, b = case.nvfp4()
         options: dict[str, Any] = {"device": "cuda", "generator": case.generator}
         x = torch.randn(case.rows, case.depth, **options).bfloat16()
         out = torch.zeros(case.out_shape, dtype=torch.bfloat16, device=self.device)
         op = torch.ops.cute_kernels.m_grouped_gemm_w4a16_out
-        args = (x, *b, case.offs)
-        op(*args, out=out)
+        op(x, *b, case.offs, out=out)
         errors = [relative_error(out[at], want) for at, want in case.expected_w4a16(x, b)]
         assert max(errors) < 4e-3, f"{case}: relative errors {errors}"
-        self.report(case, "w4a16 op", lambda: op(*args, out=out), error=max(errors))
+        facts = {"error": max(errors)}
+        return [Contender("w4a16 op", lambda: op(x, *b, case.offs, out=out), facts)]
 
-    def bf16(self, case: Case) -> None:
+    def bf16(self, case: Case) -> list[Contender]:
         """Ours with each tile, and torch._grouped_mm."""
         a, b, run_torch = case.plain()
         sms = self.launch.num_sms
         want = run_torch()
         out = torch.empty_like(want)
-        self.report(case, "bf16 torch._grouped_mm", run_torch)
+        contenders = [Contender("bf16 torch._grouped_mm", run_torch, {})]
         for config in self.configs(case, "bfloat16"):
             kernel = self.launch.kernel(config)
 
@@ -171,18 +195,20 @@ class Bench:
             run()
             error = relative_error(out, want.float())
             assert error < 4e-3, f"{config}: relative error {error}"
-            self.report(case, "bf16 gemm", run, tile=tile_name(config.tile), error=error)
+            facts = {"tile": tile_name(config.tile), "error": error}
+            contenders.append(Contender("bf16 gemm", run, facts))
+        return contenders
 
-    def fp8(self, case: Case) -> None:
+    def fp8(self, case: Case) -> list[Contender]:
         """torch._scaled_grouped_mm with a scale a row; of the m_grouped products alone."""
         if case.is_wgrad:
-            return
+            return []
         run, expected = case.fp8()
         group = case.splits.index(max(case.splits))
         part = slice(case.ends[group] - case.splits[group], case.ends[group])
         error = relative_error(run()[part], expected(part, group))
         assert error < 1e-2, f"{case}: relative error {error}"
-        self.report(case, "fp8 torch._scaled_grouped_mm", run, error=error)
+        return [Contender("fp8 torch._scaled_grouped_mm", run, {"error": error})]
 
 
 def tile_name(tile: TileShape) -> str:
@@ -204,9 +230,8 @@ def main() -> None:
     bench = Bench(options.tiles, options.json)
     choices = (options.case, options.tokens, options.product, options.routing)
     for choice in itertools.product(*choices):
-        for kind in options.kind:
-            getattr(bench, kind)(Case(*choice))
-            torch.cuda.empty_cache()
+        bench.run(Case(*choice), options.kind)
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
+import random
 import statistics
 import subprocess
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from perf.power import PowerMeter
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-__all__ = ["commit", "machine_facts", "median_us", "relative_error"]
+__all__ = ["commit", "machine_facts", "median_us", "relative_error", "sustained"]
 
 _REPLAYS = 7
 _REPLAY_SECONDS = 0.04
+#: Of replays before those that count: until clocks have settled.
+_WARM_UP_SECONDS = 0.4
 
 
 def _capture(run: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
@@ -40,6 +46,16 @@ def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
     return float(start.elapsed_time(end)) * 1e3
 
 
+def _graph_of(run: Callable[[], object], seconds: float) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of calls for ``seconds``, and how many they are."""
+    run()
+    torch.cuda.synchronize()
+    probe = _capture(run, 3)
+    probe.replay()
+    calls = max(3, int(seconds * 1e6 / (_replay_us(probe) / 3)) + 1)
+    return _capture(run, calls), calls
+
+
 def median_us(run: Callable[[], object], seconds: float = _REPLAY_SECONDS) -> float:
     """Sustained microseconds of one call in a CUDA graph of many: the median of seven replays.
 
@@ -48,14 +64,32 @@ def median_us(run: Callable[[], object], seconds: float = _REPLAY_SECONDS) -> fl
         seconds: the least that a replay takes. A GPU that is limited by power needs many calls to
             settle.
     """
-    run()
-    torch.cuda.synchronize()
-    probe = _capture(run, 3)
-    probe.replay()
-    calls = max(3, int(seconds * 1e6 / (_replay_us(probe) / 3)) + 1)
-    graph = _capture(run, calls)
+    graph, calls = _graph_of(run, seconds)
     graph.replay()
     return statistics.median(_replay_us(graph) for _ in range(_REPLAYS)) / calls
+
+
+def sustained(runs: list[Callable[[], object]]) -> list[tuple[float, dict[str, int]]]:
+    """Median microseconds of one call of each, and clock and power.
+
+    Graphs are replayed by turns in changing order: what ran before leaves more or less power.
+    """
+    graphs = [_graph_of(run, _REPLAY_SECONDS) for run in runs]
+    order = list(range(len(runs)))
+    shuffle = random.Random(0).shuffle
+    for index in order * math.ceil(_WARM_UP_SECONDS / _REPLAY_SECONDS / len(runs)):
+        _replay_us(graphs[index][0])
+    times: list[list[float]] = [[] for _ in runs]
+    meters = [PowerMeter() for _ in runs]
+    for _ in range(_REPLAYS):
+        shuffle(order)
+        for index in order:
+            graph, calls = graphs[index]
+            with meters[index]:
+                times[index].append(_replay_us(graph) / calls)
+    return [
+        (statistics.median(mine), meter.result()) for mine, meter in zip(times, meters, strict=True)
+    ]
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -26,8 +26,13 @@ from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.gemm.hopper.warp_schedule import HopperWarpSchedule
 from tests.kernels.gemm_support import Product, assert_same_bits, compiled, k_grouped, m_grouped
 
-M_TILES = {f"{t.m}x{t.n}": t for t in HOPPER_TILE_SHAPES if t.swap_ab}
-K_TILES = {f"{t.m}x{t.n}": t for t in HOPPER_TILE_SHAPES if not t.swap_ab}
+
+def name_of(tile: HopperTile) -> str:
+    return f"{tile.m}x{tile.n}" + (f"x{tile.num_ctas}" if tile.num_ctas > 1 else "")
+
+
+M_TILES = {name_of(tile): tile for tile in HOPPER_TILE_SHAPES if tile.swap_ab}
+K_TILES = {name_of(tile): tile for tile in HOPPER_TILE_SHAPES if not tile.swap_ab}
 
 FPROP = HopperGemmConfig("nvfp4", row_scaled=True, tile=M_TILES["128x128"])
 FPROP_ALL = HopperGemmConfig(
@@ -38,8 +43,10 @@ FPROP_ALL = HopperGemmConfig(
     accumulate=True,
     tile=M_TILES["256x16"],
 )
+CLUSTER = dataclasses.replace(FPROP_ALL, row_scaled=True, tile=M_TILES["128x256x2"])
 WGRAD = HopperGemmConfig("nvfp4", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
-WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True, tile=K_TILES["256x128"])
+WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True, tile=K_TILES["128x256"])
+CLUSTER_WGRAD = dataclasses.replace(WGRAD, out_dtype="bfloat16", tile=K_TILES["128x256x2"])
 PLAIN = HopperGemmConfig("bfloat16", bias_dtype="bfloat16", tile=M_TILES["256x32"])
 PLAIN_DGRAD = HopperGemmConfig(
     "float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=M_TILES["128x128"]
@@ -103,8 +110,8 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "config",
-    [FPROP, FPROP_ALL, PREPACKED, W4A16, W4A16_ALL],
-    ids=["row-scaled", "all", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
+    [FPROP, FPROP_ALL, CLUSTER, PREPACKED, W4A16, W4A16_ALL],
+    ids=["row-scaled", "all", "cluster", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
 )
 def test_fprop(config: HopperGemmConfig, shape: str, device: str) -> None:
     sizes, n, k, tail = SHAPES[shape]
@@ -120,7 +127,9 @@ def test_dgrad_reads_a_columnwise_copy(config: HopperGemmConfig, k: int, device:
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES)
-@pytest.mark.parametrize("config", [WGRAD, WGRAD_ADD], ids=["overwrite", "accumulate"])
+@pytest.mark.parametrize(
+    "config", [WGRAD, WGRAD_ADD, CLUSTER_WGRAD], ids=["overwrite", "accumulate", "cluster"]
+)
 def test_wgrad(config: HopperGemmConfig, shape: str, device: str) -> None:
     sizes, m, n, tail = WGRAD_SHAPES[shape]
     product = k_grouped(config, sizes, m, n, tail=tail)
@@ -143,15 +152,12 @@ def test_plain_operands(config: HopperGemmConfig, shape: str, device: str) -> No
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", M_TILES.values(), ids=M_TILES)
 def test_every_tile(tile: HopperTile, kind: str, device: str) -> None:
-    base = HopperGemmConfig(out_dtype="float32", tile=M_TILES["128x128"], **KINDS[kind])
-    if not base.takes(tile):
-        pytest.skip("needs more shared memory than there is")
-    config = dataclasses.replace(base, tile=tile)
+    config = HopperGemmConfig(out_dtype="float32", tile=tile, **KINDS[kind])
     for product in (
         m_grouped(config, [100, 0, 5, tile.n + 1], 264, 288, tail=11),
         m_grouped(config, [1, 8, 9, 33], 72, 48),
     ):
-        assert_same_bits(product.run(num_sms=1, device=device), product.expected())
+        assert_same_bits(product.run(tile.num_ctas, device), product.expected())
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
@@ -164,13 +170,15 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
         (m_grouped(PREPACKED, [9, 0, 5], 264, 1312, tail=1), 1),
         (m_grouped(W4A16, [33, 0, 5], 264, 544, tail=1), 1),
         (k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
+        (m_grouped(CLUSTER, [300, 0, 5], 520, 304, tail=11), 2),
+        (k_grouped(CLUSTER_WGRAD, [100, 0, 5, 300], 520, 264), 4),
     ):
         want = product.expected()
         with emulator.options(**mode):
             assert_same_bits(product.run(num_sms), want)
 
 
-@pytest.mark.parametrize("tile", [M_TILES["256x32"], M_TILES["128x128"]], ids=str)
+@pytest.mark.parametrize("tile", [M_TILES["256x32"], M_TILES["128x256x2"]], ids=name_of)
 def test_the_tail_can_be_zeroed(tile: HopperTile, device: str) -> None:
     config = HopperGemmConfig(
         "nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16", tile=tile
@@ -255,8 +263,10 @@ def test_extreme_weights_and_activations(dtype: str, device: str) -> None:
     assert_same_bits(product.run(device=device), product.expected())
 
 
-def test_only_rows_of_groups_are_touched() -> None:
-    product = m_grouped(PLAIN, [100, 0, 5], 24, 64, tail=30)
+@pytest.mark.parametrize("tile", ["256x32", "128x256x2"])
+def test_only_rows_of_groups_are_touched(tile: str) -> None:
+    config = dataclasses.replace(PLAIN, tile=M_TILES[tile])
+    product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
     want = product.expected()
     memory = product.before.view(torch.int16).numpy().copy()
     out = torch.from_numpy(memory).view(product.before.dtype)
@@ -288,16 +298,14 @@ def test_configurations_are_keys_that_survive_pickling() -> None:
 
 
 @pytest.mark.parametrize("operand", ["nvfp4", "bfloat16"])
-@pytest.mark.parametrize("tile", HOPPER_TILE_SHAPES, ids=str)
+@pytest.mark.parametrize("tile", HOPPER_TILE_SHAPES, ids=name_of)
 def test_memory_of_every_tile_fits(tile: HopperTile, operand: str) -> None:
     grouping = "m_grouped" if tile.swap_ab else "k_grouped"
-    base = HopperGemmConfig(operand, grouping, tile=HopperGemmConfig.any_tile(grouping))
-    if not base.takes(tile):
-        assert (operand, tile.n) == ("nvfp4", 256)
-        return
-    config = dataclasses.replace(base, tile=tile)
-    assert config.num_ab_stage >= 3
-    assert config.num_ab_stage * config.stage_bytes + config.block_bytes <= 227 * 1024 - 2048
+    config = HopperGemmConfig(operand, grouping, tile=tile)
+    # Two of 128 elements of K are as long as four of other operands.
+    assert config.num_ab_stage >= 3 or (operand, tile.n) == ("nvfp4", 256)
+    assert config.num_ab_stage >= 2
+    assert config.num_ab_stage * config.stage_bytes + config.epilogue_bytes <= 227 * 1024 - 2048
     warps = HopperWarpSchedule(tile.consumers)
     consumer, other = warps.registers
     # What a CTA is launched with, in steps of eight a thread, is all that its warps can share.

@@ -15,7 +15,14 @@ import dataclasses
 from typing import Any, ClassVar
 
 from cute_kernels.formats import NVFP4
-from cute_kernels.gemm.config import GemmConfig, Grouping, OperandKind, TileShape
+from cute_kernels.gemm.config import (
+    DTYPE_BYTES,
+    N_ALIGN,
+    GemmConfig,
+    Grouping,
+    OperandKind,
+    TileShape,
+)
 from cute_kernels.shapes import PIECE_K
 
 __all__ = [
@@ -35,30 +42,47 @@ _LONG_STAGE_N = 16
 DECODED_SCALE = {"float16": 2.0**-14, "bfloat16": 2.0**-7}
 #: Columns up to which a tile's instructions are short beside what a group of them costs.
 _SHORT_N = 64
-#: Columns of the widest tile with more than two stages where operand M is decoded.
-_DECODED_MAX_N = 128
+_WIDE_N = 128
 #: Elements of K that one instruction takes.
 INSTRUCTION_K = 16
 #: Rows of M of one instruction, which a warpgroup issues.
 WARPGROUP_M = 64
-#: Rows, columns and pitch in words of the block of accumulators that a warp transposes at a time.
-BLOCK = 16
-BLOCK_PITCH = 20
+#: Bytes of output that a warpgroup stages at a time, by the number of consumer warpgroups, and of a
+#: row of them.
+_BLOCK_BYTES = {2: 8192, 4: 2048}
+_BLOCK_ROW_BYTES = 128
+#: The same times the columns of the tile, where operand M is decoded by two warpgroups.
+_DECODED_BLOCK_BYTES = 2**18
 _SMEM_CAPACITY = 232448
 _SMEM_RESERVED = 2048
-#: Warps of a warpgroup.
-_WARPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class HopperTile(TileShape):
-    """What a CTA works on at a time.
+    """What a CTA works on at a time; ``m`` and ``n`` are those of one CTA.
 
     Attributes:
+        num_ctas: CTAs of a cluster. They have neighbouring tiles along M and the same one along N:
+            each loads a part of operand N for all of them.
         consumers: warpgroups that share the tile along M.
     """
 
     consumers: int = 2
+
+    @property
+    def cluster_m(self) -> int:
+        """Rows of operand M of a cluster."""
+        return self.m * self.num_ctas
+
+    @property
+    def rows(self) -> int:
+        """Rows of the output that a cluster covers."""
+        return self.n if self.swap_ab else self.cluster_m
+
+    @property
+    def cols(self) -> int:
+        """Columns of the output that a cluster covers."""
+        return self.cluster_m if self.swap_ab else self.n
 
 
 HOPPER_TILE_SHAPES = (
@@ -68,9 +92,11 @@ HOPPER_TILE_SHAPES = (
     HopperTile(256, 64, swap_ab=True, consumers=4),
     HopperTile(128, 128, swap_ab=True),
     HopperTile(256, 128, swap_ab=True),
-    HopperTile(128, 256, swap_ab=True),
+    HopperTile(256, 128, num_ctas=2, swap_ab=True),
+    HopperTile(128, 256, num_ctas=2, swap_ab=True),
     HopperTile(128, 128),
-    HopperTile(256, 128),
+    HopperTile(128, 256),
+    HopperTile(128, 256, num_ctas=2),
 )
 
 
@@ -107,8 +133,6 @@ class HopperGemmConfig(GemmConfig):
 
     def takes(self, tile: TileShape) -> bool:
         """Whether this configuration means something with another tile."""
-        if self.is_decoded and tile.n > _DECODED_MAX_N:
-            return False
         return tile.swap_ab == (self.grouping == "m_grouped")
 
     @property
@@ -145,6 +169,17 @@ class HopperGemmConfig(GemmConfig):
         return (2 if self.tile.n <= _SHORT_N else 4) * self.pieces
 
     @property
+    def instruction_groups(self) -> tuple[int, ...]:
+        """Instructions along K in each group of a stage.
+
+        Operands that are not decoded need two: while the first one's product runs, those of the
+        stage before are waited for, and that stage is freed.
+        """
+        if not self.is_decoded:
+            return 1, self.k_blocks - 1
+        return (self.k_blocks // self.k_groups,) * self.k_groups
+
+    @property
     def is_decoded(self) -> bool:
         """Whether operand M comes as codes, and becomes what is multiplied in registers."""
         return self.kind.is_block_scaled
@@ -173,6 +208,15 @@ class HopperGemmConfig(GemmConfig):
         return self.tile.consumers
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether warpgroups go through their epilogues one after the other.
+
+        Then they are some stages apart, and one multiplies while the other stores. That costs as
+        many stages of prefetch, which few rows, bound by memory, need more (2% at 128, H200).
+        """
+        return self.tile.n > _WIDE_N or not self.tile.swap_ab
+
+    @property
     def m_stage_bytes(self) -> tuple[int, int]:
         """Bytes of operand M in one stage, and of its block scales."""
         if self.is_decoded:
@@ -189,14 +233,43 @@ class HopperGemmConfig(GemmConfig):
         return sum(self.m_stage_bytes) + self.tile.n * self.stage_k * 2
 
     @property
+    def staged_type(self) -> str:
+        """What the epilogue passes through shared memory: rounded, unless something is added."""
+        return "float32" if self.accumulate else self.out_dtype
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """Rows and columns of the output that a warpgroup stages at a time."""
+        width = DTYPE_BYTES[self.staged_type]
+        if self.tile.swap_ab:
+            size = _BLOCK_BYTES[self.consumers]
+            if self.is_decoded and self.consumers == 2:
+                # Stages are long, and one more of them is worth more than few blocks.
+                size = _DECODED_BLOCK_BYTES // self.tile.n
+            rows = max(N_ALIGN, size // (WARPGROUP_M * width))
+            return min(self.tile.n, rows), WARPGROUP_M
+        return WARPGROUP_M, _BLOCK_ROW_BYTES // width
+
+    @property
     def block_bytes(self) -> int:
-        """Shared memory in which the warps transpose blocks of accumulators."""
-        return self.consumers * _WARPS * BLOCK * BLOCK_PITCH * 4
+        """Shared memory of one block of one warpgroup."""
+        rows, cols = self.block_shape
+        return rows * cols * DTYPE_BYTES[self.staged_type]
+
+    @property
+    def factor_words(self) -> int:
+        """Words of shared memory for the factors of a tile's rows."""
+        return self.consumers * self.tile.n if self.row_scaled else 0
+
+    @property
+    def epilogue_bytes(self) -> int:
+        """Shared memory of the epilogue."""
+        return self.consumers * self.num_store_stage * self.block_bytes + self.factor_words * 4
 
     @property
     def num_ab_stage(self) -> int:
         """Stages of both operands that fit in shared memory."""
-        return (_SMEM_CAPACITY - _SMEM_RESERVED - self.block_bytes) // self.stage_bytes
+        return (_SMEM_CAPACITY - _SMEM_RESERVED - self.epilogue_bytes) // self.stage_bytes
 
     @property
     def num_acc_stage(self) -> int:

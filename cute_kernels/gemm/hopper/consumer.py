@@ -9,6 +9,7 @@ from cutlass import Boolean, Float32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.gemm.hopper.decode import FragmentDecoder
+from cute_kernels.gemm.hopper.epilogue import Turns
 from cute_kernels.gemm.hopper.warp_schedule import WARPGROUP_SIZE
 from cute_kernels.gemm.scheduler import WorkTile
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from cute_kernels.gemm.hopper.storage import HopperLayouts
     from cute_kernels.gemm.scheduler import TileReader
 
+import os
+
+HP_V = int(os.environ.get("HP_V", "0"))
 __all__ = ["Consumer"]
 
 
@@ -50,6 +54,7 @@ class Consumer:
         self.tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP_SIZE)
         threads = cute.make_layout(config.consumers, stride=WARPGROUP_SIZE)
+        self.turns = Turns(group)
         thread = layouts.tiled_mma.get_slice(threads(group))
         operand_m, scales, operand_n = stages
         self.n = layouts.tiled_mma.make_fragment_B(thread.partition_B(operand_n))
@@ -69,13 +74,21 @@ class Consumer:
         ab_state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Consumer, self.ab_pipeline.num_stages
         )
+        if cutlass.const_expr(self.config.takes_turns):
+            self.turns.start()
         tile, tile_state = self.tiles.next(tile_state)
         while tile.group >= 0:
             self.acc.fill(0.0)
             factors = self.epilogue.load_factors(tile)
             ab_state = self.multiply(tile, ab_state)
+            if cutlass.const_expr(self.config.takes_turns):
+                self.turns.begin()
             self.epilogue.store(self.acc, factors, tile)
+            if cutlass.const_expr(self.config.takes_turns):
+                self.turns.end()
             tile, tile_state = self.tiles.next(tile_state)
+        if cutlass.const_expr(self.config.takes_turns):
+            self.turns.finish()
 
     @cute.jit
     def multiply(self, tile: WorkTile, state: Any) -> Any:
@@ -107,17 +120,18 @@ class Consumer:
             The states of the next stage, and of the next one to free.
         """
         stage, config = state.index, self.config
-        group_blocks = config.k_blocks // config.k_groups
-        for group in cutlass.range_constexpr(config.k_groups):
+        first = 0
+        for group, count in enumerate(config.instruction_groups):
             warpgroup.fence()
-            for block in cutlass.range_constexpr(group_blocks):
-                at = (None, None, group * group_blocks + block, stage)
+            for block in cutlass.range_constexpr(count):
+                at = (None, None, first + block, stage)
                 if cutlass.const_expr(config.is_decoded):
                     m = self.fragments[group % 2][None, None, block]
                 else:
                     m = self.m[at]
                 cute.gemm(self.tiled_mma, self.acc, m, self.n[at], self.acc)
             warpgroup.commit_group()
+            first += count
             if cutlass.const_expr(config.is_decoded or group == 0):
                 # The products of the group before are complete, its fragments are free.
                 warpgroup.wait_group(1)

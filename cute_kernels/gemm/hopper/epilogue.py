@@ -1,8 +1,8 @@
-"""The epilogue of consumer warps: from registers, rescaled in fp32, into the output.
+"""The epilogue of consumer warpgroups: from registers, rescaled in fp32, into the output.
 
-The arithmetic is that of ``cute_kernels.gemm.epilogue``. A warp passes its accumulators through
-shared memory in blocks of 16 rows by 16 columns of the output. Then a lane has eight columns of one
-row, 16 bytes of 16-bit output, and rows outside of the group are left out.
+The arithmetic is that of ``cute_kernels.gemm.epilogue``. A warpgroup passes its accumulators
+through shared memory, some rows of 128 bytes of output at a time. Then eight lanes have the whole
+of a row, and rows outside of the group are left out.
 """
 
 from __future__ import annotations
@@ -10,19 +10,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.ptx import asm
-from cute_kernels.gemm.config import N_ALIGN
+from cute_kernels.device.memory import load_shared, store_global, store_shared
+from cute_kernels.device.ptx import asm, asm_volatile, bits_as_f32, f32_as_bits
 from cute_kernels.gemm.epilogue import EpilogueTensors, read_vector, vector_at
-from cute_kernels.gemm.hopper.config import BLOCK, BLOCK_PITCH, DECODED_SCALE, WARPGROUP_M
-from cute_kernels.gemm.hopper.warp_schedule import WARPGROUP_SIZE
+from cute_kernels.gemm.hopper.config import DECODED_SCALE, WARPGROUP_M
+from cute_kernels.gemm.hopper.warp_schedule import (
+    FIRST_EPILOGUE_BARRIER,
+    FIRST_TURN_BARRIER,
+    WARPGROUP_SIZE,
+)
+from cute_kernels.gemm.operands import DSL_TYPES
 from cute_kernels.gemm.scheduler import WorkTile
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.hopper.config import HopperGemmConfig
 
-__all__ = ["HopperEpilogue"]
+__all__ = ["HopperEpilogue", "Turns"]
+
+_VECTOR_BYTES = 16
+#: Bytes of a row of a panel, and the rows after which the swizzle of its vectors repeats.
+_ROW_BYTES = 128
+_SWIZZLE_ROWS = 8
 
 
 def _each(instruction: str, target: cute.Tensor, operands: cute.Tensor) -> None:
@@ -31,46 +41,109 @@ def _each(instruction: str, target: cute.Tensor, operands: cute.Tensor) -> None:
         target[i] = asm(f"{instruction} $0, $1, $2;", [Float32], [target[i], operands[i]])
 
 
+def _store_matrices(address: Int32, words: list[Uint32], transpose: bool) -> None:
+    """Store 8x8 matrices of 16 bits, one a word; lane 8 i + r has row r of the i-th's address."""
+    names = ", ".join(f"${i + 1}" for i in range(len(words)))
+    kind = ".trans" if transpose else ""
+    asm_volatile(
+        f"stmatrix.sync.aligned.m8n8.x{len(words)}{kind}.shared.b16 [$0], {{{names}}};",
+        [address, *words],
+    )
+
+
+class Turns:
+    """Lets two consumer warpgroups through their epilogues by turns, the first one first.
+
+    So they are half an epilogue or more apart from then on: while one stores, the other multiplies.
+
+    Args:
+        is_second: whether this is the second warpgroup.
+    """
+
+    def __init__(self, is_second: Int32):
+        self.own = FIRST_TURN_BARRIER + is_second
+        self.other = FIRST_TURN_BARRIER + 1 - is_second
+        self.is_second = is_second
+
+    @cute.jit
+    def start(self) -> None:
+        """Give the first warpgroup its first turn."""
+        if self.is_second == 1:
+            self.end()
+
+    def begin(self) -> None:
+        """Wait for this warpgroup's turn."""
+        cute.arch.barrier(barrier_id=self.own, number_of_threads=2 * WARPGROUP_SIZE)
+
+    def end(self) -> None:
+        """Give the other warpgroup its turn."""
+        cute.arch.barrier_arrive(barrier_id=self.other, number_of_threads=2 * WARPGROUP_SIZE)
+
+    @cute.jit
+    def finish(self) -> None:
+        """Take the turn that is left over, so that no barrier is left half-way."""
+        if self.is_second == 0:
+            self.begin()
+
+
 class HopperEpilogue:
-    """The epilogue of one consumer warp.
+    """The epilogue of one consumer warpgroup.
+
+    A block is what the warpgroup stages at a time: ``config.block_shape`` elements of output in
+    panels of 128-byte rows, the vectors of 16 bytes in a row exchanged as the swizzle of TMA does.
+    Blocks use two buffers by turns, so one barrier a block keeps writers and readers apart.
 
     Args:
         config: the kernel's configuration.
         tensors: what is read and written in global memory.
-        blocks: blocks of fp32 words in shared memory, one a warp.
+        blocks: buffers of all warpgroups in shared memory, bytes.
+        factors: factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None
+            unless there is one a row.
+        cta: number of the CTA in its cluster.
     """
 
-    def __init__(self, config: HopperGemmConfig, tensors: EpilogueTensors, blocks: cute.Tensor):
+    def __init__(
+        self,
+        config: HopperGemmConfig,
+        tensors: EpilogueTensors,
+        blocks: cute.Tensor,
+        factors: cute.Tensor | None,
+        cta: Int32,
+    ):
         self.config = config
         self.tensors = tensors
         thread = cute.arch.thread_idx()[0]
-        self.lane = thread % 32
-        warp = thread // 32
-        self.block = cute.make_tensor(
-            blocks.iterator + warp * (BLOCK * BLOCK_PITCH), cute.make_layout(BLOCK * BLOCK_PITCH)
-        )
-        #: The row or column of operand M's side at which this warp's blocks begin.
-        self.first_m = thread // WARPGROUP_SIZE * WARPGROUP_M
-        self.first_m += thread % WARPGROUP_SIZE // 32 * BLOCK
-        self.line = self.lane % BLOCK
-        self.column = self.lane // BLOCK * N_ALIGN
+        group = thread // WARPGROUP_SIZE
+        self.group = cute.arch.make_warp_uniform(group)
+        self.thread = thread % WARPGROUP_SIZE
+        self.warp, self.lane = self.thread // 32, thread % 32
+        self.block_rows, self.block_cols = config.block_shape
+        self.staged_element = DSL_TYPES[config.staged_type]
+        size = config.num_store_stage * config.block_bytes
+        self.blocks = blocks.iterator.toint() + group * size
+        if cutlass.const_expr(factors is not None):
+            self.factors = factors.iterator.toint() + group * (config.tile.n * 4)
+        #: First row of operand M of this warpgroup, from the cluster's tile on.
+        self.first_m = cta * config.tile.m + group * WARPGROUP_M
+        self.step = config.consumers * WARPGROUP_M
+        self.repeats = config.tile.m // self.step
 
     @cute.jit
     def load_factors(self, tile: WorkTile) -> cute.Tensor:
         """What rows are multiplied by; 1 where nothing was multiplied or no row is.
 
-        Loaded ahead of the products, whose time hides the latency. With one factor a row the lanes
-        of the warp have one of 32 rows each, and otherwise all have the group's.
+        Loaded ahead of the products, whose time hides the latency. With one factor a row the
+        threads of the warpgroup have one of 128 rows each, and otherwise all have the group's.
         """
         config = self.config
-        count = (config.tile.n + 31) // 32 if config.row_scaled else 1
+        count = -(-config.tile.n // WARPGROUP_SIZE) if config.row_scaled else 1
         factors = cute.make_rmem_tensor(count, Float32)
         for i in cutlass.range_constexpr(count):
             factor = Float32(1.0)
             if tile.k_blocks > 0:
                 if cutlass.const_expr(config.row_scaled):
-                    local = i * 32 + self.lane
-                    if local < tile.rows:
+                    local = i * WARPGROUP_SIZE + self.thread
+                    if local < cutlass.min(tile.rows, config.tile.n):
                         factor = self.tensors.factor(tile.group, tile.n_row + local)
                 else:
                     factor = self.tensors.factor(tile.group, tile.group)
@@ -80,88 +153,167 @@ class HopperEpilogue:
     @cute.jit
     def store(self, acc: cute.Tensor, factors: cute.Tensor, tile: WorkTile) -> None:
         """Store a tile's accumulators, ((2, 2, N / 8), repeats along M, 1) of compact layout."""
-        config, tensors = self.config, self.tensors
-        step = config.consumers * WARPGROUP_M
-        shape = (2, 2, config.tile.n // 8, config.tile.m // step)
+        config = self.config
+        shape = (2, 2, config.tile.n // 8, self.repeats)
         acc = cute.make_tensor(acc.iterator, cute.make_layout(shape))
-        num_blocks = (config.tile.n + BLOCK - 1) // BLOCK
-        for block in cutlass.range_constexpr(num_blocks):
-            factor = factors[0]
-            if cutlass.const_expr(config.row_scaled):
-                source = block % 2 * BLOCK + self.line
-                factor = cute.arch.shuffle_sync(factors[block // 2], source)
-            if cutlass.const_expr(config.tile.swap_ab):
-                local = block * BLOCK + self.line
-                if block * BLOCK < tile.rows:
-                    in_group = local < cutlass.min(tile.rows, config.tile.n)
-                    row = tile.n_row + local
-                    for repeat in cutlass.range_constexpr(config.tile.m // step):
-                        values = self.transpose(acc, repeat, block)
-                        col = tile.m_row + self.first_m + repeat * step + self.column
-                        self.finish(values, factor, tile, row, in_group, col)
-            else:
-                col = tile.n_row + block * BLOCK + self.column
-                for repeat in cutlass.range_constexpr(config.tile.m // step):
-                    row = tile.m_row + self.first_m + repeat * step + self.line
-                    in_output = row < tensors.out.shape[1]
-                    values = self.transpose(acc, repeat, block)
-                    self.finish(values, factor, tile, row, in_output, col)
+        if cutlass.const_expr(config.row_scaled):
+            for i in cutlass.range_constexpr(cute.size(factors)):
+                local = i * WARPGROUP_SIZE + self.thread
+                if local < config.tile.n:
+                    store_shared(self.factors + local * 4, [f32_as_bits(factors[i])])
+        # The factors are there, and the blocks of the tile before have been read.
+        self.sync()
+        turn = Int32(0)
+        block_n = self.block_rows if config.tile.swap_ab else self.block_cols
+        for repeat in cutlass.range_constexpr(self.repeats):
+            bias = self.load_bias(tile, repeat)
+            for block in cutlass.range_constexpr(config.tile.n // block_n):
+                # The same for all threads: no row of a block that is left out is the group's.
+                if not cutlass.const_expr(config.tile.swap_ab) or block * block_n < tile.rows:
+                    buffer = self.blocks + turn * config.block_bytes
+                    for first in cutlass.range_constexpr(0, block_n, 16):
+                        at = (block * block_n + first) // 8
+                        columns = range(at, at + min(2, block_n // 8))
+                        values = [self.finish(acc, factors[0], bias, repeat, j) for j in columns]
+                        self.stage(values, buffer, first)
+                    self.sync()
+                    self.copy(buffer, tile, repeat, block * block_n)
+                    turn = turn ^ 1
+
+    def sync(self) -> None:
+        """Wait for the whole warpgroup."""
+        cute.arch.barrier(
+            barrier_id=FIRST_EPILOGUE_BARRIER + self.group, number_of_threads=WARPGROUP_SIZE
+        )
 
     @cute.jit
-    def transpose(self, acc: cute.Tensor, repeat: int, block: int) -> cute.Tensor:
-        """Eight accumulators of the lane's row, out of a block of the warp's."""
-        row, pair = self.lane // 4, self.lane % 4 * 2
-        cute.arch.sync_warp()
-        for group in cutlass.range_constexpr(min(2, self.config.tile.n // 8)):
-            for half in cutlass.range_constexpr(2):
-                for i in cutlass.range_constexpr(2):
-                    m, n = row + half * 8, pair + group * 8 + i
-                    at = m * BLOCK_PITCH + n
-                    if cutlass.const_expr(self.config.tile.swap_ab):
-                        at = n * BLOCK_PITCH + m
-                    self.block[at] = acc[i, half, block * 2 + group, repeat]
-        cute.arch.sync_warp()
-        values = cute.make_rmem_tensor(N_ALIGN, Float32)
-        offset = self.line * BLOCK_PITCH + self.column
-        source = cute.make_ptr(
-            Float32,
-            self.block.iterator.toint() + offset * 4,
-            cute.AddressSpace.smem,
-            assumed_align=16,
-        )
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(N_ALIGN)), values)
+    def load_bias(self, tile: WorkTile, repeat: int) -> cute.Tensor | None:
+        """The bias of the thread's two rows of operand M, and 0 where nothing was multiplied."""
+        bias = self.tensors.bias
+        if cutlass.const_expr(bias is None):
+            return None
+        values = cute.make_rmem_tensor(2, Float32)
+        row = tile.m_row + self.first_m + repeat * self.step + self.warp * 16 + self.lane // 4
+        for half in cutlass.range_constexpr(2):
+            col = row + half * 8
+            value = Float32(0.0)
+            if tile.k_blocks > 0 and col < bias.shape[1]:
+                value = bias[tile.group, col].to(Float32)
+            values[half] = value
         return values
 
     @cute.jit
     def finish(
         self,
-        values: cute.Tensor,
+        acc: cute.Tensor,
         factor: Float32,
-        tile: WorkTile,
-        row: Int32,
-        exists: Boolean,
-        col: Int32,
-    ) -> None:
-        """Rescale eight accumulators, add to them, cast and store them."""
-        tensors, out = self.tensors, self.tensors.out
-        if exists and col < out.shape[2]:
-            offset = Int64(row) * out.stride[1] + col
-            if cutlass.const_expr(self.config.grouping == "k_grouped"):
-                offset += Int64(tile.group) * out.stride[0]
-            # Zeros of an empty group and of the tail stay exact zeros.
-            if tile.k_blocks > 0:
-                if cutlass.const_expr(self.config.is_decoded):
-                    scale = DECODED_SCALE[self.config.multiplied]
-                    values.store(values.load() * Float32(1 / scale))
-                if cutlass.const_expr(tensors.has_factor):
-                    factors = cute.make_rmem_tensor(N_ALIGN, Float32)
-                    factors.fill(factor)
-                    _each("mul.rn.f32", values, factors)
-                if cutlass.const_expr(tensors.bias is not None):
-                    at = Int64(tile.group) * tensors.bias.stride[0] + col
-                    _each("add.rn.f32", values, read_vector(tensors.bias, at))
-                if cutlass.const_expr(self.config.accumulate):
-                    _each("add.rn.f32", values, read_vector(out, offset))
-            rounded = cute.make_rmem_tensor(N_ALIGN, out.element_type)
+        bias: cute.Tensor | None,
+        repeat: int,
+        j: int,
+    ) -> cute.Tensor:
+        """The thread's values of the ``j``-th eight columns: (column, row) of two each.
+
+        Zeros of an empty group and of the tail stay exact zeros: their factor is 1.
+        """
+        values = cute.make_rmem_tensor(4, Float32)
+        for i in cutlass.range_constexpr(4):
+            values[i] = acc[i % 2, i // 2, j, repeat]
+        if cutlass.const_expr(self.config.is_decoded):
+            scale = DECODED_SCALE[self.config.multiplied]
+            values.store(values.load() * Float32(1 / scale))
+        if cutlass.const_expr(self.tensors.has_factor):
+            factors = cute.make_rmem_tensor(4, Float32)
+            factors.fill(factor)
+            if cutlass.const_expr(self.config.row_scaled):
+                words = load_shared(self.factors + (j * 8 + self.lane % 4 * 2) * 4, 2)
+                for i in cutlass.range_constexpr(4):
+                    factors[i] = bits_as_f32(words[i % 2])
+            _each("mul.rn.f32", values, factors)
+        if cutlass.const_expr(bias is not None):
+            addends = cute.make_rmem_tensor(4, Float32)
+            for i in cutlass.range_constexpr(4):
+                addends[i] = bias[i // 2]
+            _each("add.rn.f32", values, addends)
+        return values
+
+    def stage(self, values: list[cute.Tensor], buffer: Int32, first: int) -> None:
+        """Write eight or sixteen columns of accumulators, ``first`` and on, into a block."""
+        swap_ab, lane = self.config.tile.swap_ab, self.lane
+        if self.config.staged_type == "float32":
+            for k, part in enumerate(values):
+                words = [f32_as_bits(part[i]) for i in range(4)]
+                n = first + k * 8 + lane % 4 * 2
+                for half in range(2):
+                    m = self.warp * 16 + half * 8 + lane // 4
+                    pair = words[2 * half : 2 * half + 2]
+                    if swap_ab:
+                        for i in range(2):
+                            store_shared(self.place(buffer, n + i, m), [pair[i]])
+                    else:
+                        store_shared(self.place(buffer, m, n), pair)
+            return
+        words = []
+        for part in values:
+            narrow = cute.make_rmem_tensor(4, self.staged_element)
+            narrow.store(part.load().to(self.staged_element))
+            bits = cute.recast_tensor(narrow, Uint32)
+            words += [bits[0], bits[1]]
+        # Lane 8 i + r has row r of the i-th matrix.
+        n, m = first + lane // 16 * 8, self.warp * 16 + lane // 8 % 2 * 8
+        if swap_ab:
+            _store_matrices(self.place(buffer, n + lane % 8, m), words, True)
+        else:
+            _store_matrices(self.place(buffer, m + lane % 8, n), words, False)
+
+    def place(self, buffer: Int32, row: Int32, col: Int32) -> Int32:
+        """Where an element of a block is in shared memory."""
+        width = self.staged_element.width // 8
+        per_row = _ROW_BYTES // width
+        at = col % per_row * width
+        vector = (at // _VECTOR_BYTES) ^ (row % _SWIZZLE_ROWS)
+        panel = col // per_row * (self.block_rows * _ROW_BYTES)
+        return buffer + panel + row * _ROW_BYTES + vector * _VECTOR_BYTES + at % _VECTOR_BYTES
+
+    @cute.jit
+    def copy(self, buffer: Int32, tile: WorkTile, repeat: int, first_n: int) -> None:
+        """Copy a block into the output: each thread some vectors, of rows that exist."""
+        config, out = self.config, self.tensors.out
+        size = _VECTOR_BYTES * 8 // self.staged_element.width
+        per_row = _ROW_BYTES // _VECTOR_BYTES
+        vectors = self.block_rows * self.block_cols // size
+        first_m = tile.m_row + self.first_m + repeat * self.step
+        staged = []
+        for i in cutlass.range_constexpr(-(-vectors // WARPGROUP_SIZE)):
+            vector = i * WARPGROUP_SIZE + self.thread
+            row = vector // per_row % self.block_rows
+            col = vector % per_row * size
+            col += vector // (per_row * self.block_rows) * (per_row * size)
+            staged.append((vector, row, col, load_shared(self.place(buffer, row, col), 4)))
+        for vector, row, col, words in staged:
+            if cutlass.const_expr(config.tile.swap_ab):
+                exists = first_n + row < tile.rows
+                row, col = tile.n_row + first_n + row, first_m + col
+            else:
+                row, col = first_m + row, tile.n_row + first_n + col
+                exists = row < out.shape[1]
+            if exists and col < out.shape[2]:
+                if vectors >= WARPGROUP_SIZE or vector < vectors:
+                    offset = Int64(row) * out.stride[1] + col
+                    if cutlass.const_expr(config.grouping == "k_grouped"):
+                        offset += Int64(tile.group) * out.stride[0]
+                    self.write(words, offset)
+
+    def write(self, words: list[Uint32], offset: Int64) -> None:
+        """Write a vector of staged values into the output, or add it."""
+        out = self.tensors.out
+        if self.config.accumulate:
+            values = cute.make_rmem_tensor(4, Float32)
+            for i in range(4):
+                values[i] = bits_as_f32(words[i])
+            _each("add.rn.f32", values, read_vector(out, offset, 4))
+            rounded = cute.make_rmem_tensor(4, out.element_type)
             rounded.store(values.load().to(out.element_type))
-            cute.autovec_copy(rounded, vector_at(out, offset, N_ALIGN))
+            cute.autovec_copy(rounded, vector_at(out, offset, 4))
+        else:
+            width = out.element_type.width // 8
+            store_global(out.iterator.toint() + offset * width, words)

@@ -6,7 +6,7 @@ Roles of a CTA and what passes between them:
 pipeline   from -> to               full; empty
 ========== ======================== =======================================================
 tile ring  scheduler -> all others  one arrival; one a warp
-ab         load -> consumers        the bytes of a stage; one a consumer warp
+ab         load -> consumers        the bytes of a stage; one a consumer warp of the cluster
 ========== ======================== =======================================================
 """
 
@@ -88,7 +88,7 @@ class HopperGemmKernel:
             bias: (G, N), or None.
             alpha: (G,) fp32, or None.
             out: (T, N), or (G, M, N) of a k_grouped product.
-            num_sms: CTAs to launch.
+            num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
             stream: where to launch.
 
         What is fp16 or bf16 beside codes has its elements in the order of ``decode``, and K as a
@@ -113,7 +113,7 @@ class HopperGemmKernel:
             ]
         sources = [
             self.source(views[0], layouts.m, layouts.m_tiler),
-            self.source(views[1], layouts.n, layouts.n_tiler),
+            self.source(views[1], layouts.n, layouts.n_tiler, config.tile.num_ctas),
         ]
         if cutlass.const_expr(config.is_decoded):
             words = scale_words_view(scales[0])
@@ -132,17 +132,22 @@ class HopperGemmKernel:
             offs,
             extents,
         ).launch(
-            grid=[num_sms, 1, 1],
+            grid=[num_sms // config.tile.num_ctas * config.tile.num_ctas, 1, 1],
             block=[self.warps.num_threads, 1, 1],
+            cluster=[config.tile.num_ctas, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
         )
 
-    def source(self, tensor: cute.Tensor, staged: Any, tiler: tuple[int, ...]) -> TmaSource:
-        """The TMA copy of one stage of a tensor."""
+    def source(
+        self, tensor: cute.Tensor, staged: Any, tiler: tuple[int, ...], sharers: int = 1
+    ) -> TmaSource:
+        """The TMA copy of one stage of a tensor, of which each of several CTAs loads a part."""
         stage = cute.slice_(staged, (*[None] * len(tiler), 0))
         op = cpasync.CopyBulkTensorTileG2SOp()
-        return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, stage, tiler))
+        if sharers > 1:
+            op = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, stage, tiler, sharers))
 
     @cute.kernel
     def kernel(
@@ -156,20 +161,22 @@ class HopperGemmKernel:
         config, warps = self.config, self.warps
         layouts = HopperLayouts(config)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
         smem = cutlass.memory.SmemAllocator()
-        barriers = HopperBarriers.allocate(config, warps, smem)
+        barriers = HopperBarriers.allocate(config, smem)
         ab_pipeline, ring = make_hopper_pipelines(config, warps, barriers)
-        pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1))
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
         shared = self.allocate_stages(smem, layouts)
-        pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
+        pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
 
         tiles = TileReader(ring, barriers.tiles)
         consumer_registers, other_registers = warps.registers
         if warp < warps.num_consumer_warps:
             cute.arch.setmaxregister_increase(consumer_registers)
             stages = (shared[0], shared[2] if config.is_decoded else None, shared[1])
-            epilogue = HopperEpilogue(config, epilogue_tensors, barriers.blocks)
+            buffers = (barriers.blocks, barriers.factors)
+            epilogue = HopperEpilogue(config, epilogue_tensors, *buffers, cta)
             Consumer(config, layouts, stages, tiles, ab_pipeline, epilogue).run()
         else:
             cute.arch.setmaxregister_decrease(other_registers)
@@ -177,7 +184,7 @@ class HopperGemmKernel:
                 TileScheduler(config, ring, barriers.tiles, offs, extents).run()
             if warp == warps.load_warp_id:
                 sources = [TmaSource(*source) for source in zip(atoms, tensors, strict=True)]
-                loads = self.stage_loads(layouts, sources, shared)
+                loads = self.stage_loads(layouts, sources, shared, cta)
                 LoadWarp(config, *loads, tiles, ab_pipeline).run()
 
     def allocate_stages(
@@ -199,12 +206,20 @@ class HopperGemmKernel:
         )
 
     def stage_loads(
-        self, layouts: HopperLayouts, sources: list[TmaSource], shared: tuple[cute.Tensor, ...]
+        self,
+        layouts: HopperLayouts,
+        sources: list[TmaSource],
+        shared: tuple[cute.Tensor, ...],
+        cta: Int32,
     ) -> tuple[tuple[StageLoad, ...], tuple[StageLoad, ...]]:
         """How operands M and N, and operand M's block scales, get into shared memory."""
+        tile = self.config.tile
         per_byte = 8 // self.config.kind.bits if self.config.is_decoded else 1
-        operand_m = [StageLoad(sources[0], shared[0], layouts.m_tiler, per_byte, False)]
+        own = (cta * tile.m, Int32(0), 1)
+        operand_m = [StageLoad(sources[0], shared[0], layouts.m_tiler, per_byte, *own, False)]
         if self.config.is_decoded:
-            scales = StageLoad(sources[2], shared[2], layouts.scale_tiler, SCALE_TILE_K, True)
-            operand_m.append(scales)
-        return tuple(operand_m), (StageLoad(sources[1], shared[1], layouts.n_tiler, 1, False),)
+            tiler = layouts.scale_tiler
+            operand_m.append(StageLoad(sources[2], shared[2], tiler, SCALE_TILE_K, *own, True))
+        common = (Int32(0), cta, tile.num_ctas)
+        operand_n = StageLoad(sources[1], shared[1], layouts.n_tiler, 1, *common, False)
+        return tuple(operand_m), (operand_n,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int16, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.formats import NVFP4
@@ -53,6 +53,9 @@ class StageLoad(NamedTuple):
         shared: its stages, (rows, K, STAGE), or (row tiles, K tiles, words, STAGE).
         tiler: its extents in one stage, without the last.
         k_divisor: elements of K for one of its own along K.
+        first_row: where this CTA's rows begin in the cluster's tile.
+        cta: number of this CTA among those that share the rows.
+        sharers: how many share them; each loads a part for all.
         is_scale: it holds block scales.
     """
 
@@ -60,15 +63,21 @@ class StageLoad(NamedTuple):
     shared: cute.Tensor
     tiler: tuple[int, ...]
     k_divisor: int
+    first_row: Int32
+    cta: Int32
+    sharers: int
     is_scale: bool
 
-    #: There are no clusters.
-    mcast_mask = None
+    @property
+    def mcast_mask(self) -> Int16 | None:
+        """Who receives what this CTA loads; None without a cluster."""
+        return Int16((1 << self.sharers) - 1) if self.sharers > 1 else None
 
     @cute.jit
     def copies(self, row: Int32, k_start: Int32, group: Any) -> tuple[cute.Tensor, cute.Tensor]:
         """Source tiles along K from ``k_start`` on, and stages to put them in."""
         k_start = k_start // self.k_divisor
+        row += self.first_row
         if cutlass.const_expr(self.is_scale):
             at = (row // SF_TILE_ROWS, k_start, Int32(0), group)
             rest = (0, None, 0, 0)
@@ -79,8 +88,8 @@ class StageLoad(NamedTuple):
         modes = len(self.tiler)
         to_shared, from_global = cpasync.tma_partition(
             self.source.atom,
-            0,
-            cute.make_layout(1),
+            self.cta,
+            cute.make_layout(self.sharers),
             cute.group_modes(self.shared, 0, modes),
             cute.group_modes(tiles, 0, modes),
         )

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from cute_kernels.gemm.hopper.config import BLOCK, BLOCK_PITCH, WARPGROUP_M
+from cute_kernels.gemm.hopper.config import WARPGROUP_M
 from cute_kernels.gemm.operands import DSL_TYPES
 from cute_kernels.gemm.scheduler import TILE_WORDS
 from cute_kernels.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
@@ -93,26 +93,31 @@ class HopperBarriers(NamedTuple):
         ab: full and empty barriers of the stages.
         sched: full and empty barriers of the tile records.
         tiles: the tile records.
-        blocks: a block of accumulators for each consumer warp, of fp32 words.
+        blocks: what the epilogue stages, bytes.
+        factors: factors of a tile's rows for each warpgroup, fp32, or None.
     """
 
     ab: cute.Pointer
     sched: cute.Pointer
     tiles: cute.Tensor
     blocks: cute.Tensor
+    factors: cute.Tensor | None
 
     @staticmethod
-    def allocate(
-        config: HopperGemmConfig, warps: HopperWarpSchedule, smem: cutlass.memory.SmemAllocator
-    ) -> HopperBarriers:
+    def allocate(config: HopperGemmConfig, smem: cutlass.memory.SmemAllocator) -> HopperBarriers:
         """Reserve them."""
         words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
-        blocks = cute.make_layout(warps.num_consumer_warps * BLOCK * BLOCK_PITCH)
+        blocks = config.consumers * config.num_store_stage * config.block_bytes
+        factors = None
+        if config.row_scaled:
+            layout = cute.make_layout(config.factor_words)
+            factors = smem.allocate_tensor(Float32, layout, byte_alignment=16)
         return HopperBarriers(
             ab=smem.allocate_array(Int64, 2 * config.num_ab_stage, byte_alignment=8),
             sched=smem.allocate_array(Int64, 2 * config.num_sched_stage, byte_alignment=8),
             tiles=smem.allocate_tensor(Int32, words, byte_alignment=16),
-            blocks=smem.allocate_tensor(Float32, blocks, byte_alignment=16),
+            blocks=smem.allocate_tensor(Uint8, cute.make_layout(blocks), byte_alignment=128),
+            factors=factors,
         )
 
 
@@ -128,9 +133,10 @@ def make_hopper_pipelines(
         barrier_storage=barriers.ab,
         num_stages=config.num_ab_stage,
         producer_group=threads(1),
-        consumer_group=threads(warps.num_consumer_warps),
+        # A stage that several CTAs write is free when the consumers of all of them are done.
+        consumer_group=threads(warps.num_consumer_warps * config.tile.num_ctas),
         tx_count=config.stage_bytes,
-        cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+        cta_layout_vmnk=cute.make_layout((1, config.tile.num_ctas, 1, 1)),
         defer_sync=True,
     )
     ring = pipeline.PipelineAsync.create(
