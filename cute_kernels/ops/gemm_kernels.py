@@ -16,7 +16,7 @@ from cute_kernels.gemm.hopper.config import ExpandConfig, HopperGemmConfig
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import dense, dtype_name
-from cute_kernels.ops.registry import Allocation, OutputSpec
+from cute_kernels.ops.registry import Allocator, OutputSpec
 from cute_kernels.shapes import PITCH_ALIGNMENT
 
 if TYPE_CHECKING:
@@ -190,10 +190,11 @@ def _expander(
     """
     kernel = launch.kernel(ExpandConfig(is_ragged=side == "a"))
     rows, width = op.operands()["ab".index(side)][0].shape
-    values_of = Allocation.of(OutputSpec((rows, width * 2), torch.float16), op.device)
+    workspace = Allocator([OutputSpec((rows, width * 2), torch.float16)], op.device)
 
     def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        values = values_of.make()
+        (values,) = workspace.make()
+        assert values is not None
         if side == "a":
             codes, scales, amax = left
             kernel(codes, scales, offs, values, launch.num_sms)

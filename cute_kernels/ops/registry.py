@@ -85,40 +85,30 @@ class OutputSpec(NamedTuple):
 Runner: TypeAlias = "Callable[..., None]"
 
 
-class Allocation(NamedTuple):
-    """A fresh tensor with everything about it worked out.
+class Allocator:
+    """Makes fresh tensors again and again, with all that is known about them worked out once.
 
-    Attributes:
-        shape: its shape.
-        strides: its strides.
-        dtype: its dtype.
-        device: its device.
-        cuda_index: the number of the device if it is a GPU.
-        zeroed: it is of zeros.
+    Args:
+        specs: the tensors; their ``zeroed`` is not looked at.
+        device: where they are made.
     """
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    cuda_index: int | None
-    zeroed: bool = False
+    def __init__(self, specs: Iterable[OutputSpec | None], device: torch.device) -> None:
+        meta = torch.device("meta")
+        self._buffers = [
+            s and (tuple(s.shape), s.allocate(meta, False).stride(), s.dtype) for s in specs
+        ]
+        self._device = device
+        self._cuda_index = device.index if device.type == "cuda" else None
 
-    @classmethod
-    def of(cls, spec: OutputSpec, device: torch.device, zeroed: bool = False) -> Allocation:
-        """What ``spec.allocate`` makes."""
-        strides = spec.allocate(torch.device("meta"), False).stride()
-        index = device.index if device.type == "cuda" else None
-        return cls(tuple(spec.shape), strides, spec.dtype, device, index, zeroed)
-
-    def make(self) -> Tensor:
-        """The tensor."""
-        shape, strides, dtype, device, cuda_index, zeroed = self
-        if cuda_index is not None and torch.cuda.current_device() == cuda_index:
-            out: Tensor = _empty_strided_cuda(shape, strides, dtype)
-        else:
-            out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        return out.zero_() if zeroed else out
+    def make(self) -> list[Tensor | None]:
+        """The tensors; None where the spec is None."""
+        if self._cuda_index is not None and torch.cuda.current_device() == self._cuda_index:
+            return [b and _empty_strided_cuda(*b) for b in self._buffers]
+        device = self._device
+        return [
+            b and torch.empty_strided(b[0], b[1], dtype=b[2], device=device) for b in self._buffers
+        ]
 
 
 class _Plan:
@@ -149,14 +139,18 @@ class _Plan:
         self.outputs = tuple(outputs)
         self.run = run
         self.options = {"fresh": True} if fills_fresh else {}
-        self._allocations = [
-            s and Allocation.of(s, op.device, zeroed or s.zeroed and not fills_fresh)
-            for s in self.outputs
+        self._allocator = Allocator(self.outputs, op.device)
+        self._zeroed = [
+            i
+            for i, s in enumerate(self.outputs)
+            if s is not None and (zeroed or s.zeroed and not fills_fresh)
         ]
 
     def compute(self, op: Op) -> list[Tensor | None]:
         """Fresh outputs of ``op``."""
-        outputs = [a and a.make() for a in self._allocations]
+        outputs = self._allocator.make()
+        for i in self._zeroed:
+            outputs[i].zero_()  # type: ignore[union-attr]
         self.run(op, outputs, **self.options)
         return outputs
 
@@ -192,7 +186,7 @@ def forget_plans() -> None:
 
 
 class Op(abc.ABC):
-    """Base of all ops; subclasses are frozen dataclasses."""
+    """Base of all ops; subclasses are dataclasses."""
 
     #: Name under ``torch.ops.cute_kernels``.
     name: ClassVar[str]
