@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from cute_kernels.runtime.backend import Backend
     from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["Op", "OutputSpec", "forget_plans", "register"]
+__all__ = ["Allocator", "Op", "OutputSpec", "forget_plans", "is_observed", "register"]
 
 #: How Inductor's code allocates on the current device: 0.8 us on the host of an H200, where
 #: ``torch.empty_strided`` takes 1.4 and ``torch.empty`` 2.3.
 _empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _LIBRARY = torch.library.Library("cute_kernels", "DEF")
 _SCHEMA_TYPES = {
     "Tensor": "Tensor",
@@ -394,7 +395,7 @@ def _invoker(cls: type[Op]) -> Callable[..., Any]:
     dispatched = getattr(torch.ops.cute_kernels, cls.name).default
 
     def invoke(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_observed(args):
+        if is_observed(args):
             return dispatched(*args)
         key, op = plan_key(cls, chosen_backend(), args), cls(*args)
         plan = _plans.get(key)
@@ -408,13 +409,22 @@ def _invoker(cls: type[Op]) -> Callable[..., Any]:
     return invoke
 
 
-def _is_observed(args: tuple[Any, ...]) -> bool:
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+def is_observed(args: tuple[Any, ...], plain: frozenset[type] = _PLAIN) -> bool:
+    """Whether something must see a call with these arguments, so it must go to the dispatcher.
+
+    Args:
+        args: the arguments.
+        plain: classes of tensors that the callee takes without the dispatcher.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack()
+    ):
         return True
     watches = torch.is_grad_enabled()
     for a in args:
-        kind = type(a)
-        if kind is Tensor or kind is torch.nn.Parameter:
+        if type(a) in plain:
             if watches and a.requires_grad:
                 return True
         elif isinstance(a, Tensor):
