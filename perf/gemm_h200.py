@@ -3,10 +3,10 @@
     python -m perf.gemm_h200 --case dsv3-up --tokens 16 512 [--product wgrad] [--json FILE]
     python -m perf.gemm_h200 --tokens 16 128 512 --kind nvfp4 bf16 fp8 --routing zipf half empty
 
-A time is the median of seven replays of a CUDA graph of many calls, 40 ms or more: the sustained
-rate of a power-limited GPU; "mhz" and "watts" are means over it. "op" is the whole op: the expand
-pass and the GEMM. Weights are larger than the L2 cache in all of these cases. The environment
-variable COMMIT names the code where git cannot.
+A time is the median of seven replays of a CUDA graph of many calls, 40 ms or more, by turns with
+what it is compared with: the sustained rate of a power-limited GPU. "mhz" and "watts" are means
+over the replays. "op" is the whole op: the expand pass and the GEMM. Weights are larger than the L2
+cache in all of these cases. The environment variable COMMIT names the code where git cannot.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 import cute_kernels  # noqa: F401  (registers the ops)
 from cute_kernels.gemm.heuristics import choose_config
@@ -28,8 +27,7 @@ from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.runtime.backend import active_backend
 from cute_kernels.runtime.launch import launcher
 from perf.gemm_cases import CASES, PRODUCTS, Case
-from perf.measure import machine_facts, median_us, relative_error
-from perf.power import PowerMeter
+from perf.measure import machine_facts, relative_error, sustained
 from perf.routing import ROUTINGS
 
 if TYPE_CHECKING:
@@ -39,6 +37,20 @@ if TYPE_CHECKING:
 
 #: Bytes of one element of the weights, block scales included.
 _ELEMENT_BYTES = {"nvfp4": 0.5625, "bf16": 2.0, "fp8": 1.0}
+
+
+class Contender(NamedTuple):
+    """Something to time.
+
+    Attributes:
+        what: its name.
+        run: one call.
+        more: facts to report with the result.
+    """
+
+    what: str
+    run: Callable[[], object]
+    more: dict[str, Any]
 
 
 class Bench:
@@ -55,12 +67,15 @@ class Bench:
         self.device = torch.device("cuda", 0)
         self.launch = launcher(active_backend(self.device), self.device)
         self.facts = machine_facts()
-        self.meter = PowerMeter()
 
-    def report(self, case: Case, what: str, run: Callable[[], object], **more: Any) -> None:
-        """Time something, print the result and keep it."""
-        with self.meter:
-            us = median_us(run)
+    def time(self, case: Case, contenders: list[Contender]) -> None:
+        """Time all of them together."""
+        results = sustained([contender.run for contender in contenders])
+        for contender, (us, power) in zip(contenders, results, strict=True):
+            self.report(case, contender.what, us, **power, **contender.more)
+
+    def report(self, case: Case, what: str, us: float, **more: Any) -> None:
+        """Print a result and keep it."""
         # Weights of experts without rows are not read.
         groups = sum(map(bool, case.splits))
         weight_bytes = groups * case.n * case.k * _ELEMENT_BYTES[what.split()[0]]
@@ -73,7 +88,6 @@ class Bench:
             "us": round(us, 1),
             "tflops": round(case.flops / us * 1e-6, 1),
             "weight_tbs": round(weight_bytes / us * 1e-6, 2),
-            **self.meter.result(),
             **more,
         }
         print(json.dumps(result), flush=True)
@@ -111,24 +125,31 @@ class Bench:
         op(*args, out=out)
         errors = [relative_error(out[at], want) for at, want in case.expected_nvfp4(a, b)]
         assert max(errors) < 4e-3, f"{case}: relative errors {errors}"
-        self.report(case, "nvfp4 op", lambda: op(*args, out=out), error=max(errors))
+        contenders = [Contender("nvfp4 op", lambda: op(*args, out=out), {"error": max(errors)})]
         expand = self.launch.kernel(ExpandConfig(is_ragged=not case.is_wgrad))
         packed, offs = (b, None) if case.is_wgrad else (a, case.offs)
         shape = (packed[0].shape[0], packed[0].shape[1] * 2)
         values = torch.empty(shape, dtype=torch.float16, device=self.device)
         sms = self.launch.num_sms
-        self.report(case, "nvfp4 expand", lambda: expand(*packed[:2], offs, values, sms))
+
+        def run_expand() -> None:
+            expand(*packed[:2], offs, values, sms)
+
+        # It bounds memory and leaves power to others: alone.
+        self.time(case, [Contender("nvfp4 expand", run_expand, {})])
         operands = (*a, values, None, b[2]) if case.is_wgrad else (values, None, a[2], *b)
+        got = torch.zeros_like(out)
         for config in self.configs(case, "nvfp4"):
             kernel = self.launch.kernel(config)
-            got = torch.zeros_like(out)
 
-            def run_gemm(kernel: Any = kernel, got: Tensor = got) -> None:
+            def run_gemm(kernel: Any = kernel) -> None:
                 kernel(*operands, case.offs, None, None, got, sms)
 
+            got.zero_()
             run_gemm()
             assert torch.equal(got, out), f"{config.tile} gives other bits"
-            self.report(case, "nvfp4 gemm", run_gemm, tile=tile_name(config.tile))
+            contenders.append(Contender("nvfp4 gemm", run_gemm, {"tile": tile_name(config.tile)}))
+        self.time(case, contenders)
 
     def bf16(self, case: Case) -> None:
         """Ours with each tile, and torch._grouped_mm."""
@@ -136,7 +157,7 @@ class Bench:
         sms = self.launch.num_sms
         want = run_torch()
         out = torch.empty_like(want)
-        self.report(case, "bf16 torch._grouped_mm", run_torch)
+        contenders = [Contender("bf16 torch._grouped_mm", run_torch, {})]
         for config in self.configs(case, "bfloat16"):
             kernel = self.launch.kernel(config)
 
@@ -147,7 +168,9 @@ class Bench:
             run()
             error = relative_error(out, want.float())
             assert error < 4e-3, f"{config}: relative error {error}"
-            self.report(case, "bf16 gemm", run, tile=tile_name(config.tile), error=error)
+            facts = {"tile": tile_name(config.tile), "error": error}
+            contenders.append(Contender("bf16 gemm", run, facts))
+        self.time(case, contenders)
 
     def fp8(self, case: Case) -> None:
         """torch._scaled_grouped_mm with a scale a row; of the m_grouped products alone."""
@@ -158,7 +181,7 @@ class Bench:
         part = slice(case.ends[group] - case.splits[group], case.ends[group])
         error = relative_error(run()[part], expected(part, group))
         assert error < 1e-2, f"{case}: relative error {error}"
-        self.report(case, "fp8 torch._scaled_grouped_mm", run, error=error)
+        self.time(case, [Contender("fp8 torch._scaled_grouped_mm", run, {"error": error})])
 
 
 def tile_name(tile: TileShape) -> str:

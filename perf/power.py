@@ -15,14 +15,12 @@ _NVML_CLOCK_SM = 1
 
 
 class PowerMeter:
-    """Samples the first GPU while it is entered.
-
-    The first half of the samples is dropped: a graph is captured before the GPU is busy.
-    """
+    """Samples the first GPU whenever it is entered; the first half of the samples is dropped."""
 
     def __init__(self) -> None:
         self._nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
         self._device = ctypes.c_void_p()
+        self._samples: list[tuple[int, float]] = []
         self._check(self._nvml.nvmlInit_v2())
         self._check(self._nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self._device)))
 
@@ -40,7 +38,6 @@ class PowerMeter:
         return values[0].value, values[1].value / 1000
 
     def __enter__(self) -> PowerMeter:
-        self._samples: list[tuple[int, float]] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
