@@ -11,6 +11,7 @@ from torch import Tensor
 from cute_kernels import ops
 from cute_kernels.capability import require
 from cute_kernels.formats import NVFP4, Format
+from cute_kernels.ops.registry import is_observed
 from grouped.offsets import Offsets, as_offs
 from grouped.tensor import GroupedTensor, assemble, handler, not_differentiable
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["compute_offsets", "grouped_gemm", "quantize"]
 
 _ops = torch.ops.cute_kernels
+#: What a product takes without the dispatcher.
+_DIRECT = frozenset({Tensor, torch.nn.Parameter, GroupedTensor})
 
 
 def compute_offsets(
@@ -208,6 +211,9 @@ def grouped_gemm(
     if isinstance(a, GroupedTensor) and isinstance(b, GroupedTensor):
         if offs is not None:
             raise ValueError("offs is given, but the operands carry their own")
+        if out is None and not is_observed((a, b, bias, alpha), _DIRECT):
+            name, operands = _quantized_operands(a, b, bias, alpha, transpose_b, dtype)
+            return _call(name, operands, out=None, accumulate=False)
         if out is None:
             result: Tensor = torch.ops.grouped.gemm(a, b, bias, alpha, transpose_b, dtype)
             return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import math
 import os
@@ -27,46 +28,34 @@ _REPLAY_SECONDS = 0.04
 _WARM_UP_SECONDS = 0.4
 
 
-def _capture(run: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+def _graph_of(run: Callable[[], object], seconds: float) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of many calls, and how many."""
+    run()
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(calls):
-            run()
-    return graph
+
+    def capture(calls: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(calls):
+                run()
+        return graph
+
+    probe = capture(3)
+    probe.replay()
+    calls = max(3, int(seconds * 1e6 / (_replay_us(probe) / 3)) + 1)
+    return capture(calls), calls
 
 
 def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of one replay."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     graph.replay()
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) * 1e3
-
-
-def _graph_of(run: Callable[[], object], seconds: float) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of calls for ``seconds``, and how many they are."""
-    run()
-    torch.cuda.synchronize()
-    probe = _capture(run, 3)
-    probe.replay()
-    calls = max(3, int(seconds * 1e6 / (_replay_us(probe) / 3)) + 1)
-    return _capture(run, calls), calls
-
-
-def median_us(run: Callable[[], object], seconds: float = _REPLAY_SECONDS) -> float:
-    """Sustained microseconds of one call in a CUDA graph of many: the median of seven replays.
-
-    Args:
-        run: what to time; it must be capturable.
-        seconds: the least that a replay takes. A GPU that is limited by power needs many calls to
-            settle.
-    """
-    graph, calls = _graph_of(run, seconds)
-    graph.replay()
-    return statistics.median(_replay_us(graph) for _ in range(_REPLAYS)) / calls
 
 
 def sustained(runs: list[Callable[[], object]]) -> list[tuple[float, dict[str, int]]]:
@@ -92,6 +81,19 @@ def sustained(runs: list[Callable[[], object]]) -> list[tuple[float, dict[str, i
     ]
 
 
+def median_us(run: Callable[[], object], seconds: float = _REPLAY_SECONDS) -> float:
+    """Sustained microseconds of one call in a CUDA graph of many: the median of seven replays.
+
+    Args:
+        run: what to time; it must be capturable.
+        seconds: the least that a replay takes. A GPU that is limited by power needs many calls to
+            settle.
+    """
+    graph, calls = _graph_of(run, seconds)
+    _replay_us(graph)
+    return statistics.median(_replay_us(graph) for _ in range(_REPLAYS)) / calls
+
+
 def relative_error(got: Tensor, want: Tensor) -> float:
     """Frobenius norm of the difference over that of ``want``; NaN fails every comparison."""
     return float((got.float() - want.float()).norm() / want.float().norm())
@@ -109,13 +111,15 @@ def commit() -> str:
 def machine_facts() -> dict[str, Any]:
     """What a result depends on beside the code: machine, clocks of this moment, versions."""
     facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
         "nvidia-cutlass-dsl": importlib.metadata.version("nvidia-cutlass-dsl"),
         "commit": commit(),
     }
     if not torch.cuda.is_available():
         return facts
-    query = "clocks.sm,clocks.mem,clocks.max.sm,power.limit,driver_version"
+    query = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,driver_version"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     clocks = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {"gpu": torch.cuda.get_device_name(), query: clocks.splitlines()[0], **facts}

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
-import importlib.metadata
 import json
 import statistics
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +29,7 @@ from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.compile import compile_kernel
 from cute_kernels.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles
+from perf.measure import machine_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -201,28 +199,6 @@ def measure(candidates: dict[str, Candidate], rounds: int, calls: int) -> dict[s
     return times
 
 
-def environment() -> dict[str, str]:
-    """Machine, clocks under the load that has just run, versions and commit."""
-    query = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw"
-    smi = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True
-    ).stdout.strip()
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        query: smi,
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "nvidia-cutlass-dsl": importlib.metadata.version("nvidia-cutlass-dsl"),
-        "commit": commit,
-    }
-
-
 def main() -> None:
     """Check, measure, print the table and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -251,7 +227,7 @@ def main() -> None:
         peers = {name: peer for name, peer in peers.items() if name.startswith("copy")}
     candidates |= peers
     times = measure(candidates, options.rounds, options.calls)
-    facts = environment()
+    facts = machine_facts()
     if options.commit:
         facts["commit"] = options.commit
     elements = options.rows * options.cols

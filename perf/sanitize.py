@@ -4,7 +4,8 @@
 
 Shapes have empty groups, boundaries inside tiles, a tail that belongs to no group and widths that
 no tile divides. Kernels are compiled first, without the tool. Each tensor gets an allocation of its
-own, so that memcheck sees an access past its end. The exit status is 1 if a tool reports anything.
+own, so that memcheck sees an access past its end. The exit status is 1 if a tool reports anything,
+or if memcheck misses a deliberate write past the end of a buffer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from cute_kernels.gemm.hopper.config import HOPPER_TILE_SHAPES
 from cute_kernels.ops.gemm_kernels import force_tile
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+#: Exit status of a tool that reports something.
+_REPORTED = 9
 _ENDS, _ROWS = (5, 5, 70, 199, 200), 230
 _COLS, _WIDTH = 272, 208
 _FLAT: Any = torch.ops.cute_kernels
@@ -108,32 +111,50 @@ def k_grouped() -> None:
     )
 
 
+def canary() -> None:
+    """Write past the end of an output whose memory was taken away."""
+    codes, scales, amax, *_ = ops.grouped_quantize_nvfp4(_sample(_ROWS, _COLS), _offs())
+    out = torch.empty(_ROWS, _COLS, device="cuda", dtype=torch.bfloat16)
+    out.untyped_storage().resize_(256)
+    _FLAT.grouped_dequantize_nvfp4_out(
+        *(codes, scales, amax, _offs(), _ROWS, out.dtype, False), out=out
+    )
+
+
 PARTS = {part.__name__: part for part in (quantize, m_grouped, k_grouped)}
 
 
+def _run_under(tool: str, part: str) -> tuple[int, list[str]]:
+    """Exit status and output of this program on one part under a tool."""
+    # Kernels of this package have "Config" in their names.
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(_REPORTED)]
+    command += ["--kernel-name", "kernel_substring=Config", sys.executable, "-m"]
+    command += ["perf.sanitize", "--tool", "--part", part]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, (done.stdout + done.stderr).splitlines()
+
+
 def main() -> int:
-    """Run what was asked for; the number of the tools that report something."""
+    """Run what was asked for; 1 if a tool reports something."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", nargs="*", default=["memcheck", "racecheck"], choices=TOOLS)
-    parser.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--part", nargs="+", default=list(PARTS), choices=[*PARTS, "canary"])
     options = parser.parse_args()
     torch.manual_seed(0)
     for part in options.part:
-        PARTS[part]()
+        PARTS.get(part, canary)()
     torch.cuda.synchronize()
     failed = False
     for tool, part in itertools.product(options.tool, options.part):
-        # Kernels of this package have "Config" in their names.
-        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-        command += ["--kernel-name", "kernel_substring=Config", sys.executable, "-m"]
-        command += ["perf.sanitize", "--tool", "--part", part]
-        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        lines = (done.stdout + done.stderr).splitlines()
-        print(f"{tool} {part}: exit status {done.returncode}; {lines[-1] if lines else ''}")
-        if done.returncode:
+        status, lines = _run_under(tool, part)
+        print(f"{tool} {part}: exit status {status}; {lines[-1] if lines else ''}", flush=True)
+        if status:
             failed = True
             print("\n".join(lines[:60]))
+    if "memcheck" in options.tool and _run_under("memcheck", "canary")[0] != _REPORTED:
+        failed = True
+        print("memcheck misses a write past the end of a buffer: it sees no kernel of this package")
     return int(failed)
 
 

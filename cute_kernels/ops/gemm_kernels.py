@@ -16,7 +16,7 @@ from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperG
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import dense, dtype_name, readable
-from cute_kernels.ops.registry import Allocation, OutputSpec
+from cute_kernels.ops.registry import Allocator, OutputSpec
 from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, RowScaledConfig
 from cute_kernels.shapes import PIECE_K, PITCH_ALIGNMENT, ceil_div
 
@@ -230,10 +230,11 @@ def _expander(op: AnyGemm, side: str, launch: Launcher) -> Prepare:
     """
     kernel = launch.kernel(ExpandConfig(is_ragged=side == "a"))
     rows, width = op.operands()["ab".index(side)][0].shape
-    values_of = _pieces(rows, width * 2, torch.float16, op.device)
+    workspace = Allocator([_pieces(rows, width * 2, torch.float16)], op.device)
 
     def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        values = values_of.make()
+        (values,) = workspace.make()
+        assert values is not None
         if side == "a":
             codes, scales, amax = left
             kernel(codes, scales, offs, values, launch.num_sms)
@@ -253,12 +254,14 @@ def _quantizer(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Prepare:
     if config.group_amax:
         amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch))
     rows, depth = op.a.shape
-    values_of = _pieces(rows, depth, torch.float16, op.device)
     count = op.offs.shape[0] if config.group_amax else rows
-    amax_of = Allocation.of(OutputSpec((count,), torch.float32), op.device)
+    specs = [_pieces(rows, depth, torch.float16), OutputSpec((count,), torch.float32)]
+    workspace = Allocator(specs, op.device)
 
     def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        x, values, amax = readable(left[0]), values_of.make(), amax_of.make()
+        x = readable(left[0])
+        values, amax = workspace.make()
+        assert values is not None
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
         kernel(x, offs, amax, values, None, launch.num_sms)
@@ -272,19 +275,20 @@ def _arranger(op: AnyGemm, dtype: str, launch: Launcher) -> Prepare:
     kernel = launch.kernel(ArrangeConfig(dtype))
     x = op.operands()[0][0]
     rows, depth = x.shape
-    values_of = _pieces(rows, depth, x.dtype, op.device)
+    workspace = Allocator([_pieces(rows, depth, x.dtype)], op.device)
 
     def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        values = values_of.make()
+        (values,) = workspace.make()
+        assert values is not None
         kernel(left[0], offs, values, launch.num_sms)
         return (values, None, None), right
 
     return run
 
 
-def _pieces(rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> Allocation:
+def _pieces(rows: int, depth: int, dtype: torch.dtype) -> OutputSpec:
     """A buffer of rows of whole pieces of K."""
-    return Allocation.of(OutputSpec((rows, ceil_div(depth, PIECE_K) * PIECE_K), dtype), device)
+    return OutputSpec((rows, ceil_div(depth, PIECE_K) * PIECE_K), dtype)
 
 
 def _tensors(operands: tuple[Parts, Parts]) -> list[Tensor]:

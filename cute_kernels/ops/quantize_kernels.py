@@ -91,31 +91,20 @@ def quantize_nvfp4(op: GroupedQuantizeNVFP4, launch: Launcher) -> Runner:
     if op.row_scaled and op.rowwise and not op.columnwise:
         rows = RowScaledConfig.choose(problem, launch.arch)
         if rows.can_implement(problem):
-            return _row_scaled(rows, launch)
+            return _rows(rows, launch, given=False)
     if launch.arch == "sm_90a" and op.rowwise and not (op.columnwise or op.block_2d):
         # Faster there than tile by tile: 94 instead of 83 % of a copy's rate on an H200.
         rows = RowScaledConfig.choose(problem, launch.arch, group_amax=True)
         if rows.can_implement(problem):
-            return _rows_of_groups(rows, launch, given=op.amax is not None)
+            return _rows(rows, launch, given=op.amax is not None)
     return _tiles(op, problem, launch)
 
 
-def _row_scaled(config: RowScaledConfig, launch: Launcher) -> Runner:
-    """One launch: rows, their amaxes and their codes from one read."""
-    kernel = launch.kernel(config)
-
-    def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
-        codes, scales, amax = outputs[:3]
-        kernel(readable(op.x), dense(op.offs), _flat(amax), codes, scales, launch.num_sms)
-
-    return run
-
-
-def _rows_of_groups(config: RowScaledConfig, launch: Launcher, given: bool) -> Runner:
-    """Amaxes of the groups first where they are not given, then rows to codes."""
+def _rows(config: RowScaledConfig, launch: Launcher, given: bool) -> Runner:
+    """Rows to codes in one read; amaxes of rows too, those of groups before if not given."""
     kernel = launch.kernel(config)
     amax_kernel = None
-    if not given:
+    if config.group_amax and not given:
         amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch))
 
     def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
@@ -123,9 +112,9 @@ def _rows_of_groups(config: RowScaledConfig, launch: Launcher, given: bool) -> R
         x, offs = readable(op.x), dense(op.offs)
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
-        elif op.amax is not None and amax is not None:
+        elif config.group_amax and op.amax is not None and amax is not None:
             amax.copy_(op.amax)
-        kernel(x, offs, amax, codes, scales, launch.num_sms)
+        kernel(x, offs, _flat(amax), codes, scales, launch.num_sms)
 
     return run
 

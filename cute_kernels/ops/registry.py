@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from cute_kernels.runtime.backend import Backend
     from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["Op", "OutputSpec", "forget_plans", "register"]
+__all__ = ["Allocator", "Op", "OutputSpec", "forget_plans", "is_observed", "register"]
 
 #: How Inductor's code allocates on the current device: 0.8 us on the host of an H200, where
-#: ``torch.empty_strided`` takes 1.4 and ``torch.empty`` 2.3.
-_empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+#: ``torch.empty_strided`` takes 1.4 and ``torch.empty`` 2.3. Unlike them it leaves the memory as it
+#: is in deterministic mode, too.
+_empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _LIBRARY = torch.library.Library("cute_kernels", "DEF")
 _SCHEMA_TYPES = {
     "Tensor": "Tensor",
@@ -85,40 +87,31 @@ class OutputSpec(NamedTuple):
 Runner: TypeAlias = "Callable[..., None]"
 
 
-class Allocation(NamedTuple):
-    """A fresh tensor with everything about it worked out.
+class Allocator:
+    """Makes fresh tensors again and again, with all that is known about them worked out once.
 
-    Attributes:
-        shape: its shape.
-        strides: its strides.
-        dtype: its dtype.
-        device: its device.
-        cuda_index: the number of the device if it is a GPU.
-        zeroed: it is of zeros.
+    Args:
+        specs: the tensors; their ``zeroed`` is not looked at.
+        device: where they are made.
     """
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    cuda_index: int | None
-    zeroed: bool = False
+    def __init__(self, specs: Iterable[OutputSpec | None], device: torch.device) -> None:
+        meta = torch.device("meta")
+        self._buffers = [
+            s and (tuple(s.shape), s.allocate(meta, False).stride(), s.dtype) for s in specs
+        ]
+        self._device = device
+        self._cuda_index = device.index if device.type == "cuda" else None
 
-    @classmethod
-    def of(cls, spec: OutputSpec, device: torch.device, zeroed: bool = False) -> Allocation:
-        """What ``spec.allocate`` makes."""
-        strides = spec.allocate(torch.device("meta"), False).stride()
-        index = device.index if device.type == "cuda" else None
-        return cls(tuple(spec.shape), strides, spec.dtype, device, index, zeroed)
-
-    def make(self) -> Tensor:
-        """The tensor."""
-        shape, strides, dtype, device, cuda_index, zeroed = self
-        if cuda_index is not None and torch.cuda.current_device() == cuda_index:
-            out: Tensor = _empty_strided_cuda(shape, strides, dtype)
-        else:
-            out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        return out.zero_() if zeroed else out
+    def make(self) -> list[Tensor | None]:
+        """The tensors; None where the spec is None."""
+        is_cuda = self._cuda_index is not None and _empty_strided_cuda is not None
+        if is_cuda and torch.cuda.current_device() == self._cuda_index:
+            return [b and _empty_strided_cuda(*b) for b in self._buffers]
+        device = self._device
+        return [
+            b and torch.empty_strided(b[0], b[1], dtype=b[2], device=device) for b in self._buffers
+        ]
 
 
 class _Plan:
@@ -149,14 +142,18 @@ class _Plan:
         self.outputs = tuple(outputs)
         self.run = run
         self.options = {"fresh": True} if fills_fresh else {}
-        self._allocations = [
-            s and Allocation.of(s, op.device, zeroed or s.zeroed and not fills_fresh)
-            for s in self.outputs
+        self._allocator = Allocator(self.outputs, op.device)
+        self._zeroed = [
+            i
+            for i, s in enumerate(self.outputs)
+            if s is not None and (zeroed or s.zeroed and not fills_fresh)
         ]
 
     def compute(self, op: Op) -> list[Tensor | None]:
         """Fresh outputs of ``op``."""
-        outputs = [a and a.make() for a in self._allocations]
+        outputs = self._allocator.make()
+        for i in self._zeroed:
+            outputs[i].zero_()  # type: ignore[union-attr]
         self.run(op, outputs, **self.options)
         return outputs
 
@@ -192,7 +189,7 @@ def forget_plans() -> None:
 
 
 class Op(abc.ABC):
-    """Base of all ops; subclasses are frozen dataclasses."""
+    """Base of all ops; subclasses are dataclasses."""
 
     #: Name under ``torch.ops.cute_kernels``.
     name: ClassVar[str]
@@ -400,7 +397,7 @@ def _invoker(cls: type[Op]) -> Callable[..., Any]:
     dispatched = getattr(torch.ops.cute_kernels, cls.name).default
 
     def invoke(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_observed(args):
+        if is_observed(args):
             return dispatched(*args)
         key, op = plan_key(cls, chosen_backend(), args), cls(*args)
         plan = _plans.get(key)
@@ -414,13 +411,22 @@ def _invoker(cls: type[Op]) -> Callable[..., Any]:
     return invoke
 
 
-def _is_observed(args: tuple[Any, ...]) -> bool:
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+def is_observed(args: tuple[Any, ...], plain: frozenset[type] = _PLAIN) -> bool:
+    """Whether something must see a call with these arguments, so it must go to the dispatcher.
+
+    Args:
+        args: the arguments.
+        plain: classes of tensors that the callee takes without the dispatcher.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack()
+    ):
         return True
     watches = torch.is_grad_enabled()
     for a in args:
-        kind = type(a)
-        if kind is Tensor or kind is torch.nn.Parameter:
+        if type(a) in plain:
             if watches and a.requires_grad:
                 return True
         elif isinstance(a, Tensor):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import grouped
-from tests.grouped.cases import FORMATS, WEIGHT_FORMAT
+from tests.grouped.cases import FORMATS, WEIGHT_FORMAT, OpCounter
 from tests.helpers import SPLITS, assert_same_bytes, end_rows, sample
 
 N, K = 48, 64
@@ -138,6 +138,15 @@ def test_a_product_of_quantized_parameters_has_no_derivative():
     y = grouped.grouped_gemm(x, torch.nn.Parameter(w))
     with pytest.raises(RuntimeError, match=r"no derivative.*grouped\.nn"):
         y.sum().backward()
+
+
+def test_a_dispatch_mode_sees_a_product_of_quantized_operands():
+    x, w, _ = operands()
+    want = grouped.grouped_gemm(x, w)
+    with OpCounter() as counter:
+        got = grouped.grouped_gemm(x, w)
+    assert [args[0] for args in counter.arguments("gemm")] == [x]
+    assert_same_bytes(got, want)
 
 
 def test_one_group_of_the_whole():
