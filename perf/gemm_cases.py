@@ -31,22 +31,30 @@ PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 @dataclasses.dataclass
 class Case:
-    """One product of a layer with ``tokens`` rows in every group.
+    """One product of a layer with ``tokens`` rows in every group, or that many on average.
 
     fprop is (T, K) x (G, N, K) to (T, N), dgrad (T, N) x (G, N, K) to (T, K), and wgrad (T, N) and
     (T, K) to (G, N, K). NVFP4 operands are random codes and block scales; those of dgrad and wgrad
-    are the columnwise copies that they contract.
+    are the columnwise copies that they contract. Skewed groups have log-normal sizes.
     """
 
     name: str
     tokens: int
     product: str = "fprop"
+    skewed: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         self.groups, self.n, self.k = CASES[self.name]
         self.rows = self.groups * self.tokens
-        self.offs = torch.arange(1, self.groups + 1, device="cuda").int() * self.tokens
+        sizes = torch.full((self.groups,), float(self.tokens), dtype=torch.float64)
+        if self.skewed:
+            normal = torch.randn(self.groups, generator=torch.Generator().manual_seed(self.seed))
+            sizes = normal.double().softmax(0) * self.rows
+        ends = sizes.cumsum(0).round().long()
+        #: First row of each group, and behind the last.
+        self.bounds = [0, *ends.tolist()]
+        self.offs = ends.to("cuda", torch.int32)
         self.generator = torch.Generator("cuda").manual_seed(self.seed)
         #: Columns of the output and what is contracted, of an m_grouped product.
         self.cols, self.depth = self.n, self.k
@@ -98,6 +106,11 @@ class Case:
                 self._parts((cols, 64 * tiles), (ceil_div(cols, 128), 2 * tiles), self.groups)
                 for cols in (self.n, self.k)
             )
+            for group in range(self.groups):
+                # Slots behind the last row hold zeros.
+                rows, slots = self._slots(group)
+                for codes in (first[0], second[0]):
+                    codes[:, slots.start // 2 + rows // 2 : slots.stop // 2] = 0
             return first, second
         k_tiles = scale_tiles(self.depth, 16)
         b_tiles = (self.groups, ceil_div(self.cols, 128), k_tiles)
@@ -123,15 +136,15 @@ class Case:
     def expected_nvfp4(self, a: Parts, b: Parts) -> Iterator[tuple[Any, Tensor]]:
         """Where in the output, and the fp32 product there, of the first and the last group."""
         for group in (0, self.groups - 1):
-            start = group * self.tokens
-            part = slice(start, start + self.tokens)
+            start, end = self.bounds[group : group + 2]
+            part = slice(start, end)
             if self.is_wgrad:
-                left, right = (self._slots(*x[:2], group) for x in (a, b))
+                left, right = (self._columns(*x[:2], group) for x in (a, b))
                 factor = a[2][group] / 2688 * (b[2][group] / 2688)
                 at: Any = group
             else:
-                slot = start // TILE_ROWS * TILE_ROWS + group * TILE_ROWS
-                slots = torch.arange(slot, slot + self.tokens, device="cuda")
+                first = self._slots(group)[1].start
+                slots = torch.arange(first, first + end - start, device="cuda")
                 left = block_values(a[0][part], linear_row_scales(a[1], slots, self.depth))
                 rows = torch.arange(self.cols, device="cuda")
                 scales = linear_row_scales(b[1][group], rows, self.depth)
@@ -141,10 +154,17 @@ class Case:
             # Both are exact in fp16; the products are added in fp32.
             yield at, torch.mm(left.half(), right.half().T, out_dtype=torch.float32) * factor
 
-    def _slots(self, codes: Tensor, scales: Tensor, group: int) -> Tensor:
+    def _slots(self, group: int) -> tuple[int, slice]:
+        """Rows of a group, and its slots: whole tiles."""
+        start, end = self.bounds[group : group + 2]
+        first = (start // TILE_ROWS + group) * TILE_ROWS
+        slots = ceil_div(end - start, TILE_ROWS) * TILE_ROWS
+        return end - start, slice(first, first + slots)
+
+    def _columns(self, codes: Tensor, scales: Tensor, group: int) -> Tensor:
         """A group's values of a columnwise copy, (columns, rows of the group)."""
-        tile = group * self.tokens // TILE_ROWS + group
-        tiles = slice(tile, tile + ceil_div(self.tokens, TILE_ROWS))
-        codes = codes[:, 64 * tiles.start : 64 * tiles.stop]
-        linear = linear_column_scales(codes, scales[:, 2 * tiles.start : 2 * tiles.stop])
-        return block_values(codes, linear)[:, : self.tokens]
+        rows, slots = self._slots(group)
+        codes = codes[:, slots.start // 2 : slots.stop // 2]
+        # A scale tile is of 64 slots.
+        linear = linear_column_scales(codes, scales[:, slots.start // 64 : slots.stop // 64])
+        return block_values(codes, linear)[:, :rows]

@@ -140,6 +140,7 @@ class Bench:
             "case": case.name,
             "product": case.product,
             "tokens": case.tokens,
+            "skewed": case.skewed,
             "what": what,
             "us": round(us, 1),
             "tflops": round(case.flops / us * 1e-6, 1),
@@ -265,13 +266,14 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 128, 512])
     parser.add_argument("--kind", nargs="+", default=["nvfp4", "bf16"], choices=["nvfp4", "bf16"])
     parser.add_argument("--product", nargs="+", default=["fprop"], choices=PRODUCTS)
+    parser.add_argument("--skewed", action="store_true", help="groups of very different sizes")
     parser.add_argument("--tiles", nargs="+", default=[], help="more tiles to time: 128x256x2")
     parser.add_argument("--json", help="append results to this file")
     options = parser.parse_args()
     bench = Bench(options.tiles, options.json)
     for choice in itertools.product(options.case, options.tokens, options.product):
         for kind in options.kind:
-            getattr(bench, kind)(Case(*choice))
+            getattr(bench, kind)(Case(*choice, options.skewed))
             torch.cuda.empty_cache()
 
 
