@@ -323,7 +323,7 @@ class GemmConfig:
         if self.grouping == "m_grouped":
             groups = problem.groups + self.zero_tail
             return (problem.rows // self.tile.rows + groups) * cols
-        return problem.groups * ceil_div(problem.m, self.tile.rows) * cols
+        return problem.groups * ceil_div(problem.m, self.tile.m) * cols
 
     def entry(self) -> tuple[Any, tuple[Any, ...]]:
         """The function to compile and its fake arguments, see ``GroupedGemmKernel.__call__``."""

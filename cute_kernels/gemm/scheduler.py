@@ -229,8 +229,8 @@ class TileScheduler:
 
     @cute.jit
     def walk_uniform(self, state: Any) -> Any:
-        tiles_m = (self.size_m + (self.tile.rows - 1)) // self.tile.rows
-        tiles_n = (self.size_n + (self.tile.cols - 1)) // self.tile.cols
+        tiles_m = (self.size_m + (self.tile.m - 1)) // self.tile.m
+        tiles_n = (self.size_n + (self.tile.n - 1)) // self.tile.n
         tiles = tiles_m * tiles_n
         instruction_k = self.config.kind.instruction_k
         index, step = self.position()
@@ -238,7 +238,7 @@ class TileScheduler:
             group = index // tiles
             local = index - group * tiles
             start, rows = self.group_rows(group)
-            row, col = local % tiles_m * self.tile.rows, local // tiles_m * self.tile.cols
+            row, col = local % tiles_m * self.tile.m, local // tiles_m * self.tile.n
             k_start = start
             if cutlass.const_expr(not self.config.ragged_k):
                 k_start = (start // TILE_ROWS + group) * TILE_ROWS

@@ -7,14 +7,13 @@ of a row, and rows outside of the group are left out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.memory import load_shared, store_global, store_shared
+from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import asm, asm_volatile, bits_as_f32, f32_as_bits
-from cute_kernels.gemm.epilogue import EpilogueTensors, read_vector, vector_at
 from cute_kernels.gemm.hopper.config import DECODED_SCALE, WARPGROUP_M
 from cute_kernels.gemm.hopper.warp_schedule import (
     FIRST_EPILOGUE_BARRIER,
@@ -25,6 +24,7 @@ from cute_kernels.gemm.operands import DSL_TYPES
 from cute_kernels.gemm.scheduler import WorkTile
 
 if TYPE_CHECKING:
+    from cute_kernels.gemm.epilogue import EpilogueTensors
     from cute_kernels.gemm.hopper.config import HopperGemmConfig
 
 __all__ = ["HopperEpilogue", "Turns"]
@@ -49,6 +49,37 @@ def _store_matrices(address: Int32, words: list[Uint32], transpose: bool) -> Non
         f"stmatrix.sync.aligned.m8n8.x{len(words)}{kind}.shared.b16 [$0], {{{names}}};",
         [address, *words],
     )
+
+
+def _store_if(
+    address: Int64, words: list[Uint32], rows: tuple[Int32, int], cols: tuple[Int32, int]
+) -> None:
+    """Store 16 bytes if there are more rows and more columns than given; never a branch."""
+    asm_volatile(
+        f"""{{
+        .reg .pred p;
+        setp.gt.s32 p, $5, {rows[1]};
+        setp.gt.and.s32 p, $6, {cols[1]}, p;
+        @p st.global.v4.b32 [$0], {{$1, $2, $3, $4}};
+        }}""",
+        [address, *words, rows[0], cols[0]],
+    )
+
+
+class _Window(NamedTuple):
+    """The part of the output that a thread's vectors go to.
+
+    Attributes:
+        address: of the first vector of the tile's first block.
+        pitch: bytes from one row to the next.
+        rows: rows that exist from the first vector's on.
+        cols: columns that exist from the first vector's on.
+    """
+
+    address: Int64
+    pitch: Int64
+    rows: Int32
+    cols: Int32
 
 
 class Turns:
@@ -123,6 +154,15 @@ class HopperEpilogue:
         self.blocks = blocks.iterator.toint() + group * size
         if cutlass.const_expr(factors is not None):
             self.factors = factors.iterator.toint() + group * (config.tile.n * 4)
+        #: Elements of a vector, and vectors of a block.
+        self.vector = _VECTOR_BYTES * 8 // self.staged_element.width
+        self.vectors = self.block_rows * self.block_cols // self.vector
+        #: The first vector of a block that this thread copies.
+        per_row = _ROW_BYTES // _VECTOR_BYTES
+        own = self.thread % min(self.vectors, WARPGROUP_SIZE)
+        self.own_row = own // per_row % self.block_rows
+        panel = own // (per_row * self.block_rows)
+        self.own_col = (panel * per_row + own % per_row) * self.vector
         #: First row of operand M of this warpgroup, from the cluster's tile on.
         self.first_m = cta * config.tile.m + group * WARPGROUP_M
         self.step = config.consumers * WARPGROUP_M
@@ -163,7 +203,7 @@ class HopperEpilogue:
                     store_shared(self.factors + local * 4, [f32_as_bits(factors[i])])
         # The factors are there, and the blocks of the tile before have been read.
         self.sync()
-        turn = Int32(0)
+        turn, window = Int32(0), self.window(tile)
         block_n = self.block_rows if config.tile.swap_ab else self.block_cols
         for repeat in cutlass.range_constexpr(self.repeats):
             bias = self.load_bias(tile, repeat)
@@ -177,7 +217,7 @@ class HopperEpilogue:
                         values = [self.finish(acc, factors[0], bias, repeat, j) for j in columns]
                         self.stage(values, buffer, first)
                     self.sync()
-                    self.copy(buffer, tile, repeat, block * block_n)
+                    self.copy(buffer, window, repeat, block * block_n)
                     turn = turn ^ 1
 
     def sync(self) -> None:
@@ -275,45 +315,65 @@ class HopperEpilogue:
         return buffer + panel + row * _ROW_BYTES + vector * _VECTOR_BYTES + at % _VECTOR_BYTES
 
     @cute.jit
-    def copy(self, buffer: Int32, tile: WorkTile, repeat: int, first_n: int) -> None:
-        """Copy a block into the output: each thread some vectors, of rows that exist."""
-        config, out = self.config, self.tensors.out
-        size = _VECTOR_BYTES * 8 // self.staged_element.width
-        per_row = _ROW_BYTES // _VECTOR_BYTES
-        vectors = self.block_rows * self.block_cols // size
-        first_m = tile.m_row + self.first_m + repeat * self.step
-        staged = []
-        for i in cutlass.range_constexpr(-(-vectors // WARPGROUP_SIZE)):
-            vector = i * WARPGROUP_SIZE + self.thread
-            row = vector // per_row % self.block_rows
-            col = vector % per_row * size
-            col += vector // (per_row * self.block_rows) * (per_row * size)
-            staged.append((vector, row, col, load_shared(self.place(buffer, row, col), 4)))
-        for vector, row, col, words in staged:
-            if cutlass.const_expr(config.tile.swap_ab):
-                exists = first_n + row < tile.rows
-                row, col = tile.n_row + first_n + row, first_m + col
-            else:
-                row, col = first_m + row, tile.n_row + first_n + col
-                exists = row < out.shape[1]
-            if exists and col < out.shape[2]:
-                if vectors >= WARPGROUP_SIZE or vector < vectors:
-                    offset = Int64(row) * out.stride[1] + col
-                    if cutlass.const_expr(config.grouping == "k_grouped"):
-                        offset += Int64(tile.group) * out.stride[0]
-                    self.write(words, offset)
-
-    def write(self, words: list[Uint32], offset: Int64) -> None:
-        """Write a vector of staged values into the output, or add it."""
-        out = self.tensors.out
-        if self.config.accumulate:
-            values = cute.make_rmem_tensor(4, Float32)
-            for i in range(4):
-                values[i] = bits_as_f32(words[i])
-            _each("add.rn.f32", values, read_vector(out, offset, 4))
-            rounded = cute.make_rmem_tensor(4, out.element_type)
-            rounded.store(values.load().to(out.element_type))
-            cute.autovec_copy(rounded, vector_at(out, offset, 4))
+    def window(self, tile: WorkTile) -> _Window:
+        """Where in the output the thread's first vector of the tile's first block goes."""
+        out, width = self.tensors.out, self.tensors.out.element_type.width // 8
+        row, col = self.own_row, tile.n_row + self.own_col
+        first_m = tile.m_row + self.first_m
+        if cutlass.const_expr(self.config.tile.swap_ab):
+            rows = tile.rows - row
+            row, col = tile.n_row + row, first_m + self.own_col
         else:
-            width = out.element_type.width // 8
-            store_global(out.iterator.toint() + offset * width, words)
+            row = first_m + row
+            rows = out.shape[1] - row
+        if cutlass.const_expr(self.vectors < WARPGROUP_SIZE):
+            if self.thread >= self.vectors:
+                rows = Int32(0)
+        offset = Int64(row) * out.stride[1] + col
+        if cutlass.const_expr(self.config.grouping == "k_grouped"):
+            offset += Int64(tile.group) * out.stride[0]
+        address = out.iterator.toint() + offset * width
+        return _Window(address, Int64(out.stride[1]) * width, rows, out.shape[2] - col)
+
+    @cute.jit
+    def copy(self, buffer: Int32, window: _Window, repeat: int, first_n: int) -> None:
+        """Copy a block into the output: each thread some vectors, of rows that exist."""
+        passes = -(-self.vectors // WARPGROUP_SIZE)
+        steps = [self.step_of(i) for i in range(passes)]
+        at = self.place(buffer, self.own_row, self.own_col)
+        staged = [load_shared(at + self.place(0, row, col), 4) for row, col in steps]
+        for words, (row, col) in zip(staged, steps, strict=True):
+            m = repeat * self.step
+            if cutlass.const_expr(self.config.tile.swap_ab):
+                row, col = first_n + row, m + col
+            else:
+                row, col = m + row, first_n + col
+            width = self.tensors.out.element_type.width // 8
+            address = window.address + window.pitch * row + col * width
+            if cutlass.const_expr(self.config.accumulate):
+                if window.rows > row and window.cols > col:
+                    self.add(address, words)
+            else:
+                _store_if(address, words, (window.rows, row), (window.cols, col))
+
+    def step_of(self, i: int) -> tuple[int, int]:
+        """Rows and columns of a block from a thread's first vector to its ``i``-th."""
+        per_row = _ROW_BYTES // _VECTOR_BYTES
+        rows = i * (WARPGROUP_SIZE // per_row)
+        return rows % self.block_rows, rows // self.block_rows * (per_row * self.vector)
+
+    def add(self, address: Int64, words: list[Uint32]) -> None:
+        """Add a vector of fp32 values to the output."""
+        element = self.tensors.out.element_type
+        align = self.vector * element.width // 8
+        pointer = cute.make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=align)
+        target = cute.make_tensor(pointer, cute.make_layout(self.vector))
+        rounded = cute.make_rmem_tensor(self.vector, element)
+        cute.autovec_copy(target, rounded)
+        values, old = (cute.make_rmem_tensor(self.vector, Float32) for _ in range(2))
+        for i, word in enumerate(words):
+            values[i] = bits_as_f32(word)
+        old.store(rounded.load().to(Float32))
+        _each("add.rn.f32", values, old)
+        rounded.store(values.load().to(element))
+        cute.autovec_copy(rounded, target)

@@ -29,9 +29,6 @@ _HBM_BYTES_PER_CYCLE = 19
 _LOST_OVERLAP = 0.1
 #: Cycles before the first MMA of a tile's pipeline and after the last: TMA latency and epilogue.
 _FILL_CYCLES = 3000
-#: And of CTAs of a cluster that wait for each other. wgrad over 512 rows is 4% faster without
-#: clusters, over 4096 rows 2% slower.
-_CLUSTER_CYCLES = 1000
 
 
 def estimated_hopper_cycles(config: HopperGemmConfig, problem: GemmProblem, num_sms: int) -> float:
@@ -57,5 +54,4 @@ def estimated_hopper_cycles(config: HopperGemmConfig, problem: GemmProblem, num_
     from_memory = sum(config.m_stage_bytes) / row_tiles / _HBM_BYTES_PER_CYCLE
     # Overlap is not perfect; and where memory bounds all tiles, that with the least work is best.
     stage = max(multiply, load, from_memory) + _LOST_OVERLAP * (multiply + load)
-    fill = _FILL_CYCLES + _CLUSTER_CYCLES * (tile.num_ctas > 1)
-    return waves * (ceil_div(depth, config.stage_k) * stage + fill)
+    return waves * (ceil_div(depth, config.stage_k) * stage + _FILL_CYCLES)
