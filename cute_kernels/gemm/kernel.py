@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
-from cutlass.utils import blackwell_helpers, blockscaled_layout
+from cutlass.utils import blackwell_helpers
 
 from cute_kernels.gemm.config import TMEM_COLUMNS
-from cute_kernels.gemm.epilogue import Epilogue, EpilogueTensors, OutputStore
+from cute_kernels.gemm.epilogue import Epilogue, EpilogueTensors, EpilogueWarps, OutputStore
 from cute_kernels.gemm.epilogue_swapped import SwappedEpilogue
 from cute_kernels.gemm.fakes import fake_arguments
 from cute_kernels.gemm.loader import LoadWarp, OperandLoad, TmaSource
-from cute_kernels.gemm.mma import MmaWarp, ScaleFactors
+from cute_kernels.gemm.mma import BlockScaledMma, MmaWarp, PlainMma
 from cute_kernels.gemm.operands import (
     matrix_view,
     output_view,
@@ -222,8 +222,10 @@ class GroupedGemmKernel:
         pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
         shared = self.allocate_stages(smem, layouts)
         acc_layout, out_type = layouts.acc_layout(), out.element_type
-        staged_out = None
-        if cutlass.const_expr(not config.tile.swap_ab):
+        if cutlass.const_expr(config.tile.swap_ab):
+            size = config.staged_bytes * 8 // out_type.width
+            staged_out = smem.allocate_tensor(out_type, cute.make_layout(size), byte_alignment=1024)
+        else:
             staged_out = smem.allocate_tensor(
                 out_type, layouts.out.outer, byte_alignment=1024, swizzle=layouts.out.inner
             )
@@ -239,28 +241,24 @@ class GroupedGemmKernel:
         if warp == warps.mma_warp_id:
             tmem.wait_for_alloc()
             pointer = tmem.retrieve_ptr(Float32)
-            MmaWarp(
-                tiled_mma,
-                (tiled_mma.make_fragment_A(shared[0]), tiled_mma.make_fragment_B(shared[1])),
-                self.scale_factors(tiled_mma, layouts, shared, pointer),
-                cute.make_tensor(pointer, acc_layout),
-                cta == 0,
-                tiles,
-                ab_pipeline,
-                acc_pipeline,
-            ).run()
+            mma = self.instructions(tiled_mma, layouts, shared, pointer)
+            MmaWarp(mma, cta == 0, tiles, ab_pipeline, acc_pipeline).run()
         if warp < warps.mma_warp_id:
             tmem.allocate(TMEM_COLUMNS)
             tmem.wait_for_alloc()
             pointer = tmem.retrieve_ptr(Float32)
             epilogue_tensors = EpilogueTensors(out, a_amax, b_amax, alpha, bias)
+            cta_row = cta * (config.tile.m // config.tile.num_ctas)
             acc = cute.make_tensor(pointer, acc_layout)
-            if cutlass.const_expr(config.tile.swap_ab):
-                SwappedEpilogue(config, epilogue_tensors, acc, tiles, acc_pipeline).run()
-            else:
+            direct = swapped = None
+            if cutlass.const_expr(not config.tile.swap_ab):
                 store = OutputStore(*out_store, staged_out)
-                cta_row = cta * (config.tile.m // config.tile.num_ctas)
-                Epilogue(config, epilogue_tensors, store, acc, cta_row, tiles, acc_pipeline).run()
+                direct = Epilogue(config, epilogue_tensors, store, acc, cta_row, acc_pipeline)
+            if cutlass.const_expr(config.tile.may_swap):
+                swapped = SwappedEpilogue(
+                    config, epilogue_tensors, staged_out.iterator, acc, cta_row, acc_pipeline
+                )
+            EpilogueWarps(config, epilogue_tensors, direct, swapped, cta_row, tiles).run()
             tmem.relinquish_alloc_permit()
             cute.arch.barrier(
                 barrier_id=int(NamedBarrierId.EPILOGUE),
@@ -326,24 +324,17 @@ class GroupedGemmKernel:
             operand_n.append(load(3, layouts.tiler_sf[1], thr_mma_sf.partition_B, 1, True))
         return tuple(operand_m), tuple(operand_n)
 
-    def scale_factors(
+    def instructions(
         self,
         tiled_mma: cute.TiledMma,
         layouts: Layouts,
         shared: tuple[cute.Tensor, ...],
         tmem: cute.Pointer,
-    ) -> tuple[ScaleFactors, ScaleFactors] | None:
-        """Block scales of both operands behind the accumulators in tensor memory."""
-        kind = self.config.kind
-        if not kind.is_block_scaled:
-            return None
-        out = []
-        makers = (blockscaled_layout.make_tmem_layout_sfa, blockscaled_layout.make_tmem_layout_sfb)
-        for make, staged, stages, column in zip(
-            makers, (layouts.sfa, layouts.sfb), shared[2:], layouts.sf_first_columns(), strict=True
-        ):
-            stage = cute.slice_(staged, (None, None, None, 0))
-            layout = make(tiled_mma, layouts.tiler, kind.sf_vec_size, stage)
-            pointer = cute.recast_ptr(tmem + column, dtype=scale_type(kind))
-            out.append(ScaleFactors(stages, pointer, layout))
-        return tuple(out)
+    ) -> BlockScaledMma | PlainMma:
+        """How a stage is multiplied."""
+        config = self.config
+        if config.kind.is_block_scaled:
+            acc_stride = config.tile.n - config.acc_overlap
+            return BlockScaledMma(config, shared, tmem, acc_stride, layouts.sf_first_columns())
+        operands = (tiled_mma.make_fragment_A(shared[0]), tiled_mma.make_fragment_B(shared[1]))
+        return PlainMma(tiled_mma, operands, cute.make_tensor(tmem, layouts.acc_layout()))
