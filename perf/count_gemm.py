@@ -98,8 +98,8 @@ class Operands:
 
 
 def tile_name(tile: TileShape) -> str:
-    """Size of a tile, and an s if its operands are swapped."""
-    return f"{tile.m}x{tile.n}{'s' * tile.swap_ab}"
+    """Size of a tile; with an s if its operands are swapped, a t if only those of tails are."""
+    return f"{tile.m}x{tile.n}{'s' * tile.swap_ab}{'t' * tile.swap_tails}"
 
 
 def report(tile: TileShape, operands: Operands, useful: float) -> None:

@@ -28,7 +28,7 @@ from cute_kernels.gemm.config import TMEM_COLUMNS
 from cute_kernels.gemm.epilogue import Epilogue, EpilogueTensors, EpilogueWarps, OutputStore
 from cute_kernels.gemm.epilogue_swapped import SwappedEpilogue
 from cute_kernels.gemm.fakes import fake_arguments
-from cute_kernels.gemm.loader import LoadWarp, OperandLoad, TmaSource
+from cute_kernels.gemm.loader import LoadWarp, OperandLoad, TileLoads, TmaSource
 from cute_kernels.gemm.mma import BlockScaledMma, MmaWarp, PlainMma
 from cute_kernels.gemm.operands import (
     matrix_view,
@@ -111,6 +111,9 @@ class GroupedGemmKernel:
             sfa, sfb = [scales_view(x, config.kind) for x in scales]
             sources.append(self.source(sfa, layouts, layouts.sfa, is_a=True, is_scale=True))
             sources.append(self.source(sfb, layouts, layouts.sfb, is_a=False, is_scale=True))
+            if cutlass.const_expr(config.tile.swap_tails):
+                sources.append(self.source(sfb, layouts, layouts.sfa, is_a=True, is_scale=True))
+                sources.append(self.source(sfa, layouts, layouts.sfb, is_a=False, is_scale=True))
         if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
             num_rows = a.shape[0]
         else:
@@ -236,8 +239,8 @@ class GroupedGemmKernel:
             TileScheduler(config, ring, barriers.tiles, offs, extents).run()
         if warp == warps.load_warp_id:
             sources = [TmaSource(*source) for source in zip(atoms, tensors, strict=True)]
-            loads = self.operand_loads(tiled_mma, tiled_mma_sf, layouts, sources, shared, cta)
-            LoadWarp(config, *loads, tiles, ab_pipeline).run()
+            loads = self.tile_loads(tiled_mma, tiled_mma_sf, layouts, sources, shared, cta)
+            LoadWarp(config, *loads, cta, tiles, ab_pipeline).run()
         if warp == warps.mma_warp_id:
             tmem.wait_for_alloc()
             pointer = tmem.retrieve_ptr(Float32)
@@ -284,7 +287,7 @@ class GroupedGemmKernel:
             ]
         return tuple(out)
 
-    def operand_loads(
+    def tile_loads(
         self,
         tiled_mma: cute.TiledMma,
         tiled_mma_sf: cute.TiledMma,
@@ -292,22 +295,30 @@ class GroupedGemmKernel:
         sources: list[TmaSource],
         shared: tuple[cute.Tensor, ...],
         cta: Int32,
-    ) -> tuple[tuple[OperandLoad, ...], tuple[OperandLoad, ...]]:
-        """How operands M and N, and their block scales, get into shared memory."""
+    ) -> tuple[TileLoads, TileLoads | None]:
+        """How tiles get into shared memory, and how those do whose operands change places."""
         thr_mma, thr_mma_sf = tiled_mma.get_slice(cta), tiled_mma_sf.get_slice(cta)
         coord = layouts.cluster.get_flat_coord(cta)
         coord_sf = layouts.cluster_sf.get_flat_coord(cta)
         tile_m, tile_n, tile_k = layouts.tiler
 
-        def load(index: int, rows: int, partition: Any, mode: int, is_sfb: bool) -> OperandLoad:
-            cluster, at = (layouts.cluster_sf, coord_sf) if is_sfb else (layouts.cluster, coord)
+        def load(source: TmaSource, index: int) -> OperandLoad:
+            rows, partition, mode = (
+                (tile_m, thr_mma.partition_A, 2),
+                (tile_n, thr_mma.partition_B, 1),
+                (tile_m, thr_mma.partition_A, 2),
+                (layouts.tiler_sf[1], thr_mma_sf.partition_B, 1),
+            )[index]
+            cluster, at = layouts.cluster, coord
+            if index == 3:
+                cluster, at = layouts.cluster_sf, coord_sf
             keep = [0] * 4
             keep[mode] = None
             mask = None
             if self.config.tile.num_ctas > 1:
                 mask = cpasync.create_tma_multicast_mask(cluster, at, mcast_mode=mode)
             return OperandLoad(
-                sources[index],
+                source,
                 shared[index],
                 (rows, tile_k),
                 partition,
@@ -317,12 +328,17 @@ class GroupedGemmKernel:
                 index >= 2,
             )
 
-        operand_m = [load(0, tile_m, thr_mma.partition_A, 2, False)]
-        operand_n = [load(1, tile_n, thr_mma.partition_B, 1, False)]
-        if self.config.kind.is_block_scaled:
-            operand_m.append(load(2, tile_m, thr_mma.partition_A, 2, False))
-            operand_n.append(load(3, layouts.tiler_sf[1], thr_mma_sf.partition_B, 1, True))
-        return tuple(operand_m), tuple(operand_n)
+        own = [load(source, i) for i, source in enumerate(sources[:4])]
+        operand_m, operand_n = tuple(own[::2]), tuple(own[1::2])
+        if self.config.tile.swap_ab:
+            return TileLoads(operand_n, operand_m), None
+        if not self.config.tile.swap_tails:
+            return TileLoads(operand_m, operand_n), None
+        # Elements stay where they are. A CTA needs block scales of its own rows of operand M and
+        # of all rows of operand N, so these change places.
+        scales_of_b, scales_of_a = load(sources[4], 2), load(sources[5], 3)
+        swapped = TileLoads((operand_m[0], scales_of_a), (operand_n[0], scales_of_b))
+        return TileLoads(operand_m, operand_n), swapped
 
     def instructions(
         self,

@@ -13,9 +13,9 @@ from cute_kernels.shapes import SF_TILE_COLS, SF_TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import GemmConfig
-    from cute_kernels.gemm.scheduler import TileReader
+    from cute_kernels.gemm.scheduler import TileReader, WorkTile
 
-__all__ = ["LoadWarp", "OperandLoad", "TmaSource"]
+__all__ = ["LoadWarp", "OperandLoad", "TileLoads", "TmaSource"]
 
 
 class TmaSource(NamedTuple):
@@ -82,13 +82,26 @@ def _tile_copies(
     return from_global, to_shared
 
 
+class TileLoads(NamedTuple):
+    """How a tile gets into shared memory.
+
+    Attributes:
+        ragged: copies from A: elements, then block scales if it has any.
+        uniform: copies from B.
+    """
+
+    ragged: tuple[OperandLoad, ...]
+    uniform: tuple[OperandLoad, ...]
+
+
 class LoadWarp:
     """The load warp.
 
     Args:
         config: the kernel's configuration.
-        operand_m: copies of operand M: elements, then block scales if it has any.
-        operand_n: copies of operand N.
+        loads: of tiles whose operands are as the configuration's ``swap_ab`` says.
+        swapped_loads: of the others; None if there are none.
+        cta: number of this CTA in its cluster.
         tiles: the tile records.
         ab_pipeline: the stages.
     """
@@ -96,56 +109,77 @@ class LoadWarp:
     def __init__(
         self,
         config: GemmConfig,
-        operand_m: tuple[OperandLoad, ...],
-        operand_n: tuple[OperandLoad, ...],
+        loads: TileLoads,
+        swapped_loads: TileLoads | None,
+        cta: Int32,
         tiles: TileReader,
         ab_pipeline: pipeline.PipelineTmaUmma,
     ):
         self.config = config
-        self.operand_m = operand_m
-        self.operand_n = operand_n
+        self.loads = loads
+        self.swapped_loads = swapped_loads
+        self.cta = cta
         self.tiles = tiles
         self.ab_pipeline = ab_pipeline
 
     @cute.jit
     def run(self) -> None:
-        for load in (*self.operand_m, *self.operand_n):
-            cpasync.prefetch_descriptor(load.source.atom)
+        for loads in (self.loads, self.swapped_loads):
+            if cutlass.const_expr(loads is not None):
+                for load in (*loads.ragged, *loads.uniform):
+                    cpasync.prefetch_descriptor(load.source.atom)
         tile_state = self.tiles.new_state()
         ab_state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Producer, self.ab_pipeline.num_stages
         )
         tile, tile_state = self.tiles.next(tile_state)
         while tile.group >= 0:
-            k_start, m_group, n_group = tile.k_start, Int32(0), Int32(0)
-            if cutlass.const_expr(self.config.ragged_k):
-                end = k_start + tile.rows
-                k_start = RAGGED_ROWS - tile.rows
-                m_group = n_group = (end, Int32(RAGGED_ROWS))
-            elif cutlass.const_expr(self.config.grouping == "m_grouped"):
-                if cutlass.const_expr(self.config.tile.swap_ab):
-                    m_group = tile.group
-                else:
-                    n_group = tile.group
-            copies = []
-            for load in self.operand_m:
-                row = tile.m_sf_row if cutlass.const_expr(load.is_scale) else tile.m_row
-                copies.append((load, *load.copies(row, k_start, m_group)))
-            for load in self.operand_n:
-                row = tile.n_sf_row if cutlass.const_expr(load.is_scale) else tile.n_row
-                copies.append((load, *load.copies(row, k_start, n_group)))
-            k_tiles = (tile.k_blocks + (self.config.k_blocks - 1)) // self.config.k_blocks
-            for k_tile in cutlass.range(k_tiles, unroll=1):
-                self.ab_pipeline.producer_acquire(ab_state)
-                barrier = self.ab_pipeline.producer_get_barrier(ab_state)
-                for load, from_global, to_shared in copies:
-                    cute.copy(
-                        load.source.atom,
-                        from_global[None, k_tile],
-                        to_shared[None, ab_state.index],
-                        tma_bar_ptr=barrier,
-                        mcast_mask=load.mcast_mask,
-                    )
-                ab_state.advance()
+            if cutlass.const_expr(self.swapped_loads is None):
+                ab_state = self.load(self.loads, tile, Int32(0), ab_state)
+            elif tile.rows >= self.config.tile.rows:
+                ab_state = self.load(self.loads, tile, Int32(0), ab_state)
+            else:
+                # The second CTA of a pair begins half of the instruction's rows further on, not
+                # half a tile.
+                missing = self.config.tile.rows - self.config.instruction_n(tile.rows)
+                back = self.cta * missing // self.config.tile.num_ctas
+                ab_state = self.load(self.swapped_loads, tile, back, ab_state)
             tile, tile_state = self.tiles.next(tile_state)
         self.ab_pipeline.producer_tail(ab_state)
+
+    @cute.jit
+    def load(
+        self, loads: TileLoads, tile: WorkTile, rows_back: Int32, ab_state: pipeline.PipelineState
+    ) -> pipeline.PipelineState:
+        """Fill the stages of a tile; elements of A come from ``rows_back`` rows before its own."""
+        config = self.config
+        k_start, a_group, b_group = tile.k_start, Int32(0), Int32(0)
+        if cutlass.const_expr(config.ragged_k):
+            k_start = RAGGED_ROWS - tile.rows
+            a_group = b_group = (tile.k_start + tile.rows, Int32(RAGGED_ROWS))
+        elif cutlass.const_expr(config.grouping == "m_grouped"):
+            b_group = tile.group
+        a_row, a_sf_row, b_row = tile.m_row, tile.m_sf_row, tile.n_row
+        if cutlass.const_expr(config.tile.swap_ab):
+            a_row, a_sf_row, b_row = tile.n_row, tile.n_sf_row, tile.m_row
+        a_row -= rows_back
+        copies = []
+        for load in loads.ragged:
+            row = a_sf_row if cutlass.const_expr(load.is_scale) else a_row
+            copies.append((load, *load.copies(row, k_start, a_group)))
+        for load in loads.uniform:
+            copies.append((load, *load.copies(b_row, k_start, b_group)))
+        k_tiles = (tile.k_blocks + (config.k_blocks - 1)) // config.k_blocks
+        for k_tile in cutlass.range(k_tiles, unroll=1):
+            self.ab_pipeline.producer_acquire(ab_state)
+            barrier = self.ab_pipeline.producer_get_barrier(ab_state)
+            for load, from_global, to_shared in copies:
+                cute.copy(
+                    load.source.atom,
+                    from_global[None, k_tile],
+                    to_shared[None, ab_state.index],
+                    tma_bar_ptr=barrier,
+                    mcast_mask=load.mcast_mask,
+                )
+            ab_state.advance()
+        return ab_state

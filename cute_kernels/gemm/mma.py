@@ -40,14 +40,17 @@ class PlainMma:
         return self.acc[None, None, None, which]
 
     @cute.jit
-    def multiply(self, acc: cute.Tensor, stage: Int32, is_first: Boolean, left: Int32) -> None:
-        """Add a stage's K blocks, of which the tile has ``left``, to the accumulator."""
+    def multiply(self, acc: cute.Tensor, stage: Int32, k_tile: Int32, left: Int32) -> None:
+        """Add a stage, the tile's ``k_tile``-th, which has ``left`` K blocks or more, to ``acc``.
+
+        The first overwrites what the accumulator holds.
+        """
         for k_block in cutlass.range_constexpr(K_BLOCKS):
             if k_block < left:
                 at = (None, None, k_block, stage)
                 # Fields of an MMA are state that must not outlive this branch, so each has its own.
                 tiled_mma = cute.make_tiled_mma(self.tiled_mma.op)
-                accumulate = not is_first if cutlass.const_expr(k_block == 0) else True
+                accumulate = k_tile > 0 if cutlass.const_expr(k_block == 0) else True
                 tiled_mma.set(tcgen05.Field.ACCUMULATE, accumulate)
                 cute.gemm(tiled_mma, acc, self.operands[0][at], self.operands[1][at], acc)
 
@@ -119,9 +122,12 @@ class BlockScaledMma:
 
     @cute.jit
     def multiply(
-        self, tile: _BlockScaledTile, stage: Int32, is_first: Boolean, left: Int32
+        self, tile: _BlockScaledTile, stage: Int32, k_tile: Int32, left: Int32
     ) -> None:
-        """Add a stage's K blocks, of which the tile has ``left``, to the accumulator."""
+        """Add a stage, the tile's ``k_tile``-th, which has ``left`` K blocks or more.
+
+        The first overwrites what the accumulator holds.
+        """
         config, num_ctas = self.config, self.config.tile.num_ctas
         scale_columns = (self.tmem + self.scale_columns[0], tile.scale_column)
         operands = tuple(
@@ -145,9 +151,9 @@ class BlockScaledMma:
                     )
             for k_block in cutlass.range_constexpr(K_BLOCKS):
                 step = k_block * (umma.ELEMENT_ROW_BYTES // K_BLOCKS // umma.UNIT)
-                flags = {"accumulate": Int32(not is_first)}
+                flags = {"accumulate": k_tile}
                 if cutlass.const_expr(k_block > 0):
-                    flags = {"enabled": Int32(left > k_block)}
+                    flags = {"more_than": (left, k_block)}
                 umma.multiply(
                     tile.acc,
                     tuple(x + step for x in operands),
@@ -204,13 +210,12 @@ class MmaWarp:
                 if cutlass.const_expr(self.acc_pipeline.num_stages == 1):
                     which = acc_state.phase ^ 1
                 started = self.mma.start(tile, which)
-                # The tile's first instruction overwrites what the accumulator holds. What lies
-                # behind its last K block belongs to another group or to nobody.
                 k_tiles = (tile.k_blocks + (K_BLOCKS - 1)) >> 2
                 for k_tile in cutlass.range(k_tiles, unroll=1):
-                    self.ab_pipeline.consumer_wait(ab_state)
+                    # What lies behind the last K block belongs to another group or to nobody.
                     left = tile.k_blocks - k_tile * K_BLOCKS
-                    self.mma.multiply(started, ab_state.index, k_tile == 0, left)
+                    self.ab_pipeline.consumer_wait(ab_state)
+                    self.mma.multiply(started, ab_state.index, k_tile, left)
                     self.ab_pipeline.consumer_release(ab_state)
                     ab_state.advance()
                 self.acc_pipeline.producer_commit(acc_state)

@@ -86,7 +86,7 @@ def multiply(
     num_ctas: int,
     *,
     accumulate: Int32 | None = None,
-    enabled: Int32 | None = None,
+    more_than: tuple[Int32, int] | None = None,
 ) -> None:
     """One MMA instruction; one thread issues.
 
@@ -97,17 +97,17 @@ def multiply(
         scales: their block scales in tensor memory.
         num_ctas: CTAs that share the instruction.
         accumulate: 0 to overwrite the accumulator; None to add to it.
-        enabled: 0 to do nothing; None to multiply. A predicate, because branches around single
-            instructions cost more, and ptxas (CuTe DSL 4.8) fails on some.
+        more_than: two numbers; multiply only if the first is larger. A predicate, because branches
+            around single instructions cost more, and CuTe DSL 4.8 fails to compile some.
     """
     values = [acc, *operands, descriptor, *scales]
     set_up, guard = "mov.pred p, -1;", ""
     if accumulate is not None:
         set_up = f"setp.ne.b32 p, ${len(values)}, 0;"
         values.append(accumulate)
-    if enabled is not None:
-        set_up += f" setp.ne.b32 q, ${len(values)}, 0;"
-        values.append(enabled)
+    if more_than is not None:
+        set_up += f" setp.gt.s32 q, ${len(values)}, {more_than[1]};"
+        values.append(more_than[0])
         guard = "@q "
     asm_volatile(
         f"{{ .reg .pred p, q; {set_up} "
