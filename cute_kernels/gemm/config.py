@@ -134,7 +134,6 @@ TILE_SHAPES = (
     TileShape(256, 128, 2),
     TileShape(128, 128),
     TileShape(128, 64),
-    TileShape(128, 128, swap_ab=True),
     TileShape(128, 64, swap_ab=True),
     TileShape(128, 32, swap_ab=True),
 )
@@ -238,6 +237,15 @@ class GemmConfig:
         if tile.swap_tails and not self.kind.is_block_scaled:
             return False
         return not (tile.may_swap and self.grouping == "k_grouped")
+
+    def may_choose(self, tile: TileShape) -> bool:
+        """Whether the choice of a tile considers this one.
+
+        In an m_grouped product of block-scaled operands a tile that cannot fit itself to the rows
+        of a group does more work than one that can and nothing faster; it has to be forced.
+        """
+        fits = tile.may_swap or not self.kind.is_block_scaled or self.grouping == "k_grouped"
+        return fits and self.takes(tile)
 
     @property
     def kind(self) -> OperandKind:
