@@ -78,6 +78,8 @@ TMEM_LANES = 32
 STORE_BYTES = 128
 #: Rows of N by which instructions differ that fit themselves to the rows of a tile.
 N_STEP = 16
+#: Rows of A that are loaded at a time where a tile has swapped tails.
+TAIL_BOX_ROWS = 32
 #: Rows and columns of the output that an epilogue warp with swapped operands handles at a time.
 SWAPPED_BLOCK = 32
 #: MMA instructions along K for one stage of shared memory: 128 bytes a row.

@@ -24,11 +24,11 @@ from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import blackwell_helpers
 
-from cute_kernels.gemm.config import TMEM_COLUMNS
+from cute_kernels.gemm.config import TAIL_BOX_ROWS, TMEM_COLUMNS
 from cute_kernels.gemm.epilogue import Epilogue, EpilogueTensors, EpilogueWarps, OutputStore
 from cute_kernels.gemm.epilogue_swapped import SwappedEpilogue
 from cute_kernels.gemm.fakes import fake_arguments
-from cute_kernels.gemm.loader import LoadWarp, OperandLoad, TileLoads, TmaSource
+from cute_kernels.gemm.loader import LoadWarp, OperandLoad, RowBoxes, TileLoads, TmaSource
 from cute_kernels.gemm.mma import BlockScaledMma, MmaWarp, PlainMma
 from cute_kernels.gemm.operands import (
     matrix_view,
@@ -114,6 +114,7 @@ class GroupedGemmKernel:
             if cutlass.const_expr(config.tile.swap_tails):
                 sources.append(self.source(sfb, layouts, layouts.sfa, is_a=True, is_scale=True))
                 sources.append(self.source(sfa, layouts, layouts.sfb, is_a=False, is_scale=True))
+                sources.append(self.box_source(operands[0], layouts))
         if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
             num_rows = a.shape[0]
         else:
@@ -184,6 +185,13 @@ class GroupedGemmKernel:
         return TmaSource(
             *make(op, tensor, stage, tiler, mma, cluster.shape, internal_type=internal_type)
         )
+
+    def box_source(self, tensor: cute.Tensor, layouts: Layouts) -> TmaSource:
+        """The TMA copy of a box of rows of operand M."""
+        box = cute.slice_(layouts.a_boxes, (None, None, 0))
+        op = cpasync.CopyBulkTensorTileG2SOp(layouts.tiled_mma.op.cta_group)
+        shape = (TAIL_BOX_ROWS, layouts.tiler[2])
+        return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, box, shape))
 
     def output(self, out: cute.Tensor, layouts: Layouts) -> TmaSource:
         """The TMA store of one warp's block of the output, and its coordinates (rows, N, G)."""
@@ -337,7 +345,10 @@ class GroupedGemmKernel:
         # Elements stay where they are. A CTA needs block scales of its own rows of operand M and
         # of all rows of operand N, so these change places.
         scales_of_b, scales_of_a = load(sources[4], 2), load(sources[5], 3)
-        swapped = TileLoads((operand_m[0], scales_of_a), (operand_n[0], scales_of_b))
+        boxes = RowBoxes(
+            sources[6], cute.make_tensor(shared[0].iterator, layouts.a_boxes.outer)
+        )
+        swapped = TileLoads((scales_of_a,), (operand_n[0], scales_of_b), boxes)
         return TileLoads(operand_m, operand_n), swapped
 
     def instructions(

@@ -8,14 +8,14 @@ import cutlass
 from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.gemm.config import RAGGED_ROWS
+from cute_kernels.gemm.config import RAGGED_ROWS, TAIL_BOX_ROWS
 from cute_kernels.shapes import SF_TILE_COLS, SF_TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import GemmConfig
     from cute_kernels.gemm.scheduler import TileReader, WorkTile
 
-__all__ = ["LoadWarp", "OperandLoad", "TileLoads", "TmaSource"]
+__all__ = ["LoadWarp", "OperandLoad", "RowBoxes", "TileLoads", "TmaSource"]
 
 
 class TmaSource(NamedTuple):
@@ -82,16 +82,45 @@ def _tile_copies(
     return from_global, to_shared
 
 
+@cute.jit
+def _box_copies(boxes: RowBoxes, row: Int32, tile_k: int) -> tuple[cute.Tensor, cute.Tensor]:
+    """Source boxes from ``row`` on, (atom, boxes, K tiles), and their places, (atom, boxes)."""
+    origin = cute.domain_offset((row, 0, 0), boxes.source.tensor)
+    tiles = cute.local_tile(origin, (TAIL_BOX_ROWS, tile_k), (None, None, 0))
+    to_shared, from_global = cpasync.tma_partition(
+        boxes.source.atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(boxes.shared, 0, 2),
+        cute.group_modes(tiles, 0, 2),
+    )
+    return from_global, to_shared
+
+
+class RowBoxes(NamedTuple):
+    """How the first rows of a tile of A get into its stages, and no others.
+
+    Attributes:
+        source: TMA copies of ``TAIL_BOX_ROWS`` rows.
+        shared: the stages, (rows, K, boxes of all stages).
+    """
+
+    source: TmaSource
+    shared: cute.Tensor
+
+
 class TileLoads(NamedTuple):
     """How a tile gets into shared memory.
 
     Attributes:
         ragged: copies from A: elements, then block scales if it has any.
         uniform: copies from B.
+        boxes: copies of elements of A, if only its first rows are needed.
     """
 
     ragged: tuple[OperandLoad, ...]
     uniform: tuple[OperandLoad, ...]
+    boxes: RowBoxes | None = None
 
 
 class LoadWarp:
@@ -121,6 +150,9 @@ class LoadWarp:
         self.cta = cta
         self.tiles = tiles
         self.ab_pipeline = ab_pipeline
+        rows = config.tile.m // config.tile.num_ctas
+        self.boxes_per_stage = rows // TAIL_BOX_ROWS
+        self.box_bytes = config.element_stage_bytes[0] // rows * TAIL_BOX_ROWS
 
     @cute.jit
     def run(self) -> None:
@@ -128,6 +160,8 @@ class LoadWarp:
             if cutlass.const_expr(loads is not None):
                 for load in (*loads.ragged, *loads.uniform):
                     cpasync.prefetch_descriptor(load.source.atom)
+                if cutlass.const_expr(loads.boxes is not None):
+                    cpasync.prefetch_descriptor(loads.boxes.source.atom)
         tile_state = self.tiles.new_state()
         ab_state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Producer, self.ab_pipeline.num_stages
@@ -135,23 +169,19 @@ class LoadWarp:
         tile, tile_state = self.tiles.next(tile_state)
         while tile.group >= 0:
             if cutlass.const_expr(self.swapped_loads is None):
-                ab_state = self.load(self.loads, tile, Int32(0), ab_state)
+                ab_state = self.load(self.loads, tile, ab_state)
             elif tile.rows >= self.config.tile.rows:
-                ab_state = self.load(self.loads, tile, Int32(0), ab_state)
+                ab_state = self.load(self.loads, tile, ab_state)
             else:
-                # The second CTA of a pair begins half of the instruction's rows further on, not
-                # half a tile.
-                missing = self.config.tile.rows - self.config.instruction_n(tile.rows)
-                back = self.cta * missing // self.config.tile.num_ctas
-                ab_state = self.load(self.swapped_loads, tile, back, ab_state)
+                ab_state = self.load(self.swapped_loads, tile, ab_state)
             tile, tile_state = self.tiles.next(tile_state)
         self.ab_pipeline.producer_tail(ab_state)
 
     @cute.jit
     def load(
-        self, loads: TileLoads, tile: WorkTile, rows_back: Int32, ab_state: pipeline.PipelineState
+        self, loads: TileLoads, tile: WorkTile, ab_state: pipeline.PipelineState
     ) -> pipeline.PipelineState:
-        """Fill the stages of a tile; elements of A come from ``rows_back`` rows before its own."""
+        """Fill the stages of a tile."""
         config = self.config
         k_start, a_group, b_group = tile.k_start, Int32(0), Int32(0)
         if cutlass.const_expr(config.ragged_k):
@@ -162,17 +192,35 @@ class LoadWarp:
         a_row, a_sf_row, b_row = tile.m_row, tile.m_sf_row, tile.n_row
         if cutlass.const_expr(config.tile.swap_ab):
             a_row, a_sf_row, b_row = tile.n_row, tile.n_sf_row, tile.m_row
-        a_row -= rows_back
         copies = []
         for load in loads.ragged:
             row = a_sf_row if cutlass.const_expr(load.is_scale) else a_row
             copies.append((load, *load.copies(row, k_start, a_group)))
         for load in loads.uniform:
             copies.append((load, *load.copies(b_row, k_start, b_group)))
+        boxes = num_boxes = None
+        if cutlass.const_expr(loads.boxes is not None):
+            # A CTA has half of the instruction's rows of a pair's tile.
+            rows = config.instruction_n(tile.rows) // config.tile.num_ctas
+            num_boxes = (rows + (TAIL_BOX_ROWS - 1)) // TAIL_BOX_ROWS
+            boxes = _box_copies(loads.boxes, a_row + self.cta * rows, config.mma_tiler_mnk[2])
         k_tiles = (tile.k_blocks + (config.k_blocks - 1)) // config.k_blocks
         for k_tile in cutlass.range(k_tiles, unroll=1):
-            self.ab_pipeline.producer_acquire(ab_state)
+            if cutlass.const_expr(boxes is None):
+                self.ab_pipeline.producer_acquire(ab_state)
+            else:
+                self.acquire_part(ab_state, num_boxes)
             barrier = self.ab_pipeline.producer_get_barrier(ab_state)
+            if cutlass.const_expr(boxes is not None):
+                from_global, to_shared = boxes
+                for box in cutlass.range(num_boxes, unroll=1):
+                    stage_box = ab_state.index * self.boxes_per_stage + box
+                    cute.copy(
+                        loads.boxes.source.atom,
+                        from_global[None, box, k_tile],
+                        to_shared[None, stage_box],
+                        tma_bar_ptr=barrier,
+                    )
             for load, from_global, to_shared in copies:
                 cute.copy(
                     load.source.atom,
@@ -183,3 +231,14 @@ class LoadWarp:
                 )
             ab_state.advance()
         return ab_state
+
+    @cute.jit
+    def acquire_part(self, ab_state: pipeline.PipelineState, num_boxes: Int32) -> None:
+        """Acquire a stage that gets ``num_boxes`` boxes of rows of A and everything else."""
+        config = self.config
+        self.ab_pipeline.sync_object_empty.wait(ab_state.index, ab_state.phase)
+        if self.ab_pipeline.is_leader_cta:
+            missing = (self.boxes_per_stage - num_boxes) * self.box_bytes
+            self.ab_pipeline.sync_object_full.arrive_and_expect_tx(
+                ab_state.index, (config.stage_bytes - missing) * config.tile.num_ctas
+            )
