@@ -120,9 +120,7 @@ def pairwise(
         target[i], target[i + 1] = pair
 
 
-def out_offset(
-    config: GemmConfig, out: cute.Tensor, group: Int32, row: Int32, col: Int32
-) -> Int64:
+def out_offset(config: GemmConfig, out: cute.Tensor, group: Int32, row: Int32, col: Int32) -> Int64:
     """Element offset into the output."""
     offset = Int64(row) * out.stride[1] + col
     if config.grouping == "k_grouped":
@@ -301,7 +299,8 @@ class Epilogue:
                     pairwise(cute.arch.add_packed_f32x2, part, read_vector(tensors.bias, at))
             if cutlass.const_expr(self.config.accumulate):
                 if in_group and col + i < cols:
-                    old = read_vector(tensors.out, out_offset(self.config, tensors.out, group, row, col + i))
+                    at = out_offset(self.config, tensors.out, group, row, col + i)
+                    old = read_vector(tensors.out, at)
                     pairwise(cute.arch.add_packed_f32x2, part, old)
 
     @cute.jit

@@ -11,20 +11,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
 from cute_kernels.device.ptx import asm_volatile
 from cute_kernels.gemm.accumulators import AccReader
 from cute_kernels.gemm.config import SWAPPED_BLOCK
 from cute_kernels.gemm.epilogue import EpilogueTensors, out_offset, pairwise, vector_at
+from cute_kernels.gemm.scheduler import WorkTile
 from cute_kernels.gemm.warp_schedule import WARP_SIZE
 
 if TYPE_CHECKING:
-    from cutlass import pipeline
-
     from cute_kernels.gemm.config import GemmConfig
-    from cute_kernels.gemm.scheduler import WorkTile
 
 __all__ = ["SwappedEpilogue"]
 
@@ -214,7 +212,8 @@ class SwappedEpilogue:
                         cute.AddressSpace.smem,
                         assumed_align=_CHUNK_BYTES,
                     )
-                    target = vector_at(out, offset + Int64(i * rows_at_once) * out.stride[1], per_chunk)
+                    here = offset + Int64(i * rows_at_once) * out.stride[1]
+                    target = vector_at(out, here, per_chunk)
                     cute.autovec_copy(cute.make_tensor(pointer, vector), target)
 
 

@@ -28,7 +28,7 @@ from cute_kernels.gemm.config import TAIL_BOX_ROWS, TMEM_COLUMNS
 from cute_kernels.gemm.epilogue import Epilogue, EpilogueTensors, EpilogueWarps, OutputStore
 from cute_kernels.gemm.epilogue_swapped import SwappedEpilogue
 from cute_kernels.gemm.fakes import fake_arguments
-from cute_kernels.gemm.loader import LoadWarp, OperandLoad, RowBoxes, TileLoads, TmaSource
+from cute_kernels.gemm.loader import LoadWarp, OperandLoad, RowBoxes, SwappedTail, TmaSource
 from cute_kernels.gemm.mma import BlockScaledMma, MmaWarp, PlainMma
 from cute_kernels.gemm.operands import (
     matrix_view,
@@ -247,8 +247,9 @@ class GroupedGemmKernel:
             TileScheduler(config, ring, barriers.tiles, offs, extents).run()
         if warp == warps.load_warp_id:
             sources = [TmaSource(*source) for source in zip(atoms, tensors, strict=True)]
-            loads = self.tile_loads(tiled_mma, tiled_mma_sf, layouts, sources, shared, cta)
-            LoadWarp(config, *loads, cta, tiles, ab_pipeline).run()
+            loads = self.stage_loads(tiled_mma, tiled_mma_sf, layouts, sources, shared, cta)
+            operand_m, operand_n, tail = loads
+            LoadWarp(config, operand_m, operand_n, tiles, ab_pipeline, tail).run()
         if warp == warps.mma_warp_id:
             tmem.wait_for_alloc()
             pointer = tmem.retrieve_ptr(Float32)
@@ -295,7 +296,7 @@ class GroupedGemmKernel:
             ]
         return tuple(out)
 
-    def tile_loads(
+    def stage_loads(
         self,
         tiled_mma: cute.TiledMma,
         tiled_mma_sf: cute.TiledMma,
@@ -303,8 +304,8 @@ class GroupedGemmKernel:
         sources: list[TmaSource],
         shared: tuple[cute.Tensor, ...],
         cta: Int32,
-    ) -> tuple[TileLoads, TileLoads | None]:
-        """How tiles get into shared memory, and how those do whose operands change places."""
+    ) -> tuple[tuple[OperandLoad, ...], tuple[OperandLoad, ...], SwappedTail | None]:
+        """How operands M and N get into shared memory, and what differs for swapped tails."""
         thr_mma, thr_mma_sf = tiled_mma.get_slice(cta), tiled_mma_sf.get_slice(cta)
         coord = layouts.cluster.get_flat_coord(cta)
         coord_sf = layouts.cluster_sf.get_flat_coord(cta)
@@ -337,19 +338,13 @@ class GroupedGemmKernel:
             )
 
         own = [load(source, i) for i, source in enumerate(sources[:4])]
-        operand_m, operand_n = tuple(own[::2]), tuple(own[1::2])
-        if self.config.tile.swap_ab:
-            return TileLoads(operand_n, operand_m), None
-        if not self.config.tile.swap_tails:
-            return TileLoads(operand_m, operand_n), None
-        # Elements stay where they are. A CTA needs block scales of its own rows of operand M and
-        # of all rows of operand N, so these change places.
-        scales_of_b, scales_of_a = load(sources[4], 2), load(sources[5], 3)
-        boxes = RowBoxes(
-            sources[6], cute.make_tensor(shared[0].iterator, layouts.a_boxes.outer)
-        )
-        swapped = TileLoads((scales_of_a,), (operand_n[0], scales_of_b), boxes)
-        return TileLoads(operand_m, operand_n), swapped
+        tail = None
+        if self.config.tile.swap_tails:
+            boxes = cute.make_tensor(shared[0].iterator, layouts.a_boxes.outer)
+            tail = SwappedTail(
+                RowBoxes(sources[6], boxes), load(sources[4], 2), load(sources[5], 3), cta
+            )
+        return tuple(own[::2]), tuple(own[1::2]), tail
 
     def instructions(
         self,

@@ -10,11 +10,12 @@ from cutlass.cute.nvgpu import tcgen05
 
 from cute_kernels.gemm import umma
 from cute_kernels.gemm.config import K_BLOCKS, TMEM_LANES
+from cute_kernels.gemm.scheduler import WorkTile
 from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import GemmConfig
-    from cute_kernels.gemm.scheduler import TileReader, WorkTile
+    from cute_kernels.gemm.scheduler import TileReader
 
 __all__ = ["BlockScaledMma", "MmaWarp", "PlainMma"]
 
@@ -121,9 +122,7 @@ class BlockScaledMma:
         )
 
     @cute.jit
-    def multiply(
-        self, tile: _BlockScaledTile, stage: Int32, k_tile: Int32, left: Int32
-    ) -> None:
+    def multiply(self, tile: _BlockScaledTile, stage: Int32, k_tile: Int32, left: Int32) -> None:
         """Add a stage, the tile's ``k_tile``-th, which has ``left`` K blocks or more.
 
         The first overwrites what the accumulator holds.

@@ -34,9 +34,7 @@ TILED = {
     "256x256": dataclasses.replace(FPROP, tile=TileShape(256, 256, 2)),
     "256x256 fp32": dataclasses.replace(WGRAD, tile=TileShape(256, 256, 2)),
     "256x256 tails": dataclasses.replace(FPROP, tile=TileShape(256, 256, 2, swap_tails=True)),
-    "128x128 tails": dataclasses.replace(
-        FPROP_FP32, tile=TileShape(128, 128, swap_tails=True)
-    ),
+    "128x128 tails": dataclasses.replace(FPROP_FP32, tile=TileShape(128, 128, swap_tails=True)),
     "swapped 128x64": dataclasses.replace(FPROP, tile=TileShape(128, 64, swap_ab=True)),
     "swapped 128x32": dataclasses.replace(
         FPROP_ALL, out_dtype="float32", tile=TileShape(128, 32, swap_ab=True)
