@@ -243,8 +243,9 @@ class GemmConfig:
     def may_choose(self, tile: TileShape) -> bool:
         """Whether the choice of a tile considers this one.
 
-        In an m_grouped product of block-scaled operands a tile that cannot fit itself to the rows
-        of a group does more work than one that can and nothing faster; it has to be forced.
+        In an m_grouped product of block-scaled operands, tiles that cannot fit themselves to the
+        rows of a group multiply up to a tile of rows for each that no group has; they have to be
+        forced.
         """
         fits = tile.may_swap or not self.kind.is_block_scaled or self.grouping == "k_grouped"
         return fits and self.takes(tile)

@@ -13,6 +13,11 @@ acc        MMA -> epilogue          one commit; one an epilogue warp
 Every role walks the same tiles at its own pace: loads run ahead by the depth of the stages, across
 tiles, and the MMA fills one accumulator while the epilogue empties the other. With two CTAs a tile
 the MMA warp of the first issues for both; each CTA loads, and stores, its own half.
+
+The tensor core takes 128 or 256 rows of operand M but any 16 of N. With ``swap_tails`` the tile of
+a group's last rows, if they do not fill it, is multiplied with its operands swapped: both lie in
+shared memory in the same way, so the loads of elements stay as they are and only the instructions
+take B for operand M. N is then as small as the rows allow. The epilogue finds that tile transposed.
 """
 
 from __future__ import annotations

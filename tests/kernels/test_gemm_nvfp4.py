@@ -109,6 +109,15 @@ def test_tails_of_every_length(name: str) -> None:
     assert_same_bits(product.run(2), product.expected())
 
 
+@pytest.mark.parametrize("name", ["256x256 tails", "128x128 tails"])
+def test_no_two_accesses_of_shared_memory_want_the_same_bank(name: str) -> None:
+    product = m_grouped(TILED[name], [256, 0, 200], 264, 64)
+    emulator.reset_stats()
+    product.run(2)
+    stats = emulator.stats()
+    assert 0 < stats["smem_wavefronts"] <= stats["smem_accesses"]
+
+
 def test_tails_add_to_the_output_of_two_ctas() -> None:
     config = dataclasses.replace(FPROP_ALL, tile=TILED["256x256 tails"].tile)
     product = m_grouped(config, [300, 0, 70, 256], 392, 160, tail=5)
