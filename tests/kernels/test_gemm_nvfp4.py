@@ -64,7 +64,9 @@ MODE_IDS = [f"chaos {seed}" for seed in range(5)] + ["races"]
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "config", [FPROP, FPROP_ALL, FPROP_FP32], ids=["row-scaled", "all", "fp32"]
+    "config",
+    [FPROP, FPROP_ALL, FPROP_FP32, TILED["256x256 tails"]],
+    ids=["row-scaled", "all", "fp32", "tails"],
 )
 def test_fprop(config: GemmConfig, shape: str) -> None:
     sizes, n, k, tail = SHAPES[shape]
@@ -73,8 +75,9 @@ def test_fprop(config: GemmConfig, shape: str) -> None:
 
 
 @pytest.mark.parametrize("k", [32, 144, 320])
-def test_dgrad_reads_a_columnwise_copy(k: int) -> None:
-    product = m_grouped(FPROP, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
+@pytest.mark.parametrize("config", [FPROP, TILED["256x256 tails"]], ids=["direct", "tails"])
+def test_dgrad_reads_a_columnwise_copy(config: GemmConfig, k: int) -> None:
+    product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
     assert_same_bits(product.run(), product.expected())
 
 
@@ -265,8 +268,9 @@ def test_end_rows_past_the_buffer_are_clamped() -> None:
 
 
 @pytest.mark.parametrize("ends", [[30, 10, 20], [-5, 2**31 - 1, -(2**31)]], ids=["falling", "wild"])
-def test_end_rows_that_break_the_rules_do_no_harm(ends: list[int]) -> None:
-    product = m_grouped(FPROP, [10, 10, 10], 16, 32)
+@pytest.mark.parametrize("config", [FPROP, TILED["256x256 tails"]], ids=["direct", "tails"])
+def test_end_rows_that_break_the_rules_do_no_harm(config: GemmConfig, ends: list[int]) -> None:
+    product = m_grouped(config, [10, 10, 10], 16, 32)
     product.offs = torch.tensor(ends, dtype=torch.int32)
     out = product.before.clone()
     tensors = [t for t in (*product.tensors(), product.offs) if t is not None]
@@ -286,8 +290,9 @@ def test_offsets_past_2_to_the_31(config: GemmConfig) -> None:
     assert_same_bits(out.contiguous(), product.expected())
 
 
-def test_infinite_and_nan_factors_stay_in_their_rows() -> None:
-    product = m_grouped(FPROP, [40, 9], 16, 32)
+@pytest.mark.parametrize("config", [FPROP, TILED["256x256 tails"]], ids=["direct", "tails"])
+def test_infinite_and_nan_factors_stay_in_their_rows(config: GemmConfig) -> None:
+    product = m_grouped(config, [40, 9], 16, 32)
     product.a.amax[3], product.a.amax[41] = float("inf"), float("nan")
     got, want = product.run(), product.expected()
     clean = [row for row in range(49) if row not in (3, 41)]
