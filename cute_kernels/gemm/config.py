@@ -14,7 +14,9 @@ k_grouped   columns of A                 columns of B                 rows of a 
 =========== ============================ ============================ =========================
 
 With ``swap_ab`` M and N of an m_grouped product change places: a tile of the tensor core has at
-least 128 rows of M, which few rows a group would leave empty, but may be narrow in N.
+least 128 rows of M, which few rows a group would leave empty, but may be narrow in N. With
+``swap_tails`` only the last tile of a group does so, if it is not whole. Block-scaled operands then
+multiply only as many rows of N as the tile has, rounded up to ``N_STEP``.
 """
 
 from __future__ import annotations
@@ -74,6 +76,12 @@ TMEM_COLUMNS = 512
 TMEM_LANES = 32
 #: Bytes of one row of output that the epilogue handles at a time.
 STORE_BYTES = 128
+#: Rows of N by which instructions differ that fit themselves to the rows of a tile.
+N_STEP = 16
+#: Rows of A that are loaded at a time where a tile has swapped tails.
+TAIL_BOX_ROWS = 32
+#: Rows and columns of the output that an epilogue warp with swapped operands handles at a time.
+SWAPPED_BLOCK = 32
 #: MMA instructions along K for one stage of shared memory: 128 bytes a row.
 K_BLOCKS = 4
 #: Rows of a buffer whose groups bound K, at most: TMA addresses them in a mode of this extent.
@@ -95,12 +103,19 @@ class TileShape:
         n: rows of operand N.
         num_ctas: CTAs that share the tile; each holds half of both operands.
         swap_ab: operand M is B and operand N is A, see the module.
+        swap_tails: the same, only in the last tile of a group and if that is not whole.
     """
 
     m: int
     n: int
     num_ctas: int = 1
     swap_ab: bool = False
+    swap_tails: bool = False
+
+    @property
+    def may_swap(self) -> bool:
+        """Whether some tiles have swapped operands."""
+        return self.swap_ab or self.swap_tails
 
     @property
     def rows(self) -> int:
@@ -115,11 +130,12 @@ class TileShape:
 
 #: The tiles that kernels are built for.
 TILE_SHAPES = (
+    TileShape(256, 256, 2, swap_tails=True),
+    TileShape(128, 128, swap_tails=True),
     TileShape(256, 256, 2),
     TileShape(256, 128, 2),
     TileShape(128, 128),
     TileShape(128, 64),
-    TileShape(128, 128, swap_ab=True),
     TileShape(128, 64, swap_ab=True),
     TileShape(128, 32, swap_ab=True),
 )
@@ -211,7 +227,8 @@ class GemmConfig:
         if self.zero_tail and (self.grouping == "k_grouped" or self.accumulate):
             raise ValueError("zero_tail needs an m_grouped product that does not accumulate")
         if not self.takes(self.tile):
-            raise ValueError(f"a {self.grouping} product cannot have the tile {self.tile}: swap_ab")
+            reason = "swap_tails" if self.tile.swap_tails else "swap_ab"
+            raise ValueError(f"this product cannot have the tile {self.tile}: {reason}")
         if self.transpose_b and (self.kind.is_block_scaled or self.grouping == "k_grouped"):
             raise ValueError("transpose_b needs plain operands of an m_grouped product")
 
@@ -222,7 +239,19 @@ class GemmConfig:
 
     def takes(self, tile: TileShape) -> bool:
         """Whether this configuration means something with another tile."""
-        return not (tile.swap_ab and self.grouping == "k_grouped")
+        if tile.swap_tails and not self.kind.is_block_scaled:
+            return False
+        return not (tile.may_swap and self.grouping == "k_grouped")
+
+    def may_choose(self, tile: TileShape) -> bool:
+        """Whether the choice of a tile considers this one.
+
+        In an m_grouped product of block-scaled operands, tiles that cannot fit themselves to the
+        rows of a group multiply up to a tile of rows for each that no group has; they have to be
+        forced.
+        """
+        fits = tile.may_swap or not self.kind.is_block_scaled or self.grouping == "k_grouped"
+        return fits and self.takes(tile)
 
     @property
     def kind(self) -> OperandKind:
@@ -248,22 +277,46 @@ class GemmConfig:
         """M, N and K of one pipeline stage's tile."""
         return self.tile.m, self.tile.n, K_BLOCKS * self.kind.instruction_k
 
+    @staticmethod
+    def instruction_n(rows: Any) -> Any:
+        """N of the instructions for a tile of so many rows of N, which need not be known yet."""
+        return (rows + (N_STEP - 1)) & -N_STEP
+
+    @property
+    def element_stage_bytes(self) -> tuple[int, int]:
+        """Shared memory of one stage of the elements of operands M and N in one CTA."""
+        m, n, k = self.mma_tiler_mnk
+        row_bytes = k * self.kind.bits // 8
+        return m // self.tile.num_ctas * row_bytes, n // self.tile.num_ctas * row_bytes
+
+    @property
+    def scale_tiles(self) -> tuple[int, int]:
+        """Tiles of block scales, for each K block, of operands M and N in one CTA.
+
+        A pair of CTAs splits those of M; both need all of N.
+        """
+        if not self.kind.is_block_scaled:
+            return 0, 0
+        m_cta = self.tile.m // self.tile.num_ctas
+        return ceil_div(m_cta, SF_TILE_ROWS), ceil_div(self.tile.n, SF_TILE_ROWS)
+
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage of both operands in one CTA."""
-        m, n, k = self.mma_tiler_mnk
-        m_cta = m // self.tile.num_ctas
-        total = (m_cta + n // self.tile.num_ctas) * k * self.kind.bits // 8
-        if self.kind.is_block_scaled:
-            tiles = ceil_div(m_cta, SF_TILE_ROWS) + ceil_div(n, SF_TILE_ROWS)
-            total += tiles * K_BLOCKS * SF_TILE_BYTES
-        return total
+        scales = sum(self.scale_tiles) * K_BLOCKS * SF_TILE_BYTES
+        return sum(self.element_stage_bytes) + scales
+
+    @property
+    def staged_bytes(self) -> int:
+        """Shared memory for blocks of output on their way out."""
+        if self.tile.swap_ab:
+            return 4 * SWAPPED_BLOCK * SWAPPED_BLOCK * DTYPE_BYTES[self.out_dtype]
+        return 128 * STORE_BYTES * self.num_store_stage
 
     @property
     def num_ab_stage(self) -> int:
         """Stages of both operands that fit in shared memory."""
-        staged = 0 if self.tile.swap_ab else 128 * STORE_BYTES * self.num_store_stage
-        return (_SMEM_CAPACITY - _SMEM_RESERVED - staged) // self.stage_bytes
+        return (_SMEM_CAPACITY - _SMEM_RESERVED - self.staged_bytes) // self.stage_bytes
 
     @property
     def store_columns(self) -> int:
@@ -273,11 +326,9 @@ class GemmConfig:
     @property
     def sf_columns(self) -> tuple[int, int]:
         """Columns of tensor memory for the block scales of operands M and N."""
-        if not self.kind.is_block_scaled:
-            return 0, 0
         each = K_BLOCKS * SF_TILE_ROWS // TMEM_LANES
-        m_tiles = ceil_div(self.tile.m // self.tile.num_ctas, SF_TILE_ROWS)
-        return each * m_tiles, each * ceil_div(self.tile.n, SF_TILE_ROWS)
+        m_tiles, n_tiles = self.scale_tiles
+        return each * m_tiles, each * n_tiles
 
     @property
     def acc_overlap(self) -> int:
@@ -286,6 +337,16 @@ class GemmConfig:
         There are two, so that the MMA of one tile overlaps the epilogue of the one before.
         """
         return max(0, 2 * self.tile.n + sum(self.sf_columns) - TMEM_COLUMNS)
+
+    @property
+    def has_partial_tiles(self) -> bool:
+        """Whether tiles whose operands are not swapped may reach past the end of a group."""
+        return self.grouping == "m_grouped" and not self.tile.may_swap
+
+    @property
+    def writes_zeros(self) -> bool:
+        """Whether there are tiles of which nothing is multiplied."""
+        return self.zero_tail or self.grouping == "k_grouped" and not self.accumulate
 
     @property
     def num_acc_stage(self) -> int:

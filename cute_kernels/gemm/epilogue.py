@@ -6,7 +6,8 @@ product and sum is rounded by itself: packed instructions cannot be contracted i
 
 A thread owns one row of the accumulator and takes 128 bytes of output at a time; a warp owns 32
 rows and needs no other. Rows that all belong to the group leave through shared memory by TMA, which
-clips them to the output; at a group's end each thread stores its own row, if it has one.
+clips them to the output; at a group's end each thread stores its own row, if it has one. Tiles with
+swapped operands: ``epilogue_swapped``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from cute_kernels.formats import NVFP4
+from cute_kernels.gemm.accumulators import AccReader
 from cute_kernels.gemm.config import N_ALIGN, GemmConfig
 from cute_kernels.gemm.scheduler import TileReader, WorkTile
 from cute_kernels.gemm.warp_schedule import WARP_SIZE
@@ -25,9 +27,11 @@ from cute_kernels.gemm.warp_schedule import WARP_SIZE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cute_kernels.gemm.epilogue_swapped import SwappedEpilogue
+
 __all__ = [
-    "AccReader",
     "Epilogue",
+    "EpilogueWarps",
     "EpilogueTensors",
     "OutputStore",
     "pairwise",
@@ -118,82 +122,99 @@ def pairwise(
         target[i], target[i + 1] = pair
 
 
-class AccReader:
-    """Reads a thread's row of the accumulators, a block of columns at a time.
+def out_offset(config: GemmConfig, out: cute.Tensor, group: Int32, row: Int32, col: Int32) -> Int64:
+    """Element offset into the output."""
+    offset = Int64(row) * out.stride[1] + col
+    if config.grouping == "k_grouped":
+        offset += Int64(group) * out.stride[0]
+    return offset
 
-    Two accumulators of 256 columns and the block scales do not fit in tensor memory; they overlap
-    then. The first is read from its last block down and the second from its first block up, so that
-    the MMA warp may have the columns they share after the first few blocks.
+
+class EpilogueWarps:
+    """The four epilogue warps.
 
     Args:
         config: the kernel's configuration.
-        acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
-        columns: columns of a block.
-        acc_pipeline: the accumulators.
+        tensors: what is read and written in global memory.
+        direct: what becomes of tiles whose operands are not swapped; None if there are none.
+        swapped: what becomes of those whose operands are; None if there are none.
+        cta_row: first row of a tile's accumulator that this CTA holds.
+        tiles: the tile records.
     """
 
     def __init__(
         self,
         config: GemmConfig,
-        acc: cute.Tensor,
-        columns: int,
-        acc_pipeline: pipeline.PipelineUmmaAsync,
+        tensors: EpilogueTensors,
+        direct: Epilogue | None,
+        swapped: SwappedEpilogue | None,
+        cta_row: Int32,
+        tiles: TileReader,
     ):
-        self.overlap = config.acc_overlap
-        self.columns = columns
-        self.num_blocks = config.tile.n // columns
-        shared_blocks = (config.acc_overlap + columns - 1) // columns
-        self.release_after = (shared_blocks if self.overlap else self.num_blocks) - 1
-        self.acc_pipeline = acc_pipeline
-        # (rows, columns, blocks, STAGE), then by thread (T2R, T2R_M, T2R_N, blocks, STAGE)
-        blocks = cute.flat_divide(acc[((None, None), 0, 0, None)], (128, columns))
-        blocks = blocks[None, None, 0, None, None]
-        atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(columns)), Float32)
-        self.copy = tcgen05.make_tmem_copy(atom, blocks[None, None, 0, 0])
-        self.blocks = self.copy.get_slice(cute.arch.thread_idx()[0]).partition_S(blocks)
-
-    def new_state(self) -> pipeline.PipelineState:
-        """The first accumulator."""
-        return pipeline.make_pipeline_state(
-            pipeline.PipelineUserType.Consumer, self.acc_pipeline.num_stages
-        )
+        self.config = config
+        self.tensors = tensors
+        self.direct = direct
+        self.swapped = swapped
+        self.cta_row = cta_row
+        self.tiles = tiles
 
     @cute.jit
-    def block_at(self, step: Int32, state: pipeline.PipelineState) -> Int32:
-        """The block to read in the ``step``-th place."""
-        block = step
-        if cutlass.const_expr(self.overlap > 0):
-            if state.phase == 0:
-                block = self.num_blocks - 1 - step
-        return block
+    def run(self) -> None:
+        tile_shape = self.config.tile
+        either = self.swapped if self.direct is None else self.direct
+        tile_state, acc_state = self.tiles.new_state(), either.acc.new_state()
+        stage = Int32(0)
+        tile, tile_state = self.tiles.next(tile_state)
+        while tile.group >= 0:
+            if tile.k_blocks == 0:
+                if cutlass.const_expr(self.config.writes_zeros):
+                    self.store_zeros(tile)
+            else:
+                if cutlass.const_expr(tile_shape.swap_ab):
+                    self.swapped.finish(tile, acc_state)
+                elif cutlass.const_expr(tile_shape.swap_tails):
+                    if tile.rows < tile_shape.rows:
+                        self.swapped.finish(tile, acc_state)
+                    else:
+                        stage = self.direct.finish(tile, acc_state, stage)
+                else:
+                    stage = self.direct.finish(tile, acc_state, stage)
+                acc_state.advance()
+            tile, tile_state = self.tiles.next(tile_state)
+        if cutlass.const_expr(self.direct is not None):
+            self.direct.store_pipeline.producer_tail()
 
     @cute.jit
-    def read(self, step: Int32, state: pipeline.PipelineState, is_empty: Boolean) -> cute.Tensor:
-        """Columns of the ``step``-th block; zeros if nothing was multiplied.
-
-        Frees the accumulator for the MMA warp as soon as it may be overwritten.
-        """
-        values = cute.make_rmem_tensor(self.columns, Float32)
-        layout = cute.make_layout(((self.columns, 1), 1, 1), stride=((1, 0), 0, 0))
-        registers = cute.make_tensor(values.iterator, layout)
-        stage = state.phase if cutlass.const_expr(self.overlap > 0) else state.index
-        # Lanes may have parted ways over the last block; a load takes the whole warp.
-        cute.arch.sync_warp()
-        if is_empty:
-            values.fill(0.0)
+    def store_zeros(self, tile: WorkTile) -> None:
+        """Zeros for this CTA's part of a tile; exact, whatever the factors are."""
+        out, config = self.tensors.out, self.config
+        row, col, rows = tile.m_row, tile.n_row, tile.rows
+        if cutlass.const_expr(config.tile.swap_ab):
+            row, col = tile.n_row, tile.m_row
+            rows = cutlass.min(rows, config.tile.n)
+            num_cols = config.tile.m
         else:
-            block = self.block_at(step, state)
-            cute.copy(self.copy, self.blocks[None, None, None, block, stage], registers)
-            cute.arch.fence_view_async_tmem_load()
-            if step == self.release_after:
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    self.acc_pipeline.consumer_release(state)
-        return values
+            row += self.cta_row
+            if cutlass.const_expr(config.grouping == "k_grouped"):
+                rows = out.shape[1] - row
+            else:
+                rows -= self.cta_row
+            rows = cutlass.min(rows, 128)
+            num_cols = config.tile.n
+        per_vector = _VECTOR_BYTES * 8 // out.element_type.width
+        lanes = num_cols // per_vector
+        zeros = cute.make_rmem_tensor(per_vector, out.element_type)
+        zeros.fill(0.0)
+        thread = cute.arch.thread_idx()[0]
+        col += thread % lanes * per_vector
+        if col < out.shape[2]:
+            for i in cutlass.range(thread // lanes, rows, 128 // lanes, unroll=1):
+                offset = out_offset(config, out, tile.group, row + i, col)
+                cute.autovec_copy(zeros, vector_at(out, offset, per_vector))
 
 
 class Epilogue:
-    """The four epilogue warps.
+    """What becomes of a tile whose operands are not swapped.
 
     Args:
         config: the kernel's configuration.
@@ -201,7 +222,6 @@ class Epilogue:
         store: the TMA stores.
         acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
         cta_row: first row of a tile that this CTA holds.
-        tiles: the tile records.
         acc_pipeline: the accumulators.
     """
 
@@ -212,16 +232,15 @@ class Epilogue:
         store: OutputStore,
         acc: cute.Tensor,
         cta_row: Int32,
-        tiles: TileReader,
         acc_pipeline: pipeline.PipelineUmmaAsync,
     ):
         self.config = config
         self.tensors = tensors
         self.store = store
         self.cta_row = cta_row
-        self.tiles = tiles
         self.columns = config.store_columns
-        self.acc = AccReader(config, acc, self.columns, acc_pipeline)
+        load = tcgen05.Ld32x32bOp(tcgen05.Repetition(self.columns))
+        self.acc = AccReader(config, acc, self.columns, load, acc_pipeline)
         self.lane = cute.arch.lane_idx()
         self.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.store_pipeline = pipeline.PipelineTmaStore.create(
@@ -230,52 +249,36 @@ class Epilogue:
         )
 
     @cute.jit
-    def run(self) -> None:
-        tile_state, acc_state = self.tiles.new_state(), self.acc.new_state()
-        stage = Int32(0)
-        tile, tile_state = self.tiles.next(tile_state)
-        while tile.group >= 0:
-            warp_row = self.cta_row + self.warp * WARP_SIZE
-            row = tile.m_row + warp_row + self.lane
-            in_group, whole = row < self.tensors.out.shape[1], Boolean(True)
-            if cutlass.const_expr(self.config.grouping == "m_grouped"):
-                in_group = warp_row + self.lane < tile.rows
-                whole = warp_row + WARP_SIZE <= tile.rows
-            factor = Float32(1.0)
-            if in_group and tile.k_blocks > 0:
-                at = row if cutlass.const_expr(self.config.row_scaled) else tile.group
-                factor = self.tensors.factor(tile.group, at)
-            if tile.k_blocks > 0:
-                self.acc.acc_pipeline.consumer_wait(acc_state)
-            for step in cutlass.range(self.acc.num_blocks, unroll=1):
-                col = tile.n_row + self.acc.block_at(step, acc_state) * self.columns
-                values = self.acc.read(step, acc_state, tile.k_blocks == 0)
-                if col < self.tensors.out.shape[2]:
-                    # Zeros stay exact zeros, whatever the factors are.
-                    if tile.k_blocks > 0:
-                        self.finish(values, factor, tile.group, row, in_group, col)
-                    rounded = cute.make_rmem_tensor(self.columns, self.tensors.out.element_type)
-                    rounded.store(values.load().to(self.tensors.out.element_type))
-                    if whole:
-                        self.store_whole(rounded, tile, warp_row, col, stage)
-                        stage = (stage + 1) % self.config.num_store_stage
-                    elif in_group:
-                        self.store_row(rounded, tile.group, row, col)
-            if tile.k_blocks > 0:
-                acc_state.advance()
-            tile, tile_state = self.tiles.next(tile_state)
-        self.store_pipeline.producer_tail()
-
-    def offset(self, group: Int32, row: Int32, col: Int32) -> Int64:
-        """Element offset into the output."""
-        out = self.tensors.out
-        offset = Int64(row) * out.stride[1] + col
-        if self.config.grouping == "k_grouped":
-            offset += Int64(group) * out.stride[0]
-        return offset
+    def finish(self, tile: WorkTile, acc_state: pipeline.PipelineState, stage: Int32) -> Int32:
+        """Rescale and store a tile; the next staged block."""
+        warp_row = self.cta_row + self.warp * WARP_SIZE
+        row = tile.m_row + warp_row + self.lane
+        in_group, whole = row < self.tensors.out.shape[1], Boolean(True)
+        if cutlass.const_expr(self.config.has_partial_tiles):
+            in_group = warp_row + self.lane < tile.rows
+            whole = warp_row + WARP_SIZE <= tile.rows
+        factor = Float32(1.0)
+        if in_group:
+            at = row if cutlass.const_expr(self.config.row_scaled) else tile.group
+            factor = self.tensors.factor(tile.group, at)
+        self.acc.acc_pipeline.consumer_wait(acc_state)
+        num_blocks = self.config.tile.n // self.columns
+        for step in cutlass.range(num_blocks, unroll=1):
+            col = tile.n_row + self.acc.block_at(step, num_blocks, acc_state) * self.columns
+            values = self.acc.read(step, num_blocks, acc_state)
+            if col < self.tensors.out.shape[2]:
+                self.rescale(values, factor, tile.group, row, in_group, col)
+                rounded = cute.make_rmem_tensor(self.columns, self.tensors.out.element_type)
+                rounded.store(values.load().to(self.tensors.out.element_type))
+                if whole:
+                    self.store_whole(rounded, tile, warp_row, col, stage)
+                    stage = (stage + 1) % self.config.num_store_stage
+                elif in_group:
+                    self.store_row(rounded, tile.group, row, col)
+        return stage
 
     @cute.jit
-    def finish(
+    def rescale(
         self,
         values: cute.Tensor,
         factor: Float32,
@@ -298,7 +301,8 @@ class Epilogue:
                     pairwise(cute.arch.add_packed_f32x2, part, read_vector(tensors.bias, at))
             if cutlass.const_expr(self.config.accumulate):
                 if in_group and col + i < cols:
-                    old = read_vector(tensors.out, self.offset(group, row, col + i))
+                    at = out_offset(self.config, tensors.out, group, row, col + i)
+                    old = read_vector(tensors.out, at)
                     pairwise(cute.arch.add_packed_f32x2, part, old)
 
     @cute.jit
@@ -307,7 +311,8 @@ class Epilogue:
         for i in cutlass.range_constexpr(0, self.columns, N_ALIGN):
             if col + i < self.tensors.out.shape[2]:
                 part = cute.make_tensor(rounded.iterator + i, cute.make_layout(N_ALIGN))
-                target = vector_at(self.tensors.out, self.offset(group, row, col + i), N_ALIGN)
+                offset = out_offset(self.config, self.tensors.out, group, row, col + i)
+                target = vector_at(self.tensors.out, offset, N_ALIGN)
                 cute.autovec_copy(part, target)
 
     @cute.jit

@@ -1,8 +1,9 @@
-"""The epilogue of swapped operands: a thread owns one column of the output, for few rows a group.
+"""The epilogue of tiles with swapped operands: accumulator rows are columns of the output.
 
-The arithmetic is that of ``epilogue``. Here the factors of rows lie along the accumulator's
-columns: each lane folds one of 32 and the warp passes them around. The 32 lanes of a warp store 32
-columns of one output row together.
+The arithmetic is that of ``epilogue``. A warp owns 32 columns of the output and takes 32 rows at a
+time. Tensor memory gives each thread pairs of neighbouring rows, in the fragments of an 8x8 matrix,
+so rows can be rescaled two at a time; ``stmatrix`` transposes them on their way into shared memory,
+out of which lanes store vectors of the rows that the group has.
 """
 
 from __future__ import annotations
@@ -10,28 +11,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute, pipeline
+from cutlass.cute.nvgpu import tcgen05
 
-from cute_kernels.gemm.epilogue import AccReader, EpilogueTensors, pairwise
-from cute_kernels.gemm.scheduler import TileReader, WorkTile
+from cute_kernels.device.ptx import asm_volatile
+from cute_kernels.gemm.accumulators import AccReader
+from cute_kernels.gemm.config import SWAPPED_BLOCK
+from cute_kernels.gemm.epilogue import EpilogueTensors, out_offset, pairwise, vector_at
+from cute_kernels.gemm.scheduler import WorkTile
 from cute_kernels.gemm.warp_schedule import WARP_SIZE
 
 if TYPE_CHECKING:
-    from cutlass import pipeline
-
     from cute_kernels.gemm.config import GemmConfig
 
 __all__ = ["SwappedEpilogue"]
 
+_CHUNK_BYTES = 16
+#: Rows and columns of a fragment, and of those the rows and columns of a block.
+_FRAGMENT = 8
+_FRAGMENTS = SWAPPED_BLOCK // _FRAGMENT
+
 
 class SwappedEpilogue:
-    """The four epilogue warps.
+    """What becomes of a tile whose operands are swapped.
 
     Args:
         config: the kernel's configuration.
         tensors: what is read and written in global memory.
+        staged: staged blocks of all warps in shared memory; this warp's begins at its share.
         acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
-        tiles: the tile records.
+        cta_row: first row of a tile's accumulator that this CTA holds.
         acc_pipeline: the accumulators.
     """
 
@@ -39,83 +48,181 @@ class SwappedEpilogue:
         self,
         config: GemmConfig,
         tensors: EpilogueTensors,
+        staged: cute.Pointer,
         acc: cute.Tensor,
-        tiles: TileReader,
+        cta_row: Int32,
         acc_pipeline: pipeline.PipelineUmmaAsync,
     ):
         self.config = config
         self.tensors = tensors
-        self.tiles = tiles
-        self.acc = AccReader(config, acc, WARP_SIZE, acc_pipeline)
+        self.out_type = tensors.out.element_type
+        load = tcgen05.Ld16x256bOp(tcgen05.Repetition(_FRAGMENTS))
+        self.acc = AccReader(config, acc, SWAPPED_BLOCK, load, acc_pipeline)
         self.lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        self.warp_col = cta_row + warp * WARP_SIZE
+        self.staged = staged.toint() + warp * (config.staged_bytes // 4)
+        #: A staged row is so many chunks of 16 bytes, swizzled so that eight rows use all banks.
+        self.row_bytes = SWAPPED_BLOCK * self.out_type.width // 8
+        self.chunks = self.row_bytes // _CHUNK_BYTES
 
     @cute.jit
-    def run(self) -> None:
-        tile_state, acc_state = self.tiles.new_state(), self.acc.new_state()
-        tile, tile_state = self.tiles.next(tile_state)
-        while tile.group >= 0:
-            col = tile.m_row + cute.arch.thread_idx()[0]
-            in_output = col < self.tensors.out.shape[2]
-            bias = Float32(0.0)
-            if cutlass.const_expr(self.tensors.bias is not None):
-                if in_output and tile.k_blocks > 0:
-                    bias = self.tensors.bias[tile.group, col].to(Float32)
-            if tile.k_blocks > 0:
-                self.acc.acc_pipeline.consumer_wait(acc_state)
-            for step in cutlass.range(self.acc.num_blocks, unroll=1):
-                values = self.acc.read(step, acc_state, tile.k_blocks == 0)
-                first = step * WARP_SIZE
-                if first < tile.rows:
-                    if tile.k_blocks > 0:
-                        self.rescale(values, tile, first)
-                    self.store(values, tile, first, col, in_output, bias)
-            if tile.k_blocks > 0:
-                acc_state.advance()
-            tile, tile_state = self.tiles.next(tile_state)
-
-    @cute.jit
-    def rescale(self, values: cute.Tensor, tile: WorkTile, first: Int32) -> None:
-        """Multiply rows ``first`` to ``first + 31`` of the tile by their factors."""
-        if cutlass.const_expr(self.tensors.has_factor):
-            factor = Float32(1.0)
-            if first + self.lane < tile.rows:
-                row = tile.n_row + first + self.lane
-                at = row if cutlass.const_expr(self.config.row_scaled) else tile.group
-                factor = self.tensors.factor(tile.group, at)
+    def finish(self, tile: WorkTile, acc_state: pipeline.PipelineState) -> None:
+        """Rescale and store a tile."""
+        config = self.config
+        row, col = tile.n_row, tile.m_row
+        if cutlass.const_expr(config.tile.swap_tails):
+            row, col = col, row
+            # Blocks of the tile before may still be on their way out of the same memory.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        col += self.warp_col
+        rows = cutlass.min(tile.rows, config.tile.n)
+        biases = self.load_biases(tile.group, col)
+        self.acc.acc_pipeline.consumer_wait(acc_state)
+        num_blocks = (rows + (SWAPPED_BLOCK - 1)) >> 5
+        for step in cutlass.range(num_blocks, unroll=1):
+            first = self.acc.block_at(step, num_blocks, acc_state) * SWAPPED_BLOCK
+            factors = self.load_factors(tile.group, row + first, rows - first)
+            values = self.acc.read(step, num_blocks, acc_state)
+            self.rescale(values, factors, biases)
+            if cutlass.const_expr(config.accumulate):
+                self.add_output(values, tile.group, row + first, rows - first, col)
+            rounded = cute.make_rmem_tensor(cute.size(values), self.out_type)
+            rounded.store(values.load().to(self.out_type))
+            self.stage(rounded)
             cute.arch.sync_warp()
-            factors = cute.make_rmem_tensor(WARP_SIZE, Float32)
-            for i in cutlass.range_constexpr(WARP_SIZE):
-                factors[i] = cute.arch.shuffle_sync(factor, i)
-            pairwise(cute.arch.mul_packed_f32x2, values, factors)
+            self.store(tile.group, row + first, rows - first, col)
+
+    def fragment_row(self) -> Int32:
+        """The first of this thread's two rows in a fragment."""
+        return self.lane % 4 * 2
 
     @cute.jit
-    def store(
-        self,
-        values: cute.Tensor,
-        tile: WorkTile,
-        first: Int32,
-        col: Int32,
-        in_output: Boolean,
-        bias: Float32,
+    def load_biases(self, group: Int32, col: Int32) -> cute.Tensor | None:
+        """Biases of this thread's four columns."""
+        bias = self.tensors.bias
+        if cutlass.const_expr(bias is None):
+            return None
+        out = cute.make_rmem_tensor(_FRAGMENTS, Float32)
+        out.fill(0.0)
+        for i in cutlass.range_constexpr(_FRAGMENTS):
+            at = col + i * _FRAGMENT + self.lane // 4
+            if at < bias.shape[1]:
+                out[i] = bias[group, at].to(Float32)
+        return out
+
+    @cute.jit
+    def load_factors(self, group: Int32, row: Int32, rows: Int32) -> cute.Tensor | None:
+        """Factors of this thread's rows, two in each of four fragments.
+
+        Each lane folds that of one row and the warp passes them around.
+        """
+        if cutlass.const_expr(not self.tensors.has_factor):
+            return None
+        own = Float32(1.0)
+        if self.lane < rows:
+            at = row + self.lane if cutlass.const_expr(self.config.row_scaled) else group
+            own = self.tensors.factor(group, at)
+        cute.arch.sync_warp()
+        out = cute.make_rmem_tensor(2 * _FRAGMENTS, Float32)
+        for i in cutlass.range_constexpr(2 * _FRAGMENTS):
+            source = self.fragment_row() + (i // 2 * _FRAGMENT + i % 2)
+            out[i] = cute.arch.shuffle_sync(own, source)
+        return out
+
+    def rescale(
+        self, values: cute.Tensor, factors: cute.Tensor | None, biases: cute.Tensor | None
     ) -> None:
-        """Add to rows ``first`` to ``first + 31`` of the tile's column, cast and store them."""
+        """Multiply a block by the factors of its rows and add the biases of its columns."""
+        terms = cute.make_rmem_tensor(2, Float32)
+        for i in range(0, cute.size(values), 2):
+            pair = cute.make_tensor(values.iterator + i, cute.make_layout(2))
+            col_part, row_part = _parts(i)
+            if factors is not None:
+                for j in range(2):
+                    terms[j] = factors[2 * row_part + j]
+                pairwise(cute.arch.mul_packed_f32x2, pair, terms)
+            if biases is not None:
+                terms.fill(biases[col_part])
+                pairwise(cute.arch.add_packed_f32x2, pair, terms)
+
+    @cute.jit
+    def add_output(
+        self, values: cute.Tensor, group: Int32, row: Int32, rows: Int32, col: Int32
+    ) -> None:
+        """Add what the output holds in ``rows`` rows from ``row`` on."""
         out = self.tensors.out
-        terms = cute.make_rmem_tensor(WARP_SIZE, Float32)
-        if cutlass.const_expr(self.tensors.bias is not None):
-            terms.fill(bias)
-            pairwise(cute.arch.add_packed_f32x2, values, terms)
-        offset = Int64(tile.n_row + first) * out.stride[1] + col
-        column = cute.make_tensor(
-            out.iterator + offset, cute.make_layout(WARP_SIZE, stride=out.stride[1])
-        )
-        if cutlass.const_expr(self.config.accumulate):
-            terms.fill(0.0)
-            for i in cutlass.range_constexpr(WARP_SIZE):
-                if in_output and first + i < tile.rows:
-                    terms[i] = column[i].to(Float32)
-            pairwise(cute.arch.add_packed_f32x2, values, terms)
-        rounded = cute.make_rmem_tensor(WARP_SIZE, out.element_type)
-        rounded.store(values.load().to(out.element_type))
-        for i in cutlass.range_constexpr(WARP_SIZE):
-            if in_output and first + i < tile.rows:
-                column[i] = rounded[i]
+        terms = cute.make_rmem_tensor(cute.size(values), Float32)
+        terms.fill(0.0)
+        for i in cutlass.range_constexpr(cute.size(values)):
+            col_part, row_part = _parts(i)
+            at_row = row_part * _FRAGMENT + self.fragment_row() + i % 2
+            at_col = col + col_part * _FRAGMENT + self.lane // 4
+            if at_row < rows and at_col < out.shape[2]:
+                offset = out_offset(self.config, out, group, row + at_row, at_col)
+                place = cute.make_tensor(out.iterator + offset, cute.make_layout(1))
+                terms[i] = place[0].to(Float32)
+        pairwise(cute.arch.add_packed_f32x2, values, terms)
+
+    def chunk_at(self, row: Int32, chunk: Int32 | int) -> Int32:
+        """Address of 16 bytes of a staged row."""
+        swizzle = row % 8 if self.chunks == 8 else row // 2 % 4
+        return self.staged + row * self.row_bytes + (chunk ^ swizzle) * _CHUNK_BYTES
+
+    @cute.jit
+    def stage(self, rounded: cute.Tensor) -> None:
+        """Write a block into shared memory, transposed."""
+        if cutlass.const_expr(self.out_type.width == 16):
+            words = cute.recast_tensor(rounded, Uint32)
+            for row_part in cutlass.range_constexpr(_FRAGMENTS):
+                # Lanes 8 i to 8 i + 7 address the rows of the fragment of columns 8 i to 8 i + 7.
+                place = self.chunk_at(row_part * _FRAGMENT + self.lane % 8, self.lane // 8)
+                fragments = [
+                    words[_index(col_part, row_part) // 2] for col_part in range(_FRAGMENTS)
+                ]
+                asm_volatile(
+                    "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
+                    (place, *fragments),
+                )
+        else:
+            for i in cutlass.range_constexpr(cute.size(rounded)):
+                col_part, row_part = _parts(i)
+                row = row_part * _FRAGMENT + self.fragment_row() + i % 2
+                # A fragment is two chunks wide.
+                place = self.chunk_at(row, col_part * 2 + self.lane // 16) + self.lane // 4 % 4 * 4
+                pointer = cute.make_ptr(self.out_type, place, cute.AddressSpace.smem)
+                cute.make_tensor(pointer, cute.make_layout(1))[0] = rounded[i]
+
+    @cute.jit
+    def store(self, group: Int32, row: Int32, rows: Int32, col: Int32) -> None:
+        """Store the staged rows that the group has: at most ``rows`` from ``row`` on."""
+        out, per_chunk = self.tensors.out, _CHUNK_BYTES * 8 // self.out_type.width
+        rows_at_once = WARP_SIZE // self.chunks
+        own_row, chunk = self.lane // self.chunks, self.lane % self.chunks
+        col += chunk * per_chunk
+        offset = out_offset(self.config, out, group, row + own_row, col)
+        vector = cute.make_layout(per_chunk)
+        if col < out.shape[2]:
+            for i in cutlass.range_constexpr(SWAPPED_BLOCK // rows_at_once):
+                at = own_row + i * rows_at_once
+                if at < rows:
+                    pointer = cute.make_ptr(
+                        self.out_type,
+                        self.chunk_at(at, chunk),
+                        cute.AddressSpace.smem,
+                        assumed_align=_CHUNK_BYTES,
+                    )
+                    here = offset + Int64(i * rows_at_once) * out.stride[1]
+                    target = vector_at(out, here, per_chunk)
+                    cute.autovec_copy(cute.make_tensor(pointer, vector), target)
+
+
+def _parts(i: int) -> tuple[int, int]:
+    """The fragments, by column and by row of the output, of a thread's ``i``-th element."""
+    # 16 rows of the accumulator a load; of each, eight and eight for every fragment of columns.
+    return i // (4 * _FRAGMENTS) * 2 + i // 2 % 2, i // 4 % _FRAGMENTS
+
+
+def _index(col_part: int, row_part: int) -> int:
+    """The first element of a pair of fragments, see ``_parts``."""
+    return col_part // 2 * (4 * _FRAGMENTS) + row_part * 4 + col_part % 2 * 2

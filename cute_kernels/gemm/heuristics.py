@@ -9,6 +9,7 @@ measurements: they decide ties between tiles, never correctness.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, TypeVar
 
 from cute_kernels.shapes import ceil_div
@@ -40,6 +41,8 @@ def estimated_cycles(config: GemmConfig, problem: GemmProblem, num_sms: int) -> 
         # A group of more than a tile ends half-way through one on average.
         row_tiles = 1.0 if mean <= tile.rows else mean / tile.rows + 0.5
         depth = problem.k
+        if tile.may_swap and kind.is_block_scaled:
+            tile_n = min(tile_n, config.instruction_n(math.ceil(mean / row_tiles)))
     else:
         row_tiles, depth = float(ceil_div(problem.m, tile.m)), mean
     clusters = num_sms // tile.num_ctas
@@ -80,7 +83,7 @@ def choose_config(
     candidates = []
     reason = ""
     for shape in base.tile_shapes if tile is None else (tile,):
-        if tile is None and not base.takes(shape):
+        if tile is None and not base.may_choose(shape):
             continue
         if shape.num_ctas > num_sms:
             reason = f"{shape.num_ctas} CTAs need as many SMs, there are {num_sms}"

@@ -13,6 +13,11 @@ acc        MMA -> epilogue          one commit; one an epilogue warp
 Every role walks the same tiles at its own pace: loads run ahead by the depth of the stages, across
 tiles, and the MMA fills one accumulator while the epilogue empties the other. With two CTAs a tile
 the MMA warp of the first issues for both; each CTA loads, and stores, its own half.
+
+The tensor core takes 128 or 256 rows of operand M but any 16 of N. With ``swap_tails`` the tile of
+a group's last rows, if they do not fill it, is multiplied with its operands swapped: both lie in
+shared memory in the same way, so the loads of elements stay as they are and only the instructions
+take B for operand M. N is then as small as the rows allow. The epilogue finds that tile transposed.
 """
 
 from __future__ import annotations
@@ -22,14 +27,14 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
-from cutlass.utils import blackwell_helpers, blockscaled_layout
+from cutlass.utils import blackwell_helpers
 
-from cute_kernels.gemm.config import TMEM_COLUMNS
-from cute_kernels.gemm.epilogue import Epilogue, EpilogueTensors, OutputStore
+from cute_kernels.gemm.config import TAIL_BOX_ROWS, TMEM_COLUMNS
+from cute_kernels.gemm.epilogue import Epilogue, EpilogueTensors, EpilogueWarps, OutputStore
 from cute_kernels.gemm.epilogue_swapped import SwappedEpilogue
 from cute_kernels.gemm.fakes import fake_arguments
-from cute_kernels.gemm.loader import LoadWarp, OperandLoad, TmaSource
-from cute_kernels.gemm.mma import MmaWarp, ScaleFactors
+from cute_kernels.gemm.loader import LoadWarp, OperandLoad, RowBoxes, SwappedTail, TmaSource
+from cute_kernels.gemm.mma import BlockScaledMma, MmaWarp, PlainMma
 from cute_kernels.gemm.operands import (
     matrix_view,
     output_view,
@@ -111,6 +116,10 @@ class GroupedGemmKernel:
             sfa, sfb = [scales_view(x, config.kind) for x in scales]
             sources.append(self.source(sfa, layouts, layouts.sfa, is_a=True, is_scale=True))
             sources.append(self.source(sfb, layouts, layouts.sfb, is_a=False, is_scale=True))
+            if cutlass.const_expr(config.tile.swap_tails):
+                sources.append(self.source(sfb, layouts, layouts.sfa, is_a=True, is_scale=True))
+                sources.append(self.source(sfa, layouts, layouts.sfb, is_a=False, is_scale=True))
+                sources.append(self.box_source(operands[0], layouts))
         if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
             num_rows = a.shape[0]
         else:
@@ -182,6 +191,13 @@ class GroupedGemmKernel:
             *make(op, tensor, stage, tiler, mma, cluster.shape, internal_type=internal_type)
         )
 
+    def box_source(self, tensor: cute.Tensor, layouts: Layouts) -> TmaSource:
+        """The TMA copy of a box of rows of operand M."""
+        box = cute.slice_(layouts.a_boxes, (None, None, 0))
+        op = cpasync.CopyBulkTensorTileG2SOp(layouts.tiled_mma.op.cta_group)
+        shape = (TAIL_BOX_ROWS, layouts.tiler[2])
+        return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, box, shape))
+
     def output(self, out: cute.Tensor, layouts: Layouts) -> TmaSource:
         """The TMA store of one warp's block of the output, and its coordinates (rows, N, G)."""
         groups, rows, cols = (view := output_view(out)).shape
@@ -222,8 +238,10 @@ class GroupedGemmKernel:
         pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
         shared = self.allocate_stages(smem, layouts)
         acc_layout, out_type = layouts.acc_layout(), out.element_type
-        staged_out = None
-        if cutlass.const_expr(not config.tile.swap_ab):
+        if cutlass.const_expr(config.tile.swap_ab):
+            size = config.staged_bytes * 8 // out_type.width
+            staged_out = smem.allocate_tensor(out_type, cute.make_layout(size), byte_alignment=1024)
+        else:
             staged_out = smem.allocate_tensor(
                 out_type, layouts.out.outer, byte_alignment=1024, swizzle=layouts.out.inner
             )
@@ -234,33 +252,30 @@ class GroupedGemmKernel:
             TileScheduler(config, ring, barriers.tiles, offs, extents).run()
         if warp == warps.load_warp_id:
             sources = [TmaSource(*source) for source in zip(atoms, tensors, strict=True)]
-            loads = self.operand_loads(tiled_mma, tiled_mma_sf, layouts, sources, shared, cta)
-            LoadWarp(config, *loads, tiles, ab_pipeline).run()
+            loads = self.stage_loads(tiled_mma, tiled_mma_sf, layouts, sources, shared, cta)
+            operand_m, operand_n, tail = loads
+            LoadWarp(config, operand_m, operand_n, tiles, ab_pipeline, tail).run()
         if warp == warps.mma_warp_id:
             tmem.wait_for_alloc()
             pointer = tmem.retrieve_ptr(Float32)
-            MmaWarp(
-                tiled_mma,
-                (tiled_mma.make_fragment_A(shared[0]), tiled_mma.make_fragment_B(shared[1])),
-                self.scale_factors(tiled_mma, layouts, shared, pointer),
-                cute.make_tensor(pointer, acc_layout),
-                cta == 0,
-                tiles,
-                ab_pipeline,
-                acc_pipeline,
-            ).run()
+            mma = self.instructions(tiled_mma, layouts, shared, pointer)
+            MmaWarp(mma, cta == 0, tiles, ab_pipeline, acc_pipeline).run()
         if warp < warps.mma_warp_id:
             tmem.allocate(TMEM_COLUMNS)
             tmem.wait_for_alloc()
             pointer = tmem.retrieve_ptr(Float32)
             epilogue_tensors = EpilogueTensors(out, a_amax, b_amax, alpha, bias)
+            cta_row = cta * (config.tile.m // config.tile.num_ctas)
             acc = cute.make_tensor(pointer, acc_layout)
-            if cutlass.const_expr(config.tile.swap_ab):
-                SwappedEpilogue(config, epilogue_tensors, acc, tiles, acc_pipeline).run()
-            else:
+            direct = swapped = None
+            if cutlass.const_expr(not config.tile.swap_ab):
                 store = OutputStore(*out_store, staged_out)
-                cta_row = cta * (config.tile.m // config.tile.num_ctas)
-                Epilogue(config, epilogue_tensors, store, acc, cta_row, tiles, acc_pipeline).run()
+                direct = Epilogue(config, epilogue_tensors, store, acc, cta_row, acc_pipeline)
+            if cutlass.const_expr(config.tile.may_swap):
+                swapped = SwappedEpilogue(
+                    config, epilogue_tensors, staged_out.iterator, acc, cta_row, acc_pipeline
+                )
+            EpilogueWarps(config, epilogue_tensors, direct, swapped, cta_row, tiles).run()
             tmem.relinquish_alloc_permit()
             cute.arch.barrier(
                 barrier_id=int(NamedBarrierId.EPILOGUE),
@@ -286,7 +301,7 @@ class GroupedGemmKernel:
             ]
         return tuple(out)
 
-    def operand_loads(
+    def stage_loads(
         self,
         tiled_mma: cute.TiledMma,
         tiled_mma_sf: cute.TiledMma,
@@ -294,22 +309,30 @@ class GroupedGemmKernel:
         sources: list[TmaSource],
         shared: tuple[cute.Tensor, ...],
         cta: Int32,
-    ) -> tuple[tuple[OperandLoad, ...], tuple[OperandLoad, ...]]:
-        """How operands M and N, and their block scales, get into shared memory."""
+    ) -> tuple[tuple[OperandLoad, ...], tuple[OperandLoad, ...], SwappedTail | None]:
+        """How operands M and N get into shared memory, and what differs for swapped tails."""
         thr_mma, thr_mma_sf = tiled_mma.get_slice(cta), tiled_mma_sf.get_slice(cta)
         coord = layouts.cluster.get_flat_coord(cta)
         coord_sf = layouts.cluster_sf.get_flat_coord(cta)
         tile_m, tile_n, tile_k = layouts.tiler
 
-        def load(index: int, rows: int, partition: Any, mode: int, is_sfb: bool) -> OperandLoad:
-            cluster, at = (layouts.cluster_sf, coord_sf) if is_sfb else (layouts.cluster, coord)
+        def load(source: TmaSource, index: int) -> OperandLoad:
+            rows, partition, mode = (
+                (tile_m, thr_mma.partition_A, 2),
+                (tile_n, thr_mma.partition_B, 1),
+                (tile_m, thr_mma.partition_A, 2),
+                (layouts.tiler_sf[1], thr_mma_sf.partition_B, 1),
+            )[index]
+            cluster, at = layouts.cluster, coord
+            if index == 3:
+                cluster, at = layouts.cluster_sf, coord_sf
             keep = [0] * 4
             keep[mode] = None
             mask = None
             if self.config.tile.num_ctas > 1:
                 mask = cpasync.create_tma_multicast_mask(cluster, at, mcast_mode=mode)
             return OperandLoad(
-                sources[index],
+                source,
                 shared[index],
                 (rows, tile_k),
                 partition,
@@ -319,31 +342,26 @@ class GroupedGemmKernel:
                 index >= 2,
             )
 
-        operand_m = [load(0, tile_m, thr_mma.partition_A, 2, False)]
-        operand_n = [load(1, tile_n, thr_mma.partition_B, 1, False)]
-        if self.config.kind.is_block_scaled:
-            operand_m.append(load(2, tile_m, thr_mma.partition_A, 2, False))
-            operand_n.append(load(3, layouts.tiler_sf[1], thr_mma_sf.partition_B, 1, True))
-        return tuple(operand_m), tuple(operand_n)
+        own = [load(source, i) for i, source in enumerate(sources[:4])]
+        tail = None
+        if self.config.tile.swap_tails:
+            boxes = cute.make_tensor(shared[0].iterator, layouts.a_boxes.outer)
+            tail = SwappedTail(
+                RowBoxes(sources[6], boxes), load(sources[4], 2), load(sources[5], 3), cta
+            )
+        return tuple(own[::2]), tuple(own[1::2]), tail
 
-    def scale_factors(
+    def instructions(
         self,
         tiled_mma: cute.TiledMma,
         layouts: Layouts,
         shared: tuple[cute.Tensor, ...],
         tmem: cute.Pointer,
-    ) -> tuple[ScaleFactors, ScaleFactors] | None:
-        """Block scales of both operands behind the accumulators in tensor memory."""
-        kind = self.config.kind
-        if not kind.is_block_scaled:
-            return None
-        out = []
-        makers = (blockscaled_layout.make_tmem_layout_sfa, blockscaled_layout.make_tmem_layout_sfb)
-        for make, staged, stages, column in zip(
-            makers, (layouts.sfa, layouts.sfb), shared[2:], layouts.sf_first_columns(), strict=True
-        ):
-            stage = cute.slice_(staged, (None, None, None, 0))
-            layout = make(tiled_mma, layouts.tiler, kind.sf_vec_size, stage)
-            pointer = cute.recast_ptr(tmem + column, dtype=scale_type(kind))
-            out.append(ScaleFactors(stages, pointer, layout))
-        return tuple(out)
+    ) -> BlockScaledMma | PlainMma:
+        """How a stage is multiplied."""
+        config = self.config
+        if config.kind.is_block_scaled:
+            acc_stride = config.tile.n - config.acc_overlap
+            return BlockScaledMma(config, shared, tmem, acc_stride, layouts.sf_first_columns())
+        operands = (tiled_mma.make_fragment_A(shared[0]), tiled_mma.make_fragment_B(shared[1]))
+        return PlainMma(tiled_mma, operands, cute.make_tensor(tmem, layouts.acc_layout()))

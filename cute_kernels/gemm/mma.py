@@ -2,62 +2,175 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, cute, pipeline
+from cutlass import Boolean, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
+from cute_kernels.gemm import umma
 from cute_kernels.gemm.config import K_BLOCKS, TMEM_LANES
 from cute_kernels.gemm.scheduler import WorkTile
-from cute_kernels.shapes import SF_TILE_ROWS
+from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_ROWS
 
 if TYPE_CHECKING:
+    from cute_kernels.gemm.config import GemmConfig
     from cute_kernels.gemm.scheduler import TileReader
 
-__all__ = ["MmaWarp", "ScaleFactors"]
+__all__ = ["BlockScaledMma", "MmaWarp", "PlainMma"]
 
 
-class ScaleFactors(NamedTuple):
-    """Block scales of one operand.
+class PlainMma:
+    """Instructions for operands without block scales.
 
-    Attributes:
-        shared: its stages in shared memory.
-        pointer: where it lies in tensor memory.
-        layout: (MMA, MMA_MN, MMA_K) in tensor memory.
+    Args:
+        tiled_mma: the instruction and its tile.
+        operands: fragments of both operands in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
+        acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
     """
 
-    shared: cute.Tensor
-    pointer: cute.Pointer
-    layout: cute.Layout
+    def __init__(
+        self, tiled_mma: cute.TiledMma, operands: tuple[cute.Tensor, cute.Tensor], acc: cute.Tensor
+    ):
+        self.tiled_mma = tiled_mma
+        self.operands = operands
+        self.acc = acc
 
-    def in_tmem(self, first_row: Int32 | int = 0) -> cute.Tensor:
-        """The operand of the MMA, from row ``first_row`` of the first scale tile on."""
-        shift = first_row % SF_TILE_ROWS // TMEM_LANES
-        pointer = cute.recast_ptr(
-            cute.recast_ptr(self.pointer, dtype=cutlass.Int32) + shift, dtype=self.pointer.dtype
+    def start(self, tile: WorkTile, which: Int32) -> cute.Tensor:
+        """What the stages of a tile have in common: the accumulator numbered ``which``."""
+        return self.acc[None, None, None, which]
+
+    @cute.jit
+    def multiply(self, acc: cute.Tensor, stage: Int32, k_tile: Int32, left: Int32) -> None:
+        """Add a stage, the tile's ``k_tile``-th, which has ``left`` K blocks or more, to ``acc``.
+
+        The first overwrites what the accumulator holds.
+        """
+        for k_block in cutlass.range_constexpr(K_BLOCKS):
+            if k_block < left:
+                at = (None, None, k_block, stage)
+                # Fields of an MMA are state that must not outlive this branch, so each has its own.
+                tiled_mma = cute.make_tiled_mma(self.tiled_mma.op)
+                accumulate = k_tile > 0 if cutlass.const_expr(k_block == 0) else True
+                tiled_mma.set(tcgen05.Field.ACCUMULATE, accumulate)
+                cute.gemm(tiled_mma, acc, self.operands[0][at], self.operands[1][at], acc)
+
+
+class _BlockScaledTile(NamedTuple):
+    """What the stages of a tile have in common.
+
+    Attributes:
+        acc: the accumulator.
+        operands: descriptors of operands M and N in the first stage.
+        instruction: descriptor of the instruction.
+        scale_column: block scales of operand N in tensor memory.
+    """
+
+    acc: Int32
+    operands: tuple[Int64, Int64]
+    instruction: Int32
+    scale_column: Int32
+
+
+class BlockScaledMma:
+    """Instructions for block-scaled operands.
+
+    Args:
+        config: the kernel's configuration.
+        shared: stages of operands M and N and of their block scales.
+        tmem: start of tensor memory.
+        acc_stride: columns from the first accumulator to the second.
+        scale_columns: first columns of the block scales of operands M and N.
+    """
+
+    def __init__(
+        self,
+        config: GemmConfig,
+        shared: tuple[cute.Tensor, ...],
+        tmem: cute.Pointer,
+        acc_stride: int,
+        scale_columns: tuple[int, int],
+    ):
+        self.config = config
+        self.elements = tuple(umma.element_descriptor(x.iterator) for x in shared[:2])
+        self.scales = tuple(umma.scale_descriptor(x.iterator) for x in shared[2:])
+        self.tmem = Int32(tmem.toint())
+        self.acc_stride = acc_stride
+        self.scale_columns = scale_columns
+
+    @cute.jit
+    def start(self, tile: WorkTile, which: Int32) -> _BlockScaledTile:
+        """What the stages of a tile have in common, with the accumulator numbered ``which``."""
+        config = self.config
+        m, n = self.elements
+        cols = Int32(config.tile.n)
+        if cutlass.const_expr(config.tile.swap_ab):
+            cols = config.instruction_n(cutlass.min(tile.rows, config.tile.n))
+        if cutlass.const_expr(config.tile.swap_tails):
+            if tile.rows < config.tile.rows:
+                n, m = self.elements
+                cols = config.instruction_n(tile.rows)
+        scale_column = self.tmem + self.scale_columns[1]
+        if cutlass.const_expr(config.tile.n < SF_TILE_ROWS):
+            # A scale tile has four columns of 32 rows each.
+            scale_column += (tile.n_sf_row & (SF_TILE_ROWS - 1)) >> 5
+        return _BlockScaledTile(
+            self.tmem + which * self.acc_stride,
+            (m, n),
+            umma.instruction_descriptor(config.kind, config.tile.m, cols),
+            scale_column,
         )
-        return cute.make_tensor(pointer, self.layout)
 
-    def copy_into_tmem(self, cta_group: tcgen05.CtaGroup) -> tuple:
-        """The tiled copy of a stage, its sources by stage and its destination."""
-        target = cute.filter_zeros(self.in_tmem())
-        atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(cta_group), self.pointer.dtype)
-        tiled_copy = tcgen05.make_s2t_copy(atom, target)
-        thread = tiled_copy.get_slice(0)
-        source = thread.partition_S(cute.filter_zeros(self.shared))
-        source = tcgen05.get_s2t_smem_desc_tensor(tiled_copy, source)
-        return tiled_copy, source, thread.partition_D(target)
+    @cute.jit
+    def multiply(self, tile: _BlockScaledTile, stage: Int32, k_tile: Int32, left: Int32) -> None:
+        """Add a stage, the tile's ``k_tile``-th, which has ``left`` K blocks or more.
+
+        The first overwrites what the accumulator holds.
+        """
+        config, num_ctas = self.config, self.config.tile.num_ctas
+        scale_columns = (self.tmem + self.scale_columns[0], tile.scale_column)
+        operands = tuple(
+            x + Int64(stage) * (size // umma.UNIT)
+            for x, size in zip(tile.operands, config.element_stage_bytes, strict=True)
+        )
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(2):
+                tiles = config.scale_tiles[i]
+                first = self.scales[i] + Int64(stage) * (
+                    tiles * K_BLOCKS * SF_TILE_BYTES // umma.UNIT
+                )
+                column = self.tmem + self.scale_columns[i]
+                for at in cutlass.range_constexpr(tiles * K_BLOCKS):
+                    # Of each K block, the tiles of all rows lie side by side in tensor memory.
+                    target = at % K_BLOCKS * tiles + at // K_BLOCKS
+                    umma.copy_scales(
+                        column + target * (SF_TILE_ROWS // TMEM_LANES),
+                        first + at * (SF_TILE_BYTES // umma.UNIT),
+                        num_ctas,
+                    )
+            for k_block in cutlass.range_constexpr(K_BLOCKS):
+                step = k_block * (umma.ELEMENT_ROW_BYTES // K_BLOCKS // umma.UNIT)
+                flags = {"accumulate": k_tile}
+                if cutlass.const_expr(k_block > 0):
+                    flags = {"more_than": (left, k_block)}
+                umma.multiply(
+                    tile.acc,
+                    tuple(x + step for x in operands),
+                    tile.instruction,
+                    tuple(
+                        column + k_block * tiles * (SF_TILE_ROWS // TMEM_LANES)
+                        for column, tiles in zip(scale_columns, config.scale_tiles, strict=True)
+                    ),
+                    num_ctas,
+                    **flags,
+                )
 
 
 class MmaWarp:
     """The MMA warp; only that of the leading CTA of a pair issues.
 
     Args:
-        tiled_mma: the instruction and its tile.
-        operands: fragments of both operands in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
-        scales: block scales of both operands, or None.
-        acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
+        mma: the instructions.
         is_leader: whether this CTA issues.
         tiles: the tile records.
         ab_pipeline: the stages.
@@ -66,19 +179,13 @@ class MmaWarp:
 
     def __init__(
         self,
-        tiled_mma: cute.TiledMma,
-        operands: tuple[cute.Tensor, cute.Tensor],
-        scales: tuple[ScaleFactors, ScaleFactors] | None,
-        acc: cute.Tensor,
+        mma: Any,
         is_leader: Boolean,
         tiles: TileReader,
         ab_pipeline: pipeline.PipelineTmaUmma,
         acc_pipeline: pipeline.PipelineUmmaAsync,
     ):
-        self.tiled_mma = tiled_mma
-        self.operands = operands
-        self.scales = scales
-        self.acc = acc
+        self.mma = mma
         self.is_leader = is_leader
         self.tiles = tiles
         self.ab_pipeline = ab_pipeline
@@ -101,42 +208,16 @@ class MmaWarp:
                 which = acc_state.index
                 if cutlass.const_expr(self.acc_pipeline.num_stages == 1):
                     which = acc_state.phase ^ 1
-                acc = self.acc[None, None, None, which]
-                k_tiles = (tile.k_blocks + (K_BLOCKS - 1)) // K_BLOCKS
+                started = self.mma.start(tile, which)
+                k_tiles = (tile.k_blocks + (K_BLOCKS - 1)) >> 2
                 for k_tile in cutlass.range(k_tiles, unroll=1):
+                    # What lies behind the last K block belongs to another group or to nobody.
+                    left = tile.k_blocks - k_tile * K_BLOCKS
                     self.ab_pipeline.consumer_wait(ab_state)
-                    self.multiply_stage(acc, ab_state.index, k_tile * K_BLOCKS, tile)
+                    self.mma.multiply(started, ab_state.index, k_tile, left)
                     self.ab_pipeline.consumer_release(ab_state)
                     ab_state.advance()
                 self.acc_pipeline.producer_commit(acc_state)
                 acc_state.advance()
             tile, tile_state = self.tiles.next(tile_state)
         self.acc_pipeline.producer_tail(acc_state)
-
-    @cute.jit
-    def multiply_stage(
-        self, acc: cute.Tensor, stage: Int32, first_k_block: Int32, tile: WorkTile
-    ) -> None:
-        """Add a stage's K blocks, the tile's from ``first_k_block`` on, to the accumulator.
-
-        What lies behind the tile's last one belongs to another group or to nobody.
-        """
-        op = self.tiled_mma.op
-        if cutlass.const_expr(self.scales is not None):
-            for scales in self.scales:
-                tiled_copy, source, target = scales.copy_into_tmem(op.cta_group)
-                cute.copy(tiled_copy, source[None, None, None, None, stage], target)
-        for k_block in cutlass.range_constexpr(K_BLOCKS):
-            if first_k_block + k_block < tile.k_blocks:
-                at = (None, None, k_block, stage)
-                a, b = self.operands[0][at], self.operands[1][at]
-                # The tile's first instruction overwrites what the accumulator holds. Fields of an
-                # MMA are state that must not outlive this branch, so each has its own.
-                tiled_mma = cute.make_tiled_mma(op)
-                tiled_mma.set(tcgen05.Field.ACCUMULATE, first_k_block + k_block > 0)
-                if cutlass.const_expr(self.scales is not None):
-                    sfa = self.scales[0].in_tmem()[None, None, k_block]
-                    sfb = self.scales[1].in_tmem(tile.n_sf_row)[None, None, k_block]
-                    cute.gemm(tiled_mma, acc, [a, sfa], [b, sfb], acc)
-                else:
-                    cute.gemm(tiled_mma, acc, a, b, acc)

@@ -72,16 +72,14 @@ class TileReader:
     def next(self, state: Any) -> tuple[WorkTile, Any]:
         """Take the record at ``state`` and free its place; the record and the next state."""
         self.ring.consumer_wait(state)
-        words = []
-        for half in _record(self.buffer, state.index):
-            registers = cute.make_rmem_tensor(4, Int32)
-            cute.autovec_copy(half, registers)
-            words += [registers[i] for i in range(4)]
+        # Lanes read a word each: a vector that all of them load takes as many accesses of shared
+        # memory as if they loaded different ones.
+        word = self.buffer[state.index * TILE_WORDS + cute.arch.lane_idx() % TILE_WORDS]
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             self.ring.consumer_release(state)
         state.advance()
-        return WorkTile(*(cute.arch.make_warp_uniform(word) for word in words)), state
+        return WorkTile(*(cute.arch.shuffle_sync(word, i) for i in range(TILE_WORDS))), state
 
     def new_state(self) -> Any:
         """Where a warp starts to read."""

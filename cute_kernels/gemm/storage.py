@@ -9,6 +9,7 @@ from cutlass import Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
+from cute_kernels.gemm.config import TAIL_BOX_ROWS
 from cute_kernels.gemm.operands import DSL_TYPES, element_type, scale_type
 from cute_kernels.gemm.scheduler import TILE_WORDS
 from cute_kernels.gemm.warp_schedule import WARP_SIZE, NamedBarrierId, WarpSchedule
@@ -30,6 +31,7 @@ class Layouts:
         cluster: the CTAs of a cluster, (V, M, N, K).
         cluster_sf: the same for ``tiled_mma_sf``.
         a, b, sfa, sfb: stages in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
+        a_boxes: those of operand M as boxes of rows, (rows, K, boxes of all stages).
         out: staged blocks of the output, (32, columns, STAGE), those of one epilogue warp together.
     """
 
@@ -53,9 +55,16 @@ class Layouts:
         operand = (self.tiled_mma, self.tiler, self.element, stages)
         self.a = blackwell_helpers.make_smem_layout_a(*operand)
         self.b = blackwell_helpers.make_smem_layout_b(*operand)
-        atom = tcgen05.make_smem_layout_atom(
-            tcgen05.SmemLayoutAtomKind.K_SW128, DSL_TYPES[config.out_dtype]
-        )
+        swizzle = tcgen05.SmemLayoutAtomKind.K_SW128
+        self.a_boxes = None
+        if config.tile.swap_tails:
+            boxes = self.tiler[0] // config.tile.num_ctas // TAIL_BOX_ROWS * stages
+            self.a_boxes = cute.tile_to_shape(
+                tcgen05.make_smem_layout_atom(swizzle, self.element),
+                (TAIL_BOX_ROWS, self.tiler[2], boxes),
+                order=(0, 1, 2),
+            )
+        atom = tcgen05.make_smem_layout_atom(swizzle, DSL_TYPES[config.out_dtype])
         staged_blocks = config.num_store_stage * len(WarpSchedule.epilogue_warp_ids)
         block = (WARP_SIZE, config.store_columns, staged_blocks)
         self.out = cute.tile_to_shape(atom, block, order=(0, 1, 2))

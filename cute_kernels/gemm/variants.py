@@ -57,7 +57,7 @@ def _m_grouped(
     cls: type[GemmConfig], operand: str, dtype: str, is_block_scaled: bool
 ) -> Iterator[GemmConfig]:
     any_tile = cls(operand, tile=cls.any_tile("m_grouped"))
-    tiles = filter(any_tile.takes, cls.tile_shapes)
+    tiles = filter(any_tile.may_choose, cls.tile_shapes)
     for flag, bias_dtype, tile in itertools.product((False, True), (None, dtype), tiles):
         yield cls(
             operand,
@@ -73,6 +73,6 @@ def _m_grouped(
 def _k_grouped(cls: type[GemmConfig], operand: str, dtype: str) -> Iterator[GemmConfig]:
     base = cls(operand, "k_grouped", tile=cls.any_tile("k_grouped"))
     outputs = ((dtype, False), ("float32", False), ("float32", True))
-    tiles = filter(base.takes, cls.tile_shapes)
+    tiles = filter(base.may_choose, cls.tile_shapes)
     for (out_dtype, accumulate), tile in itertools.product(outputs, tiles):
         yield dataclasses.replace(base, out_dtype=out_dtype, accumulate=accumulate, tile=tile)

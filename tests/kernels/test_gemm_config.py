@@ -23,6 +23,7 @@ CONFIGS = [
     for operand in OPERANDS
     for out in ("bfloat16", "float32")
     for tile in TILE_SHAPES
+    if GemmConfig(operand).takes(tile)
 ]
 PROBLEM = GemmProblem("nvfp4", "m_grouped", "bfloat16", groups=32, rows=4096, n=4096, k=7168)
 NUM_SMS = 148
@@ -35,7 +36,10 @@ def test_configurations_are_keys_that_survive_pickling() -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_memory_of_every_tile_fits(config: GemmConfig) -> None:
-    staged = 0 if config.tile.swap_ab else 4 * config.num_store_stage * 32 * 128
+    # Four warps stage blocks of 32 rows, of 128 bytes, or of 32 columns where operands are swapped.
+    staged = 4 * config.num_store_stage * 32 * 128
+    if config.tile.swap_ab:
+        staged = 4 * 32 * 32 * (4 if config.out_dtype == "float32" else 2)
     assert config.num_ab_stage >= 3
     assert config.num_ab_stage * config.stage_bytes + staged <= 227 * 1024 - 2048
     used = 2 * config.tile.n - config.acc_overlap + sum(config.sf_columns)
@@ -65,6 +69,8 @@ def test_arrivals_count_every_warp_once() -> None:
         ({"transpose_b": True}, "transpose_b"),
         ({"zero_tail": True, "accumulate": True}, "zero_tail"),
         ({"grouping": "k_grouped", "tile": TileShape(128, 32, swap_ab=True)}, "swap_ab"),
+        ({"grouping": "k_grouped", "tile": TileShape(128, 128, swap_tails=True)}, "swap_tails"),
+        ({"operand": "bfloat16", "tile": TileShape(128, 128, swap_tails=True)}, "swap_tails"),
     ],
 )
 def test_meaningless_configurations_are_refused(fields: dict, message: str) -> None:
@@ -105,17 +111,35 @@ def test_can_implement_bounds_ragged_k() -> None:
         (1, TileShape(128, 32, swap_ab=True)),
         (32, TileShape(128, 32, swap_ab=True)),
         (64, TileShape(128, 64, swap_ab=True)),
-        (128, TileShape(128, 128)),
-        (4096, TileShape(256, 256, 2)),
+        (128, TileShape(128, 128, swap_tails=True)),
+        (200, TileShape(256, 256, 2, swap_tails=True)),
+        (4096, TileShape(256, 256, 2, swap_tails=True)),
     ],
 )
 def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: TileShape) -> None:
     problem = dataclasses.replace(PROBLEM, rows=rows_each * PROBLEM.groups)
     chosen = choose_config(GemmConfig("nvfp4"), problem, NUM_SMS)
     assert chosen.tile == tile
-    others = (dataclasses.replace(chosen, tile=other) for other in TILE_SHAPES)
+    others = (
+        dataclasses.replace(chosen, tile=tile) for tile in TILE_SHAPES if chosen.may_choose(tile)
+    )
     costs = [estimated_cycles(config, problem, NUM_SMS) for config in others]
     assert estimated_cycles(chosen, problem, NUM_SMS) == min(costs)
+
+
+@pytest.mark.parametrize("rows, groups", [(1, 1), (40, 8), (1050, 8), (2048, 8), (9600, 64)])
+@pytest.mark.parametrize("n", [8, 512, 2048, 7168])
+@pytest.mark.parametrize("num_sms", [1, 8, NUM_SMS])
+def test_the_choice_for_quantized_tokens_fits_itself_to_the_rows_of_groups(
+    rows: int, groups: int, n: int, num_sms: int
+) -> None:
+    problem = dataclasses.replace(PROBLEM, rows=rows, groups=groups, n=n)
+    assert choose_config(GemmConfig("nvfp4"), problem, num_sms).tile.may_swap
+
+
+@pytest.mark.parametrize("rows, n", [(1, 16), (16, 16), (17, 32), (240, 240), (241, 256)])
+def test_instructions_have_whole_steps_of_rows(rows: int, n: int) -> None:
+    assert GemmConfig.instruction_n(rows) == n
 
 
 def test_a_tile_can_be_forced_and_is_checked() -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from cute_kernels import emulator
-from cute_kernels.gemm.config import GemmConfig, TileShape
+from cute_kernels.gemm.config import GemmConfig, GemmProblem, TileShape
+from cute_kernels.gemm.heuristics import choose_config
 from tests.kernels.gemm_support import (
+    NUM_SMS,
     Product,
     assert_same_bits,
     k_grouped,
@@ -31,9 +33,8 @@ TILED = {
     "256x128": dataclasses.replace(WGRAD_ADD, tile=TileShape(256, 128, 2)),
     "256x256": dataclasses.replace(FPROP, tile=TileShape(256, 256, 2)),
     "256x256 fp32": dataclasses.replace(WGRAD, tile=TileShape(256, 256, 2)),
-    "swapped 128x128": dataclasses.replace(
-        FPROP, out_dtype="float16", tile=TileShape(128, 128, swap_ab=True)
-    ),
+    "256x256 tails": dataclasses.replace(FPROP, tile=TileShape(256, 256, 2, swap_tails=True)),
+    "128x128 tails": dataclasses.replace(FPROP_FP32, tile=TileShape(128, 128, swap_tails=True)),
     "swapped 128x64": dataclasses.replace(FPROP, tile=TileShape(128, 64, swap_ab=True)),
     "swapped 128x32": dataclasses.replace(
         FPROP_ALL, out_dtype="float32", tile=TileShape(128, 32, swap_ab=True)
@@ -63,7 +64,9 @@ MODE_IDS = [f"chaos {seed}" for seed in range(5)] + ["races"]
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "config", [FPROP, FPROP_ALL, FPROP_FP32], ids=["row-scaled", "all", "fp32"]
+    "config",
+    [FPROP, FPROP_ALL, FPROP_FP32, TILED["256x256 tails"]],
+    ids=["row-scaled", "all", "fp32", "tails"],
 )
 def test_fprop(config: GemmConfig, shape: str) -> None:
     sizes, n, k, tail = SHAPES[shape]
@@ -72,8 +75,9 @@ def test_fprop(config: GemmConfig, shape: str) -> None:
 
 
 @pytest.mark.parametrize("k", [32, 144, 320])
-def test_dgrad_reads_a_columnwise_copy(k: int) -> None:
-    product = m_grouped(FPROP, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
+@pytest.mark.parametrize("config", [FPROP, TILED["256x256 tails"]], ids=["direct", "tails"])
+def test_dgrad_reads_a_columnwise_copy(config: GemmConfig, k: int) -> None:
+    product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
     assert_same_bits(product.run(), product.expected())
 
 
@@ -95,6 +99,32 @@ def tiled_products(name: str) -> list[tuple[Product, int]]:
         (m_grouped(config, [100, 0, 5, 290], 264, 288, tail=11), num_sms),
         (m_grouped(config, [1, 32, 33], 72, 48, columnwise_b=True), 2 * num_sms),
     ]
+
+
+#: Rows of groups around every boundary of a tile that swaps the operands of tails: the steps of
+#: an instruction, the blocks of loads and stores, the halves of a pair of CTAs, the whole tile.
+TAILS = [1, 15, 16, 17, 0, 31, 33, 95, 97, 112, 127, 128, 129, 0, 160, 240, 241, 255, 256, 257, 300]
+
+
+@pytest.mark.parametrize("name", ["256x256 tails", "128x128 tails", "swapped 128x64"])
+def test_tails_of_every_length(name: str) -> None:
+    product = m_grouped(TILED[name], TAILS, 264, 96, tail=3)
+    assert_same_bits(product.run(2), product.expected())
+
+
+@pytest.mark.parametrize("name", ["256x256 tails", "128x128 tails"])
+def test_no_two_accesses_of_shared_memory_want_the_same_bank(name: str) -> None:
+    product = m_grouped(TILED[name], [256, 0, 200], 264, 64)
+    emulator.reset_stats()
+    product.run(2)
+    stats = emulator.stats()
+    assert 0 < stats["smem_wavefronts"] <= stats["smem_accesses"]
+
+
+def test_tails_add_to_the_output_of_two_ctas() -> None:
+    config = dataclasses.replace(FPROP_ALL, tile=TILED["256x256 tails"].tile)
+    product = m_grouped(config, [300, 0, 70, 256], 392, 160, tail=5)
+    assert_same_bits(product.run(4), product.expected())
 
 
 @pytest.mark.parametrize("name", TILED)
@@ -120,11 +150,20 @@ def test_more_than_a_thousand_groups() -> None:
     for group, rows in ((0, 1), (31, 2), (32, 130), (500, 3), (1099, 4)):
         sizes[group] = rows
     # It accumulates, so a tile that is worked on twice shows.
-    product = m_grouped(FPROP_ALL, sizes, 8, 32)
-    assert_same_bits(product.run(), product.expected())
+    for tile in (FPROP_ALL.tile, TILED["128x128 tails"].tile):
+        product = m_grouped(dataclasses.replace(FPROP_ALL, tile=tile), sizes, 8, 32)
+        assert_same_bits(product.run(), product.expected())
 
 
-@pytest.mark.parametrize("tile", [TileShape(256, 128, 2), TileShape(128, 32, swap_ab=True)])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        TileShape(256, 128, 2),
+        TileShape(128, 32, swap_ab=True),
+        TileShape(256, 256, 2, swap_tails=True),
+    ],
+    ids=str,
+)
 def test_the_tail_can_be_zeroed(tile: TileShape) -> None:
     config = dataclasses.replace(FPROP_FP32, zero_tail=True, tile=tile)
     for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
@@ -141,6 +180,7 @@ def test_the_tail_can_be_zeroed(tile: TileShape) -> None:
 def test_bits_do_not_depend_on_the_grid(num_sms: int) -> None:
     for product in (
         m_grouped(FPROP, [100, 0, 128, 5, 200], 136, 64, tail=11),
+        m_grouped(TILED["128x128 tails"], [100, 0, 128, 5, 200], 136, 64, tail=11),
         k_grouped(WGRAD, [100, 0, 128, 5], 136, 136),
     ):
         assert_same_bits(product.run(num_sms), product.expected())
@@ -154,6 +194,8 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
         (m_grouped(FPROP_ALL, [1, 140], 136, 32, tail=1), 2),
         (k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
         tiled_products("256x256")[0],
+        tiled_products("256x256 tails")[0],
+        (m_grouped(TILED["128x128 tails"], [128, 150, 0, 33], 136, 288, tail=1), 1),
         tiled_products("swapped 128x32")[1],
     ):
         want = product.expected()
@@ -195,7 +237,11 @@ def test_grouped_equals_each_group_alone() -> None:
         start += rows
 
 
-@pytest.mark.parametrize("config", [FPROP, FPROP_ALL], ids=["overwrite", "accumulate"])
+@pytest.mark.parametrize(
+    "config",
+    [FPROP, FPROP_ALL, dataclasses.replace(FPROP, tile=TILED["128x128 tails"].tile)],
+    ids=["overwrite", "accumulate", "tails"],
+)
 def test_only_rows_of_groups_are_touched(config: GemmConfig) -> None:
     product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
     want = product.expected()
@@ -222,8 +268,9 @@ def test_end_rows_past_the_buffer_are_clamped() -> None:
 
 
 @pytest.mark.parametrize("ends", [[30, 10, 20], [-5, 2**31 - 1, -(2**31)]], ids=["falling", "wild"])
-def test_end_rows_that_break_the_rules_do_no_harm(ends: list[int]) -> None:
-    product = m_grouped(FPROP, [10, 10, 10], 16, 32)
+@pytest.mark.parametrize("config", [FPROP, TILED["256x256 tails"]], ids=["direct", "tails"])
+def test_end_rows_that_break_the_rules_do_no_harm(config: GemmConfig, ends: list[int]) -> None:
+    product = m_grouped(config, [10, 10, 10], 16, 32)
     product.offs = torch.tensor(ends, dtype=torch.int32)
     out = product.before.clone()
     tensors = [t for t in (*product.tensors(), product.offs) if t is not None]
@@ -243,10 +290,44 @@ def test_offsets_past_2_to_the_31(config: GemmConfig) -> None:
     assert_same_bits(out.contiguous(), product.expected())
 
 
-def test_infinite_and_nan_factors_stay_in_their_rows() -> None:
-    product = m_grouped(FPROP, [40, 9], 16, 32)
+@pytest.mark.parametrize("config", [FPROP, TILED["256x256 tails"]], ids=["direct", "tails"])
+def test_infinite_and_nan_factors_stay_in_their_rows(config: GemmConfig) -> None:
+    product = m_grouped(config, [40, 9], 16, 32)
     product.a.amax[3], product.a.amax[41] = float("inf"), float("nan")
     got, want = product.run(), product.expected()
     clean = [row for row in range(49) if row not in (3, 41)]
     assert_same_bits(got[clean], want[clean])
     assert got[41].isnan().all() and not got[3].isfinite().any()
+
+
+def chosen_for(sizes: list[int], n: int, k: int, num_sms: int) -> GemmConfig:
+    """Row-scaled fprop with the tile that the ops choose; group sizes are not theirs to know."""
+    problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", len(sizes), sum(sizes), n, k=k)
+    return choose_config(FPROP, problem, num_sms)
+
+
+def mma_work(sizes: list[int]) -> float:
+    """MMA work of the tile chosen for N = K = 2048, over the useful work; K does not matter."""
+    config, n, k = chosen_for(sizes, 2048, 2048, 8), 256, 64
+    product = m_grouped(config, sizes, n, k)
+    emulator.reset_stats()
+    product.run(2)
+    return emulator.stats()["mma_flops"] / (2 * sum(sizes) * n * k)
+
+
+def test_balanced_groups_multiply_nothing_but_their_rows() -> None:
+    assert mma_work([256] * 8) == 1.0
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_ragged_groups_multiply_little_but_their_rows(seed: int | None) -> None:
+    sizes = [37, 150, 299, 1, 80, 212, 5, 266]
+    if seed is not None:
+        sizes = torch.randint(1, 301, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
+    assert mma_work(sizes) <= 1.25
+
+
+def test_a_slice_of_deepseek_v3() -> None:
+    sizes, n, k = [37, 150, 299, 0, 80, 212, 5, 266], 512, 7168
+    product = m_grouped(chosen_for(sizes, n, k, NUM_SMS), sizes, n, k)
+    assert_same_bits(product.run(), product.expected())
