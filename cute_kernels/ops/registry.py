@@ -36,7 +36,7 @@ __all__ = ["Allocator", "Op", "OutputSpec", "forget_plans", "is_observed", "regi
 #: How Inductor's code allocates on the current device: 0.8 us on the host of an H200, where
 #: ``torch.empty_strided`` takes 1.4 and ``torch.empty`` 2.3. Unlike them it leaves the memory as it
 #: is in deterministic mode, too.
-_empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _LIBRARY = torch.library.Library("cute_kernels", "DEF")
