@@ -18,9 +18,10 @@ __all__ = ["estimated_hopper_cycles"]
 
 #: Multiply-adds of fp16 that one SM does in a cycle.
 _MACS_PER_CYCLE = 2048
-#: Elements that one SM decodes in a cycle. Tiles of 64 to 256 columns ran as if that came before
-#: the products, not beside them (H200, 512 rows a group).
-_DECODED_PER_CYCLE = 34
+#: Elements that one SM decodes in a cycle, as if that came before the products, not beside them: in
+#: tiles of up to 64 columns, and in wider ones, which hide half of it (H200, 16 to 512 rows a group).
+_DECODED_PER_CYCLE = (40, 76)
+_NARROW_N = 64
 #: Bytes that one SM loads in a cycle: from L2, and its share of memory. What the CTAs of a cluster
 #: share is read from L2 once: 5% of the time of bf16 tiles of 128 x 256.
 _LOAD_BYTES_PER_CYCLE = 46
@@ -48,7 +49,7 @@ def estimated_hopper_cycles(config: HopperGemmConfig, problem: GemmProblem, num_
     waves = max(1.0, tiles / clusters) if tiles > 4 * clusters else -(-tiles // clusters)
     multiply = tile.m * tile.n * config.stage_k / _MACS_PER_CYCLE
     if config.is_decoded:
-        multiply += tile.m * config.stage_k / _DECODED_PER_CYCLE
+        multiply += tile.m * config.stage_k / _DECODED_PER_CYCLE[tile.n > _NARROW_N]
     shared = config.stage_bytes - sum(config.m_stage_bytes)
     load = (sum(config.m_stage_bytes) + shared / tile.num_ctas) / _LOAD_BYTES_PER_CYCLE
     from_memory = sum(config.m_stage_bytes) / row_tiles / _HBM_BYTES_PER_CYCLE
