@@ -212,8 +212,9 @@ class Bench:
 
 
 def tile_name(tile: TileShape) -> str:
-    """A tile in short: M and N of a CTA, and CTAs of a cluster if there is more than one."""
-    return f"{tile.m}x{tile.n}" + (f"x{tile.num_ctas}" if tile.num_ctas > 1 else "")
+    """A tile in short: M and N of a CTA, CTAs of a cluster if there are two, f if it is fitted."""
+    ctas = f"x{tile.num_ctas}" if tile.num_ctas > 1 else ""
+    return f"{tile.m}x{tile.n}{ctas}{'f' * getattr(tile, 'fitted', False)}"
 
 
 def main() -> None:

@@ -28,7 +28,8 @@ from tests.kernels.gemm_support import Product, assert_same_bits, compiled, k_gr
 
 
 def name_of(tile: HopperTile) -> str:
-    return f"{tile.m}x{tile.n}" + (f"x{tile.num_ctas}" if tile.num_ctas > 1 else "")
+    ctas = f"x{tile.num_ctas}" if tile.num_ctas > 1 else ""
+    return f"{tile.m}x{tile.n}{ctas}{' fitted' * tile.fitted}"
 
 
 M_TILES = {name_of(tile): tile for tile in HOPPER_TILE_SHAPES if tile.swap_ab}
@@ -55,6 +56,7 @@ PLAIN_WGRAD = HopperGemmConfig(
     "bfloat16", "k_grouped", out_dtype="float32", accumulate=True, tile=K_TILES["128x128"]
 )
 
+FITTED = dataclasses.replace(FPROP, tile=M_TILES["256x32 fitted"])
 PREPACKED = dataclasses.replace(FPROP, prepacked=True, tile=M_TILES["256x8"])
 W4A16 = HopperGemmConfig("nvfp4", activations="bfloat16", tile=M_TILES["256x16"])
 W4A16_ALL = HopperGemmConfig(
@@ -110,8 +112,8 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "config",
-    [FPROP, FPROP_ALL, CLUSTER, PREPACKED, W4A16, W4A16_ALL],
-    ids=["row-scaled", "all", "cluster", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
+    [FPROP, FPROP_ALL, FITTED, CLUSTER, PREPACKED, W4A16, W4A16_ALL],
+    ids=["row-scaled", "all", "fitted", "cluster", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
 )
 def test_fprop(config: HopperGemmConfig, shape: str, device: str) -> None:
     sizes, n, k, tail = SHAPES[shape]
@@ -174,6 +176,7 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
         (m_grouped(PLAIN, [33, 0, 5], 136, 328, tail=1), 1),
         (m_grouped(PREPACKED, [9, 0, 5], 264, 1312, tail=1), 1),
         (m_grouped(W4A16, [33, 0, 5], 264, 544, tail=1), 1),
+        (m_grouped(FITTED, [33, 0, 5, 16], 264, 1056, tail=1), 1),
         (k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
         (m_grouped(CLUSTER, [260, 0, 5], 264, 144, tail=11), 2),
         (k_grouped(WGRAD_16, [5, 0, 200], 136, 264), 1),
@@ -321,11 +324,20 @@ def test_memory_of_every_tile_fits(tile: HopperTile, operand: str) -> None:
     assert (consumer * tile.consumers + other) * 128 <= launched
 
 
-@pytest.mark.parametrize("rows_each, n", [(1, 8), (16, 16), (64, 64), (128, 128), (512, 128)])
-def test_the_tile_follows_the_rows_of_a_group(rows_each: int, n: int) -> None:
+@pytest.mark.parametrize(
+    "rows_each, tile",
+    [
+        (1, "256x8"),
+        (16, "256x32 fitted"),
+        (64, "256x64"),
+        (128, "256x128x2"),
+        (4096, "256x128x2"),
+    ],
+)
+def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: str) -> None:
     problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
     chosen = choose_config(FPROP, problem, 132, cost=estimated_hopper_cycles)
-    assert chosen.tile.n == n and chosen.tile.swap_ab
+    assert name_of(chosen.tile) == tile
 
 
 def test_products_keep_to_their_tiles() -> None:

@@ -67,9 +67,11 @@ class HopperTile(TileShape):
         num_ctas: CTAs of a cluster. They have neighbouring tiles along M and the same one along N:
             each loads a part of operand N for all of them.
         consumers: warpgroups that share the tile along M.
+        fitted: instructions are as wide as the rows of the group that the tile has, not as N.
     """
 
     consumers: int = 2
+    fitted: bool = False
 
     @property
     def cluster_m(self) -> int:
@@ -92,6 +94,7 @@ HOPPER_TILE_SHAPES = (
     HopperTile(256, 16, swap_ab=True, consumers=4),
     HopperTile(256, 32, swap_ab=True, consumers=4),
     HopperTile(256, 64, swap_ab=True, consumers=4),
+    HopperTile(256, 32, swap_ab=True, consumers=4, fitted=True),
     HopperTile(128, 128, swap_ab=True),
     HopperTile(256, 128, num_ctas=2, swap_ab=True),
     HopperTile(128, 256, num_ctas=2, swap_ab=True),
@@ -139,6 +142,8 @@ class HopperGemmConfig(GemmConfig):
             return False
         if not self.is_decoded and not tile.swap_ab and tile.m > tile.n:
             return False
+        if not self.is_decoded and isinstance(tile, HopperTile) and tile.fitted:
+            return False
         return tile.swap_ab == (self.grouping == "m_grouped")
 
     @property
@@ -172,7 +177,9 @@ class HopperGemmConfig(GemmConfig):
         """
         if not self.is_decoded:
             return self.k_blocks
-        return (2 if self.tile.n <= _SHORT_N else 4) * self.pieces
+        assert isinstance(self.tile, HopperTile)
+        # Several widths take registers: with fewer groups ptxas would serialize the products.
+        return (2 if self.tile.n <= _SHORT_N and not self.tile.fitted else 4) * self.pieces
 
     @property
     def instruction_groups(self) -> tuple[int, ...]:
@@ -212,6 +219,14 @@ class HopperGemmConfig(GemmConfig):
         """Warpgroups that multiply."""
         assert isinstance(self.tile, HopperTile)
         return self.tile.consumers
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of an instruction: one is chosen for each tile."""
+        assert isinstance(self.tile, HopperTile)
+        if not self.tile.fitted:
+            return (self.tile.n,)
+        return tuple(8 << i for i in range((self.tile.n // 8).bit_length()))
 
     @property
     def takes_turns(self) -> bool:

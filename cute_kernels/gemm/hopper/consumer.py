@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, cute, pipeline
@@ -19,10 +19,21 @@ if TYPE_CHECKING:
     from cute_kernels.gemm.hopper.storage import HopperLayouts
     from cute_kernels.gemm.scheduler import TileReader
 
-import os
-
-HP_V = int(os.environ.get("HP_V", "0"))
 __all__ = ["Consumer"]
+
+
+class Product(NamedTuple):
+    """What a product of one width needs beside operand M.
+
+    Attributes:
+        tiled_mma: the MMA.
+        n: stages of operand N.
+        acc: the accumulators.
+    """
+
+    tiled_mma: cute.TiledMma
+    n: cute.Tensor
+    acc: cute.Tensor
 
 
 class Consumer:
@@ -50,16 +61,17 @@ class Consumer:
         self.tiles = tiles
         self.ab_pipeline = ab_pipeline
         self.epilogue = epilogue
-        self.tiled_mma = layouts.tiled_mma
-        self.tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP_SIZE)
         threads = cute.make_layout(config.consumers, stride=WARPGROUP_SIZE)
         self.turns = Turns(group)
         thread = layouts.tiled_mma.get_slice(threads(group))
         operand_m, scales, operand_n = stages
-        self.n = layouts.tiled_mma.make_fragment_B(thread.partition_B(operand_n))
         shape = thread.partition_shape_C((config.tile.m, config.tile.n))
         self.acc = cute.make_rmem_tensor(shape, Float32)
+        self.products = [
+            self.product(layouts.mma_of(width), threads(group), operand_n, width)
+            for width in config.widths
+        ]
         if config.is_decoded:
             self.decoder = FragmentDecoder(config, operand_m, scales)
             width = config.stage_k // config.k_groups
@@ -67,6 +79,19 @@ class Consumer:
             self.fragments = [cute.make_rmem_tensor(shape, layouts.element) for _ in range(2)]
         else:
             self.m = layouts.tiled_mma.make_fragment_A(thread.partition_A(operand_m))
+
+    def product(
+        self, tiled_mma: cute.TiledMma, thread: Any, operand_n: cute.Tensor, width: int
+    ) -> Product:
+        """The product of the first ``width`` columns of a tile."""
+        config = self.config
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        mma = tiled_mma.get_slice(thread)
+        # Columns follow each other, in registers as well as in shared memory.
+        columns = cute.local_tile(operand_n, (width, config.stage_k), (0, 0, None))
+        shape = mma.partition_shape_C((config.tile.m, width))
+        acc = cute.make_tensor(self.acc.iterator, cute.make_layout(shape))
+        return Product(tiled_mma, tiled_mma.make_fragment_B(mma.partition_B(columns)), acc)
 
     @cute.jit
     def run(self) -> None:
@@ -80,7 +105,7 @@ class Consumer:
         while tile.group >= 0:
             self.acc.fill(0.0)
             factors = self.epilogue.load_factors(tile)
-            ab_state = self.multiply(tile, ab_state)
+            ab_state = self.multiply_fitted(tile, ab_state, 0)
             if cutlass.const_expr(self.config.takes_turns):
                 self.turns.begin()
             self.epilogue.store(self.acc, factors, tile)
@@ -91,7 +116,19 @@ class Consumer:
             self.turns.finish()
 
     @cute.jit
-    def multiply(self, tile: WorkTile, state: Any) -> Any:
+    def multiply_fitted(self, tile: WorkTile, state: Any, index: int) -> Any:
+        """``multiply`` with the first width from the ``index``-th on that holds the tile's rows."""
+        if cutlass.const_expr(index + 1 == len(self.products)):
+            state = self.multiply(tile, state, self.products[index])
+        else:
+            if tile.rows <= self.config.widths[index]:
+                state = self.multiply(tile, state, self.products[index])
+            else:
+                state = self.multiply_fitted(tile, state, index + 1)
+        return state
+
+    @cute.jit
+    def multiply(self, tile: WorkTile, state: Any, product: Product) -> Any:
         """Add the tile's products to the accumulators; the next state of the stages."""
         k_blocks = self.config.k_blocks
         k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
@@ -102,14 +139,16 @@ class Consumer:
             if cutlass.const_expr(self.config.is_decoded):
                 self.decoder.decode(self.fragments[0], state.index, 0)
             for k_tile in cutlass.range(k_tiles - 1, unroll=1):
-                state, done = self.multiply_stage(state, done, k_tile > 0, False)
-            state, done = self.multiply_stage(state, done, k_tiles > 1, True)
+                state, done = self.multiply_stage(product, state, done, k_tile > 0, False)
+            state, done = self.multiply_stage(product, state, done, k_tiles > 1, True)
             warpgroup.wait_group(0)
             self.ab_pipeline.consumer_release(done)
         return state
 
     @cute.jit
-    def multiply_stage(self, state: Any, done: Any, is_behind: Boolean, is_last: bool) -> Any:
+    def multiply_stage(
+        self, product: Product, state: Any, done: Any, is_behind: Boolean, is_last: bool
+    ) -> Any:
         """Multiply a stage and, unless it is the tile's last, wait for the next one.
 
         Operand M of a group of instructions is decoded while the group before it is multiplied.
@@ -129,7 +168,7 @@ class Consumer:
                     m = self.fragments[group % 2][None, None, block]
                 else:
                     m = self.m[at]
-                cute.gemm(self.tiled_mma, self.acc, m, self.n[at], self.acc)
+                cute.gemm(product.tiled_mma, product.acc, m, product.n[at], product.acc)
             warpgroup.commit_group()
             first += count
             if cutlass.const_expr(config.is_decoded or group == 0):

@@ -18,8 +18,8 @@ __all__ = ["estimated_hopper_cycles"]
 
 #: Multiply-adds of fp16 that one SM does in a cycle.
 _MACS_PER_CYCLE = 2048
-#: Elements that one SM decodes in a cycle, as if that came before the products, not beside them: in
-#: tiles of up to 64 columns, and in wider ones, which hide half of it (H200, 16 to 512 rows a group).
+#: Elements that one SM decodes in a cycle, as if that came before the products, not beside them:
+#: with instructions of up to 64 columns, and with wider ones, which hide half of it (H200).
 _DECODED_PER_CYCLE = (40, 76)
 _NARROW_N = 64
 #: Bytes that one SM loads in a cycle: from L2, and its share of memory. What the CTAs of a cluster
@@ -30,6 +30,9 @@ _HBM_BYTES_PER_CYCLE = 19
 _LOST_OVERLAP = 0.1
 #: Cycles before the first MMA of a tile's pipeline and after the last: TMA latency and epilogue.
 _FILL_CYCLES = 3000
+#: What a tile may cost more that does not fit itself to the rows of each group and does not hold
+#: twice the mean. With group sizes by Zipf's law it is twice as slow (H200).
+_UNEVEN_GROUPS = 1.07
 
 
 def estimated_hopper_cycles(config: HopperGemmConfig, problem: GemmProblem, num_sms: int) -> float:
@@ -47,12 +50,17 @@ def estimated_hopper_cycles(config: HopperGemmConfig, problem: GemmProblem, num_
     clusters = num_sms // tile.num_ctas
     # Whole waves while there are few of them; many even out.
     waves = max(1.0, tiles / clusters) if tiles > 4 * clusters else -(-tiles // clusters)
-    multiply = tile.m * tile.n * config.stage_k / _MACS_PER_CYCLE
+    width = next((w for w in config.widths if mean <= w), tile.n)
+    multiply = tile.m * width * config.stage_k / _MACS_PER_CYCLE
     if config.is_decoded:
-        multiply += tile.m * config.stage_k / _DECODED_PER_CYCLE[tile.n > _NARROW_N]
+        multiply += tile.m * config.stage_k / _DECODED_PER_CYCLE[width > _NARROW_N]
     shared = config.stage_bytes - sum(config.m_stage_bytes)
     load = (sum(config.m_stage_bytes) + shared / tile.num_ctas) / _LOAD_BYTES_PER_CYCLE
     from_memory = sum(config.m_stage_bytes) / row_tiles / _HBM_BYTES_PER_CYCLE
     # Overlap is not perfect; and where memory bounds all tiles, that with the least work is best.
     stage = max(multiply, load, from_memory) + _LOST_OVERLAP * (multiply + load)
-    return waves * (ceil_div(depth, config.stage_k) * stage + _FILL_CYCLES)
+    cycles = waves * (ceil_div(depth, config.stage_k) * stage + _FILL_CYCLES)
+    if tile.rows < 2 * mean and len(config.widths) == 1:
+        # Groups are rarely of one size. That is not known here, but what it may cost is.
+        cycles *= _UNEVEN_GROUPS
+    return cycles

@@ -44,16 +44,7 @@ class HopperLayouts:
         self.element = DSL_TYPES[config.multiplied]
         m_major, n_major = config.mn_major
         decoded = config.is_decoded
-        source = warpgroup.OperandSource
-        self.tiled_mma = hopper_helpers.make_trivial_tiled_mma(
-            self.element,
-            self.element,
-            *(OperandMajorMode.MN if mn else OperandMajorMode.K for mn in (m_major, n_major)),
-            Float32,
-            (config.consumers, 1, 1),
-            (WARPGROUP_M, tile.n),
-            source.RMEM if decoded else source.SMEM,
-        )
+        self.tiled_mma = self.mma_of(tile.n)
         self.scales = None
         if decoded:
             width = PIECE_K * config.kind.bits // 8
@@ -77,6 +68,19 @@ class HopperLayouts:
             self.m = self._staged(self.m_tiler, m_major, stages)
         self.n_tiler = (tile.n, config.stage_k)
         self.n = self._staged(self.n_tiler, n_major, stages)
+
+    def mma_of(self, width: int) -> cute.TiledMma:
+        """The MMA of all consumer warpgroups for ``width`` columns."""
+        config, source = self.config, warpgroup.OperandSource
+        return hopper_helpers.make_trivial_tiled_mma(
+            self.element,
+            self.element,
+            *(OperandMajorMode.MN if mn else OperandMajorMode.K for mn in config.mn_major),
+            Float32,
+            (config.consumers, 1, 1),
+            (WARPGROUP_M, width),
+            source.RMEM if config.is_decoded else source.SMEM,
+        )
 
     def _staged(self, tiler: tuple[int, int], mn_major: bool, stages: int) -> Any:
         width = self.element.width // 8 * tiler[0 if mn_major else 1]
