@@ -186,6 +186,11 @@ class TileConfig:
         """Whether there are amaxes of groups."""
         return self.columnwise or not self.row_scaled
 
+    @property
+    def tables_factors(self) -> bool:
+        """Whether a team keeps the encode factors of its group's scales in shared memory."""
+        return self.uses_group_amax and self.arch == "sm_90a"
+
     def can_implement(self, problem: QuantizeProblem) -> Support:
         """Whether the kernel takes ``problem``."""
         if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):

@@ -14,7 +14,6 @@ from cute_kernels.device.nvfp4 import (
     absmax_pairs,
     absmax_words,
     fmax,
-    scale_pair,
     split_absmax,
 )
 from cute_kernels.device.ptx import f32_as_bits
@@ -26,8 +25,10 @@ from cute_kernels.quantize.tile import (
     ROW_BLOCKS,
     TILE_COLS,
     Descriptor,
+    Level,
     TileGeometry,
     pack_halves,
+    scale_blocks,
 )
 from cute_kernels.shapes import SF_TILE_BYTES, TILE_ROWS
 
@@ -51,7 +52,7 @@ class ColumnConverter:
         self,
         groups: Grouping,
         cols: Int32,
-        level: tuple[Float32, Float32],
+        level: Level,
         codes_t: cute.Tensor | None,
         what: Descriptor,
         part: Int32,
@@ -61,7 +62,6 @@ class ColumnConverter:
     ) -> None:
         """A warp's 64 rows of half the tile's columns; a lane takes one word of every row."""
         config = self.config
-        s_dec, mult = level
         lane = cute.arch.lane_idx()
         half = part // 2
         # Rows r and r + 8 have the same swizzle.
@@ -93,12 +93,14 @@ class ColumnConverter:
                 if cutlass.const_expr(config.columnwise):
                     factors = ([], [])
                     for c in cutlass.range_constexpr(self.tile.cols_per_word):
-                        bytes_, enc0, enc1 = scale_pair(amaxes[0][c], amaxes[1][c], s_dec, mult)
+                        bytes_, enc0, enc1 = scale_blocks(
+                            amaxes[0][c], amaxes[1][c], level, config.tables_factors
+                        )
                         scales_of[c].append(bytes_)
                         factors[0].append(enc0)
                         factors[1].append(enc1)
-                    for words, a, enc in zip(blocks, amaxes, factors, strict=True):
-                        codes = encode_column_blocks(words, a, enc, self.dtype, self.arch)
+                    for words, enc in zip(blocks, factors, strict=True):
+                        codes = encode_column_blocks(words, enc, self.dtype, self.arch)
                         for c in cutlass.range_constexpr(self.tile.cols_per_word):
                             codes_of[c] += codes[c]
             if cutlass.const_expr(config.columnwise):

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from cute_kernels.device.encode import encode_row_block
 from cute_kernels.device.memory import exchange_halves, load_shared, store_global
-from cute_kernels.device.nvfp4 import absmax_words, scale_pair, second_level
+from cute_kernels.device.nvfp4 import absmax_words, second_level
 from cute_kernels.device.ptx import bits_as_f32, select
 from cute_kernels.quantize.tile import (
     BLOCK,
@@ -18,8 +18,10 @@ from cute_kernels.quantize.tile import (
     COL_BLOCKS,
     TILE_COLS,
     Descriptor,
+    Level,
     TileGeometry,
     pack_halves,
+    scale_blocks,
 )
 from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_COLS
 
@@ -39,18 +41,18 @@ class RowConverter:
         self.tile = TileGeometry(config.dtype)
 
     @cute.jit
-    def level(self, row_amax: cute.Tensor, what: Descriptor, row: Int32) -> tuple[Float32, Float32]:
+    def level(self, row_amax: cute.Tensor, what: Descriptor, row: Int32) -> Level:
         """The second level of a row; of a row that does not exist, that of a zero row."""
         g = Float32(0.0)
         if row < what.count:
             g = row_amax[what.first + row]
-        return second_level(g)
+        return Level(*second_level(g), Int32(0))
 
     @cute.jit
     def convert(
         self,
         cols: Int32,
-        level: tuple[Float32, Float32],
+        level: Level,
         codes: cute.Tensor,
         scales: cute.Tensor,
         what: Descriptor,
@@ -60,7 +62,7 @@ class RowConverter:
     ) -> None:
         """A lane's row, 64 columns at a time; a warp has eight rows of each quarter of the tile."""
         live = row < what.count
-        s_dec, mult = level
+        tabled = self.config.tables_factors and not self.config.row_scaled
         pitch = codes.stride[len(codes.stride) - 2]
         tiles_along_k = (cols + (4 * BLOCK - 1)) // (4 * BLOCK)
         row_at = tile_at + row * BOX_BYTES + row % 8 * 16
@@ -86,13 +88,13 @@ class RowConverter:
                     a = [bits_as_f32(word) for word in load_shared(at, 4)]
                 else:
                     a = [absmax_words(block, self.dtype, self.arch) for block in blocks]
-                low, enc0, enc1 = scale_pair(a[0], a[1], s_dec, mult)
-                high, enc2, enc3 = scale_pair(a[2], a[3], s_dec, mult)
+                low, enc0, enc1 = scale_blocks(a[0], a[1], level, tabled)
+                high, enc2, enc3 = scale_blocks(a[2], a[3], level, tabled)
                 scale_word = select(live, pack_halves(low, high), Uint32(0))
                 store_global(scales_at + (col // 64) * SF_TILE_BYTES, [scale_word])
                 out = []
-                for block, amax, enc in zip(blocks, a, (enc0, enc1, enc2, enc3), strict=True):
-                    out += encode_row_block(block, amax, enc, self.dtype, self.arch)
+                for block, enc in zip(blocks, (enc0, enc1, enc2, enc3), strict=True):
+                    out += encode_row_block(block, enc, self.dtype, self.arch)
                 target, left = codes_at + col // 2, cols - col
                 if cutlass.const_expr(self.arch == "sm_90a"):
                     if left >= 64 and pitch % 32 == 0:

@@ -27,12 +27,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, Uint8, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.memory import load_shared, store_shared
-from cute_kernels.device.nvfp4 import second_level
+from cute_kernels.device.nvfp4 import encode_factor, second_level
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
 from cute_kernels.quantize.amax import AmaxKernels
 from cute_kernels.quantize.fakes import FakeBuffers, dsl_dtype, env_stream
@@ -43,8 +43,10 @@ from cute_kernels.quantize.tile import (
     BOX_SIZE,
     COL_BLOCKS,
     ROW_BLOCKS,
+    SCALE_CODES,
     TILE_COLS,
     Descriptor,
+    Level,
     TileGeometry,
 )
 from cute_kernels.shapes import TILE_ROWS
@@ -58,6 +60,7 @@ _WARP = 32
 _DESCRIPTOR_WORDS = 8
 _SCALES_T_BYTES = ROW_BLOCKS * TILE_COLS
 _SQUARES_BYTES = 4 * ROW_BLOCKS * COL_BLOCKS
+_FACTORS_BYTES = 4 * SCALE_CODES
 
 
 class SharedMemory(NamedTuple):
@@ -67,6 +70,7 @@ class SharedMemory(NamedTuple):
         tiles: num_stages stages of one tile.
         scales_t: columnwise scale bytes of each team's tile, two deep.
         squares: amaxes of the 16x16 blocks of each team's tile, two deep.
+        factors: encode factors of each team's group, by scale byte.
         descriptors: what each stage holds, see ``Descriptor``.
         full: arrival barriers of each team's tiles, two deep, see ``load``.
         empty: release barriers of the stages.
@@ -75,6 +79,7 @@ class SharedMemory(NamedTuple):
     tiles: cute.Pointer
     scales_t: cute.Pointer
     squares: cute.Pointer
+    factors: cute.Pointer
     descriptors: cute.Pointer
     full: cute.Pointer
     empty: cute.Pointer
@@ -187,6 +192,9 @@ class TileQuantizer(AmaxKernels):
             tiles=smem.allocate_array(Uint8, stages * config.tile_bytes, byte_alignment=1024),
             scales_t=smem.allocate_array(Uint8, copies * _SCALES_T_BYTES, byte_alignment=16),
             squares=smem.allocate_array(Uint8, copies * _SQUARES_BYTES, byte_alignment=16),
+            factors=smem.allocate_array(
+                Uint8, config.num_teams * _FACTORS_BYTES, byte_alignment=16
+            ),
             descriptors=smem.allocate_array(Int32, stages * _DESCRIPTOR_WORDS, byte_alignment=16),
             full=smem.allocate_array(Int64, copies, byte_alignment=8),
             empty=smem.allocate_array(Int64, stages, byte_alignment=8),
@@ -336,6 +344,8 @@ class TileQuantizer(AmaxKernels):
         part = warp - team * config.warps_per_team
         stage, phase, copy = team, Int32(0), Int32(0)
         count = Int32(1)
+        factors_at = shared.factors.toint() + team * _FACTORS_BYTES
+        level, level_of = Level(Float32(0.0), Float32(0.0), factors_at), Int32(-1)
         while count > 0:
             cute.arch.mbarrier_wait(shared.full + (team * 2 + copy), phase)
             what = self.read_descriptor(shared, stage)
@@ -345,8 +355,12 @@ class TileQuantizer(AmaxKernels):
                 buffer = team * 2 + copy
                 scales_at = shared.scales_t.toint() + buffer * _SCALES_T_BYTES
                 squares_at = shared.squares.toint() + buffer * _SQUARES_BYTES
-                if cutlass.const_expr(config.uses_group_amax):
-                    level = second_level(bits_as_f32(Uint32(what.amax)))
+                if cutlass.const_expr(config.tables_factors):
+                    if what.group != level_of:
+                        level = self.tabulate(what, factors_at, team)
+                        level_of = what.group
+                elif cutlass.const_expr(config.uses_group_amax):
+                    level = Level(*second_level(bits_as_f32(Uint32(what.amax))), factors_at)
                 if cutlass.const_expr(config.columnwise or config.square_blocks):
                     if count < TILE_ROWS:
                         self.clear_rows(tile_at, count, team)
@@ -378,6 +392,17 @@ class TileQuantizer(AmaxKernels):
         at = shared.descriptors.toint() + stage * (4 * _DESCRIPTOR_WORDS)
         words = load_shared(at, 4) + load_shared(at + 16, 2)
         return Descriptor(*[Int32(word) for word in words])
+
+    @cute.jit
+    def tabulate(self, what: Descriptor, factors_at: Int32, team: Int32) -> Level:
+        """The second level of a group; the whole team writes its encode factors, one a thread."""
+        thread = cute.arch.thread_idx()[0] - team * self.team_threads
+        s_dec, mult = second_level(bits_as_f32(Uint32(what.amax)))
+        factor = encode_factor(Uint32(thread), s_dec)
+        self.sync_team(team)
+        store_shared(factors_at + thread * 4, [f32_as_bits(factor)])
+        self.sync_team(team)
+        return Level(s_dec, mult, factors_at)
 
     @cute.jit
     def sync_team(self, team: Int32) -> None:

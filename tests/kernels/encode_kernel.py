@@ -61,6 +61,6 @@ class EncodeKernel:
         i = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
         if i < blocks.shape[0]:
             words = [blocks[i, w] for w in range(blocks.shape[1])]
-            pair = encode_row_block(words, a[i], factors[i], self.config.dtype, self.config.arch)
+            pair = encode_row_block(words, factors[i], self.config.dtype, self.config.arch)
             codes[i, 0] = pair[0]
             codes[i, 1] = pair[1]
