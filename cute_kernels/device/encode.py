@@ -15,7 +15,8 @@ tells every y from the next code's, and what is left is to move its borders to w
     h = fp16(min(|h|, 6 s) * 1021.5/1024)    code = (bits of h + 0x100) >> 9, sign apart
 
 The high byte of h is s000 eemx, the code and the bit that rounds. Limiting |h| also takes NaN to
-the code 7 of the format's rule. A test goes through every border.
+the code 7 of the format's rule. A test goes through every
+border of h.
 """
 
 from __future__ import annotations

@@ -25,13 +25,13 @@ class EncodeConfig:
     arch: str = "sm_90a"
 
     def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile; its fake arguments: words (N, W), a, factors, codes (N, 2)."""
+        """The function to compile; its fake arguments: words (N, W), factors, codes (N, 2)."""
         count, words = cute.sym_int(), 4 * DTYPE_BYTES[self.dtype]
-        numbers = [make_fake_compact_tensor(Float32, (count,)) for _ in range(2)]
+        factors = make_fake_compact_tensor(Float32, (count,))
         blocks, codes = (
             make_fake_compact_tensor(Uint32, (count, n), stride_order=(1, 0)) for n in (words, 2)
         )
-        return EncodeKernel(self), (blocks, *numbers, codes, env_stream())
+        return EncodeKernel(self), (blocks, factors, codes, env_stream())
 
 
 class EncodeKernel:
@@ -44,20 +44,15 @@ class EncodeKernel:
     def __call__(
         self,
         blocks: cute.Tensor,
-        a: cute.Tensor,
         factors: cute.Tensor,
         codes: cute.Tensor,
         stream: Any,
     ) -> None:
         grid = [(blocks.shape[0] + _THREADS - 1) // _THREADS, 1, 1]
-        self.kernel(blocks, a, factors, codes).launch(
-            grid=grid, block=[_THREADS, 1, 1], stream=stream
-        )
+        self.kernel(blocks, factors, codes).launch(grid=grid, block=[_THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(
-        self, blocks: cute.Tensor, a: cute.Tensor, factors: cute.Tensor, codes: cute.Tensor
-    ) -> None:
+    def kernel(self, blocks: cute.Tensor, factors: cute.Tensor, codes: cute.Tensor) -> None:
         i = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
         if i < blocks.shape[0]:
             words = [blocks[i, w] for w in range(blocks.shape[1])]

@@ -115,16 +115,27 @@ def near_ties(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (blocks.to(dtype).double() * torch.exp2(shift.double())[:, None]).to(dtype), factors
 
 
+def check_codes(blocks: Tensor, factors: Tensor, dtype: str) -> None:
+    """Compare the codes of blocks (N, 16) with the reference's."""
+    out = torch.zeros(len(blocks), 8, dtype=torch.uint8)
+    compiled(EncodeConfig(dtype))(blocks.view(torch.uint32), factors, out.view(torch.uint32))
+    want = pack_codes(encode_e2m1(blocks.float() * factors[:, None]))
+    assert torch.equal(out, want)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_codes_beside_every_tie(dtype: str) -> None:
-    blocks, factors = near_ties(DTYPES[dtype])
-    y = blocks.float() * factors[:, None]
-    want = pack_codes(encode_e2m1(y))
-    for a in (blocks.float().abs().amax(1), torch.full_like(factors, float("inf"))):
-        out = torch.zeros(len(blocks), 8, dtype=torch.uint8)
-        words = blocks.view(torch.uint32), a, factors, out.view(torch.uint32)
-        compiled(EncodeConfig(dtype))(*words)
-        assert torch.equal(out, want)
+    check_codes(*near_ties(DTYPES[dtype]), dtype)
+
+
+def test_codes_beside_every_border_of_fp16() -> None:
+    """Where the fp16 number that stands for y changes, and two ulps to either side."""
+    halves = torch.arange(0x0E20, dtype=torch.int16).view(torch.float16).double()
+    borders = ((halves[1:] + halves[:-1]) / 2 * 2**14 * 512 / 513).float()
+    y = torch.cat([(borders.view(torch.int32) + ulps).view(torch.float32) for ulps in range(-2, 3)])
+    blocks = torch.stack([y, -y]).T.flatten()
+    blocks = blocks[: len(blocks) // 16 * 16].view(-1, 16).contiguous()
+    check_codes(blocks, torch.ones(len(blocks)), "float32")
 
 
 #: Most PTX instructions an element; 17.5 would fill an H200 at its copy rate, rowwise.
