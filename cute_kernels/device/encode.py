@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.device.nvfp4 import encode_column, encode_row
 from cute_kernels.device.ptx import asm
@@ -80,7 +80,11 @@ def encode_row_block(
 
 
 def encode_column_blocks(
-    words: Sequence[Uint32], factors: Sequence[Float32], dtype: str, arch: str
+    words: Sequence[Uint32],
+    factors: Sequence[Float32],
+    dtype: str,
+    arch: str,
+    twist: Int32 | int = 0,
 ) -> list[list[Uint32]]:
     """E2M1 codes of the columns of sixteen rows, one word each, as two words a column.
 
@@ -89,6 +93,7 @@ def encode_column_blocks(
         factors: the encode factor of each column.
         dtype: the elements' type.
         arch: ``"sm_90a"`` or ``"sm_100a"``.
+        twist: 0, 2, 4 or 6: word i is that of row i ^ twist. sm_90a only.
     """
     parts = (words[:_HALF_BLOCK], words[_HALF_BLOCK:])
     if arch == "sm_100a":
@@ -97,17 +102,27 @@ def encode_column_blocks(
             for c, factor in enumerate(factors)
         ]
     return [
-        [_encode([(word, c) for word in part], factor, dtype) for part in parts]
+        [_encode([(word, c) for word in part], factor, dtype, twist) for part in parts]
         for c, factor in enumerate(factors)
     ]
 
 
-def _encode(elements: Sequence[_Element], factor: Float32, dtype: str) -> Uint32:
-    """Eight elements as one word of codes, the first in the low nibble."""
+def _encode(
+    elements: Sequence[_Element], factor: Float32, dtype: str, twist: Int32 | int = 0
+) -> Uint32:
+    """Eight elements as one word of codes, the first in the low nibble.
+
+    Element i is that of nibble i ^ twist.
+    """
+    # Bytes 1, 3, 5, 7 of two words are the high ones of their halves.
+    order = Uint32(0x7531)
+    if not isinstance(twist, int):
+        # Byte i of the result comes from half i ^ twist / 2.
+        order = order ^ Uint32(twist) * Uint32(0x1111)
     words = list(dict.fromkeys(id(word) for word, _ in elements))
     operands = {id(word): word for word, _ in elements}
     names = {key: f"${i + 1}" for i, key in enumerate(words)}
-    factor_in = f"${len(words) + 1}"
+    factor_in, order_in = f"${len(words) + 1}", f"${len(words) + 2}"
     body = f"mov.b32 limit, {_LIMIT}; mov.b32 back, {_BACK};"
     for first, name in ((0, "even"), (1, "odd")):
         for p in range(2):
@@ -126,9 +141,9 @@ def _encode(elements: Sequence[_Element], factor: Float32, dtype: str) -> Uint32
         # Bytes s000 eemx. Eight times as much, and the rounding bit's eight, puts eem beside s.
         # 0xE4 selects: a where c, else b.
         body += f"""
-        prmt.b32 {name}, p0, p1, 0x7531;
+        prmt.b32 {name}, p0, p1, {order_in};
         mad.lo.u32 high, {name}, 8, 0x08080808;
         lop3.b32 {name}, high, {name}, 0x70707070, 0xE4;
         """
     body += "shr.u32 even, even, 4; lop3.b32 $0, even, odd, 0x0F0F0F0F, 0xE4;"
-    return asm(f"{{{_REGISTERS}{body}}}", [Uint32], [*(operands[w] for w in words), factor])
+    return asm(f"{{{_REGISTERS}{body}}}", [Uint32], [*(operands[w] for w in words), factor, order])

@@ -151,17 +151,15 @@ def scale_pair(
     return asm(text, [Uint16, Float32, Float32], [a, b, s_dec, mult, fmax_])
 
 
-def scale_bytes(a: Float32, b: Float32, mult: Float32) -> Uint32:
-    """The scale bytes of ``scale_pair`` alone, that of ``a`` lowest."""
+def scale_bytes(a: Float32, b: Float32, mult: Float32) -> Uint16:
+    """The scale bytes of ``scale_pair`` alone."""
     text = """{
         .reg .f32 p, q;
-        .reg .b16 bytes;
         mul.rn.f32 p, $1, $3;
         mul.rn.f32 q, $2, $3;
-        cvt.rn.satfinite.e4m3x2.f32 bytes, q, p;
-        cvt.u32.u16 $0, bytes;
+        cvt.rn.satfinite.e4m3x2.f32 $0, q, p;
     }"""
-    return asm(text, [Uint32], [a, b, mult])
+    return asm(text, [Uint16], [a, b, mult])
 
 
 def encode_factor(scale_byte: Uint32, s_dec: Float32) -> Float32:

@@ -165,6 +165,7 @@ class TileConfig:
 
     #: Warps that convert one 128x128 tile together.
     warps_per_team = 4
+    band = int(__import__("os").environ.get("QBAND", "16"))
 
     @property
     def tile_bytes(self) -> int:

@@ -246,19 +246,33 @@ class TileQuantizer(AmaxKernels):
         refilled only after its team has seen its barrier, and that comes before the team's next
         tile but one is loaded.
         """
-        stage, phase, group, full = Int32(0), Int32(1), Int32(0), Int32(0)
+        stage, phase, full = Int32(0), Int32(1), Int32(0)
         amax, amax_of = Int32(0), Int32(-1)
         col_tiles = (cols + (TILE_COLS - 1)) // TILE_COLS
         step = cute.arch.grid_dim()[0]
         item = cute.arch.block_idx()[0]
-        num_items = groups.num_tiles() * col_tiles
+        num_tiles = groups.num_tiles()
+        num_items = num_tiles * col_tiles
+        band, hint, reach, head = Int32(-1), Int32(0), Int32(0), Int32(0)
         while item < num_items:
-            wanted = item // col_tiles
-            tile, group, first, count = groups.seek(wanted, group)
+            band_was = band
+            band = item // (self.config.band * col_tiles)
+            first_tile = band * self.config.band
+            if band != band_was:
+                hint = reach
+                head = groups.seek(first_tile, hint)[0]
+            tall = cutlass.min(num_tiles - first_tile, Int32(self.config.band))
+            within = item - first_tile * col_tiles
+            col_tile = within // tall
+            wanted = first_tile + (within - col_tile * tall)
+            tile, group, first, count = groups.seek(wanted, hint)
             if tile != wanted:
-                item = next_item(item, step, tile, col_tiles)
+                item += step
+                if head >= first_tile + self.config.band:
+                    band_of = head // self.config.band * self.config.band
+                    item = next_item(item - step, step, band_of, col_tiles)
             else:
-                col_tile = item - wanted * col_tiles
+                reach = cutlass.max(reach, group)
                 if cutlass.const_expr(group_amax is not None):
                     if group != amax_of:
                         amax, amax_of = Int32(f32_as_bits(group_amax[group])), group
@@ -364,7 +378,7 @@ class TileQuantizer(AmaxKernels):
                 if cutlass.const_expr(config.columnwise or config.square_blocks):
                     if count < TILE_ROWS:
                         self.clear_rows(tile_at, count, team)
-                    if part // 2 * (TILE_ROWS // 2) < count:
+                    if not self.columns.skips_rows or self.columns.place(part).first_row < count:
                         self.columns.convert(
                             groups, cols, level, codes_t, what, part, tile_at, scales_at, squares_at
                         )
@@ -372,11 +386,13 @@ class TileQuantizer(AmaxKernels):
                         self.columns.clear(groups, cols, codes_t, what, part, scales_at)
                     self.sync_team(team)
                 if cutlass.const_expr(config.rowwise):
-                    lane = cute.arch.lane_idx()
-                    row = part * 8 + lane % 8 + lane // 8 * 32
-                    if cutlass.const_expr(config.row_scaled):
-                        level = self.rows.level(row_amax, what, row)
-                    self.rows.convert(cols, level, codes, scales, what, row, tile_at, squares_at)
+                    for row in self.rows.rows(part):
+                        row_level = level
+                        if cutlass.const_expr(config.row_scaled):
+                            row_level = self.rows.level(row_amax, what, row)
+                        self.rows.convert(
+                            cols, row_level, codes, scales, what, row, tile_at, squares_at
+                        )
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(shared.empty + stage)
@@ -410,9 +426,12 @@ class TileQuantizer(AmaxKernels):
 
     @cute.jit
     def clear_rows(self, tile_at: Int32, count: Int32, team: Int32) -> None:
-        """Zero the rows from ``count`` to the end of the half tile, for the whole team."""
+        """Zero the rows from ``count`` to the end of what is converted, for the whole team."""
         thread = cute.arch.thread_idx()[0] - team * self.team_threads
-        chunks = (TILE_ROWS - count) % (TILE_ROWS // 2) * (BOX_BYTES // 16)
+        rows = TILE_ROWS - count
+        if cutlass.const_expr(self.columns.skips_rows):
+            rows = rows % (TILE_ROWS // 2)
+        chunks = rows * (BOX_BYTES // 16)
         for b in cutlass.range_constexpr(self.tile.num_boxes):
             base = tile_at + (b * BOX_SIZE + count * BOX_BYTES)
             for i in cutlass.range(thread, chunks, self.team_threads, unroll=1):

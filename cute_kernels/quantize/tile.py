@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint16, Uint32
 
 from cute_kernels.device.memory import load_shared
 from cute_kernels.device.nvfp4 import scale_bytes, scale_pair
@@ -13,6 +13,9 @@ from cute_kernels.device.ptx import asm, bits_as_f32
 from cute_kernels.formats import NVFP4
 from cute_kernels.quantize.config import DTYPE_BYTES
 from cute_kernels.shapes import TILE_ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "BLOCK",
@@ -25,7 +28,7 @@ __all__ = [
     "Descriptor",
     "Level",
     "TileGeometry",
-    "pack_halves",
+    "join_scales",
     "scale_blocks",
 ]
 
@@ -101,7 +104,7 @@ class Level(NamedTuple):
 
 def scale_blocks(
     a: Float32, b: Float32, level: Level, tabled: bool
-) -> tuple[Uint32, Float32, Float32]:
+) -> tuple[Uint16, Float32, Float32]:
     """Scale bytes of two blocks with amaxes ``a`` and ``b``, that of ``a`` lowest; their factors.
 
     Args:
@@ -111,16 +114,18 @@ def scale_blocks(
         tabled: look factors up instead of computing them.
     """
     if not tabled:
-        pair, enc_a, enc_b = scale_pair(a, b, level.s_dec, level.mult)
-        return Uint32(pair), enc_a, enc_b
+        return scale_pair(a, b, level.s_dec, level.mult)
     pair = scale_bytes(a, b, level.mult)
-    places = (pair << 2 & (4 * SCALE_CODES - 4), pair >> 6 & (4 * SCALE_CODES - 4))
+    word, mask = Uint32(pair), 4 * SCALE_CODES - 4
     enc_a, enc_b = (
-        bits_as_f32(load_shared(level.factors + Int32(place), 1)[0]) for place in places
+        bits_as_f32(load_shared(level.factors + Int32(place & mask), 1)[0])
+        for place in (word << 2, word >> 6)
     )
     return pair, enc_a, enc_b
 
 
-def pack_halves(low: Uint32, high: Uint32) -> Uint32:
-    """One word of the lower halves of two."""
-    return asm("prmt.b32 $0, $1, $2, 0x5410;", [Uint32], [low, high])
+def join_scales(pairs: Sequence[Uint16]) -> Uint32:
+    """One word of one pair or two of scale bytes."""
+    if len(pairs) == 1:
+        return Uint32(pairs[0])
+    return asm("mov.b32 $0, {$1, $2};", [Uint32], pairs)
