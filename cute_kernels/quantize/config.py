@@ -188,9 +188,9 @@ class TileConfig:
         return self.columnwise or not self.row_scaled
 
     @property
-    def tables_factors(self) -> bool:
-        """Whether a team keeps the encode factors of its group's scales in shared memory."""
-        return self.uses_group_amax and self.arch == "sm_90a"
+    def folds_factors(self) -> bool:
+        """Whether a team keeps a table of the folded factors of its group's scales."""
+        return self.arch == "sm_90a" and self.dtype == "bfloat16" and self.uses_group_amax
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
         """Whether the kernel takes ``problem``."""

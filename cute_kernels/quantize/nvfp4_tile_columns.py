@@ -104,6 +104,7 @@ class ColumnConverter:
         tile_at: Int32,
         scales_at: Int32,
         squares_at: Int32,
+        folded: bool,
     ) -> None:
         """A warp's quarter of the tile; a lane takes one word of its rows in each of its boxes."""
         config, mine = self.config, self.place(part)
@@ -140,14 +141,14 @@ class ColumnConverter:
                 if cutlass.const_expr(config.columnwise):
                     factors = ([], [])
                     for c in cutlass.range_constexpr(self.tile.cols_per_word):
-                        pair, enc0, enc1 = scale_blocks(
-                            amaxes[0][c], amaxes[1][c], level, config.tables_factors
-                        )
+                        pair, enc0, enc1 = scale_blocks(amaxes[0][c], amaxes[1][c], level, folded)
                         scales_of[c].append(pair)
                         factors[0].append(enc0)
                         factors[1].append(enc1)
                     for words, enc in zip(blocks, factors, strict=True):
-                        codes = encode_column_blocks(words, enc, self.dtype, self.arch, mine.twist)
+                        codes = encode_column_blocks(
+                            words, enc, self.dtype, self.arch, folded, mine.twist
+                        )
                         for c in cutlass.range_constexpr(self.tile.cols_per_word):
                             codes_of[c] += codes[c]
             if cutlass.const_expr(config.columnwise):

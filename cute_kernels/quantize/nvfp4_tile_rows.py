@@ -64,7 +64,7 @@ class RowConverter:
         g = Float32(0.0)
         if row < what.count:
             g = row_amax[what.first + row]
-        return Level(*second_level(g), Int32(0))
+        return Level(*second_level(g), Int32(0), Int32(0))
 
     @cute.jit
     def convert(
@@ -77,6 +77,7 @@ class RowConverter:
         row: Int32,
         tile_at: Int32,
         squares_at: Int32,
+        folded: bool,
     ) -> None:
         """A lane's part of a row, 64 columns of it and of its neighbours' at a time."""
         live = row < what.count
@@ -93,7 +94,6 @@ class RowConverter:
         codes_at = codes.iterator.toint() + Int64(what.first + row) * pitch
         scales_at = scales.iterator.toint() + Int64(what.tile) * tiles_along_k * SF_TILE_BYTES
         scales_at += row % 32 * 16 + row // 32 * SF_TILE_COLS + own // BLOCK
-        tabled = self.config.tables_factors and not self.config.row_scaled
         # The first row of the warp's is the lowest: without it there are only scales to clear.
         idle = row % 32 // 8 * 8 >= what.count
         for u in cutlass.range_constexpr(TILE_COLS // 64):
@@ -114,14 +114,14 @@ class RowConverter:
                     a = [absmax_words(block, self.dtype, self.arch) for block in blocks]
                 pairs, factors = [], []
                 for i in cutlass.range_constexpr(0, len(blocks), 2):
-                    pair, *encs = scale_blocks(a[i], a[i + 1], level, tabled)
+                    pair, *encs = scale_blocks(a[i], a[i + 1], level, folded)
                     pairs.append(pair)
                     factors += encs
                 scale_word = select(live, join_scales(pairs), Uint32(0))
                 self.store_scales(scales_at + (col // 64) * SF_TILE_BYTES, scale_word)
                 out = []
                 for block, factor in zip(blocks, factors, strict=True):
-                    out += encode_row_block(block, factor, self.dtype, self.arch)
+                    out += encode_row_block(block, factor, self.dtype, self.arch, folded)
                 if live:
                     first = col + own
                     self.store_codes(codes_at + first // 2, out, cols - first, pitch)

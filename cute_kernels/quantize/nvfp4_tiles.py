@@ -30,6 +30,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
+from cute_kernels.device.encode import folded_factor
 from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.nvfp4 import encode_factor, second_level
@@ -60,7 +61,7 @@ _WARP = 32
 _DESCRIPTOR_WORDS = 8
 _SCALES_T_BYTES = ROW_BLOCKS * TILE_COLS
 _SQUARES_BYTES = 4 * ROW_BLOCKS * COL_BLOCKS
-_FACTORS_BYTES = 4 * SCALE_CODES
+_FACTORS_BYTES = 4 * SCALE_CODES + 16
 
 
 class SharedMemory(NamedTuple):
@@ -70,7 +71,8 @@ class SharedMemory(NamedTuple):
         tiles: num_stages stages of one tile.
         scales_t: columnwise scale bytes of each team's tile, two deep.
         squares: amaxes of the 16x16 blocks of each team's tile, two deep.
-        factors: encode factors of each team's group, by scale byte.
+        factors: folded factors of each team's group, by scale byte; a flag of each warp, see
+            ``tabulate``.
         descriptors: what each stage holds, see ``Descriptor``.
         full: arrival barriers of each team's tiles, two deep, see ``load``.
         empty: release barriers of the stages.
@@ -359,7 +361,8 @@ class TileQuantizer(AmaxKernels):
         stage, phase, copy = team, Int32(0), Int32(0)
         count = Int32(1)
         factors_at = shared.factors.toint() + team * _FACTORS_BYTES
-        level, level_of = Level(Float32(0.0), Float32(0.0), factors_at), Int32(-1)
+        level = Level(Float32(0.0), Float32(0.0), factors_at, Int32(0))
+        level_of = Int32(-1)
         while count > 0:
             cute.arch.mbarrier_wait(shared.full + (team * 2 + copy), phase)
             what = self.read_descriptor(shared, stage)
@@ -369,30 +372,26 @@ class TileQuantizer(AmaxKernels):
                 buffer = team * 2 + copy
                 scales_at = shared.scales_t.toint() + buffer * _SCALES_T_BYTES
                 squares_at = shared.squares.toint() + buffer * _SQUARES_BYTES
-                if cutlass.const_expr(config.tables_factors):
+                outputs, places = (codes, scales, codes_t), (tile_at, scales_at, squares_at)
+                if cutlass.const_expr(config.folds_factors):
                     if what.group != level_of:
                         level = self.tabulate(what, factors_at, team)
                         level_of = what.group
-                elif cutlass.const_expr(config.uses_group_amax):
-                    level = Level(*second_level(bits_as_f32(Uint32(what.amax))), factors_at)
-                if cutlass.const_expr(config.columnwise or config.square_blocks):
-                    if count < TILE_ROWS:
-                        self.clear_rows(tile_at, count, team)
-                    if not self.columns.skips_rows or self.columns.place(part).first_row < count:
-                        self.columns.convert(
-                            groups, cols, level, codes_t, what, part, tile_at, scales_at, squares_at
+                    if level.folds != 0:
+                        self.convert(
+                            groups, cols, row_amax, outputs, what, level, team, part, places, True
                         )
-                    elif cutlass.const_expr(config.columnwise):
-                        self.columns.clear(groups, cols, codes_t, what, part, scales_at)
-                    self.sync_team(team)
-                if cutlass.const_expr(config.rowwise):
-                    for row in self.rows.rows(part):
-                        row_level = level
-                        if cutlass.const_expr(config.row_scaled):
-                            row_level = self.rows.level(row_amax, what, row)
-                        self.rows.convert(
-                            cols, row_level, codes, scales, what, row, tile_at, squares_at
+                    else:
+                        self.convert(
+                            groups, cols, row_amax, outputs, what, level, team, part, places, False
                         )
+                else:
+                    if cutlass.const_expr(config.uses_group_amax):
+                        s_dec, mult = second_level(bits_as_f32(Uint32(what.amax)))
+                        level = Level(s_dec, mult, factors_at, Int32(0))
+                    self.convert(
+                        groups, cols, row_amax, outputs, what, level, team, part, places, False
+                    )
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(shared.empty + stage)
@@ -404,6 +403,50 @@ class TileQuantizer(AmaxKernels):
             copy ^= 1
 
     @cute.jit
+    def convert(
+        self,
+        groups: Grouping,
+        cols: Int32,
+        row_amax: cute.Tensor | None,
+        outputs: tuple,
+        what: Descriptor,
+        level: Level,
+        team: Int32,
+        part: Int32,
+        places: tuple[Int32, Int32, Int32],
+        folded: bool,
+    ) -> None:
+        """A warp's part of a tile, with folded factors or without."""
+        config = self.config
+        codes, scales, codes_t = outputs
+        tile_at, scales_at, squares_at = places
+        if cutlass.const_expr(config.columnwise or config.square_blocks):
+            if what.count < TILE_ROWS:
+                self.clear_rows(tile_at, what.count, team)
+            if not self.columns.skips_rows or self.columns.place(part).first_row < what.count:
+                self.columns.convert(
+                    groups, cols, level, codes_t, what, part, tile_at, scales_at, squares_at, folded
+                )
+            elif cutlass.const_expr(config.columnwise):
+                self.columns.clear(groups, cols, codes_t, what, part, scales_at)
+            self.sync_team(team)
+        if cutlass.const_expr(config.rowwise):
+            by_row = config.row_scaled
+            for row in self.rows.rows(part):
+                row_level = self.rows.level(row_amax, what, row) if by_row else level
+                self.rows.convert(
+                    cols,
+                    row_level,
+                    codes,
+                    scales,
+                    what,
+                    row,
+                    tile_at,
+                    squares_at,
+                    folded and not by_row,
+                )
+
+    @cute.jit
     def read_descriptor(self, shared: SharedMemory, stage: Int32) -> Descriptor:
         at = shared.descriptors.toint() + stage * (4 * _DESCRIPTOR_WORDS)
         words = load_shared(at, 4) + load_shared(at + 16, 2)
@@ -411,14 +454,22 @@ class TileQuantizer(AmaxKernels):
 
     @cute.jit
     def tabulate(self, what: Descriptor, factors_at: Int32, team: Int32) -> Level:
-        """The second level of a group; the whole team writes its encode factors, one a thread."""
+        """The second level of a group; the whole team writes its folded factors, one a thread."""
         thread = cute.arch.thread_idx()[0] - team * self.team_threads
         s_dec, mult = second_level(bits_as_f32(Uint32(what.amax)))
-        factor = encode_factor(Uint32(thread), s_dec)
+        factor, folds = folded_factor(encode_factor(Uint32(thread), s_dec))
+        all_fold = cute.arch.vote_all_sync(folds != 0)
+        flags_at = factors_at + 4 * SCALE_CODES
         self.sync_team(team)
         store_shared(factors_at + thread * 4, [f32_as_bits(factor)])
+        if thread % _WARP == 0:
+            store_shared(flags_at + thread // _WARP * 4, [Uint32(all_fold)])
         self.sync_team(team)
-        return Level(s_dec, mult, factors_at)
+        flags = load_shared(flags_at, self.config.warps_per_team)
+        folds = flags[0]
+        for flag in flags[1:]:
+            folds = folds & flag
+        return Level(s_dec, mult, factors_at, Int32(folds))
 
     @cute.jit
     def sync_team(self, team: Int32) -> None:

@@ -40,6 +40,16 @@ def test_tiles(variant: str) -> None:
         check_tiles(config, ragged(case))
 
 
+@pytest.mark.parametrize("variant", ["row-scaled and columnwise", "square, both"])
+def test_teams_go_from_tile_to_tile_of_a_group(variant: str) -> None:
+    """What a team keeps of its group serves all tiles of the group, and no other's."""
+    config = Tiles("bfloat16", **VARIANTS[variant])
+    x = random_input((670, 560), torch.bfloat16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
+    problem = Problem(x, torch.tensor([400, 400, 530, 660], dtype=torch.int32))
+    with emulator.options(num_sms=1):
+        check_tiles(config, problem)
+
+
 def test_uniform_groups() -> None:
     problem = Problem(random_input((2, 140, 80), torch.bfloat16), None)
     check_tiles(Tiles("bfloat16", "uniform", columnwise=True, compute_amax=True), problem)
