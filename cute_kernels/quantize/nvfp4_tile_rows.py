@@ -48,15 +48,14 @@ class RowConverter:
         #: Lanes that share as many rows.
         self.sharing = 2 if config.arch == "sm_90a" else 1
 
-    def rows(self, part: Int32) -> list[Int32]:
-        """The rows of a lane in warp ``part`` of its team: of eight in each quarter of the tile.
+    def row(self, part: Int32, i: Int32) -> Int32:
+        """Row ``i`` of a lane in warp ``part`` of its team, of eight in each quarter of the tile.
 
         Rows of one lane are four apart. At a time, eight lanes then read one 16-byte chunk of eight
         rows, or two chunks of four rows, which is all banks either way.
         """
         lane = cute.arch.lane_idx()
-        first = part * 8 + lane // 8 * 32 + lane % 8 // self.sharing
-        return [first + i * (8 // self.sharing) for i in range(self.sharing)]
+        return part * 8 + lane // 8 * 32 + lane % 8 // self.sharing + i * (8 // self.sharing)
 
     @cute.jit
     def level(self, row_amax: cute.Tensor, what: Descriptor, row: Int32) -> Level:
@@ -96,7 +95,8 @@ class RowConverter:
         scales_at += row % 32 * 16 + row // 32 * SF_TILE_COLS + own // BLOCK
         # The first row of the warp's is the lowest: without it there are only scales to clear.
         idle = row % 32 // 8 * 8 >= what.count
-        for u in cutlass.range_constexpr(TILE_COLS // 64):
+        # Unrolled, sm_90a's instructions are too many for its instruction cache.
+        for u in cutlass.range(TILE_COLS // 64, unroll=1, unroll_full=self.arch == "sm_100a"):
             col = what.col_tile * TILE_COLS + u * 64
             if col < cols and idle:
                 self.store_scales(scales_at + (col // 64) * SF_TILE_BYTES, Uint32(0))

@@ -432,8 +432,11 @@ class TileQuantizer(AmaxKernels):
             self.sync_team(team)
         if cutlass.const_expr(config.rowwise):
             by_row = config.row_scaled
-            for row in self.rows.rows(part):
-                row_level = self.rows.level(row_amax, what, row) if by_row else level
+            for i in cutlass.range(self.rows.sharing, unroll=1):
+                row = self.rows.row(part, i)
+                row_level = level
+                if cutlass.const_expr(by_row):
+                    row_level = self.rows.level(row_amax, what, row)
                 self.rows.convert(
                     cols,
                     row_level,
