@@ -45,6 +45,8 @@ def test_teams_go_from_tile_to_tile_of_a_group(variant: str) -> None:
     """What a team keeps of its group serves all tiles of the group, and no other's."""
     config = Tiles("bfloat16", **VARIANTS[variant])
     x = random_input((670, 560), torch.bfloat16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
+    # Factors of such large numbers cannot be folded.
+    x[400:530] *= 2.0**115
     problem = Problem(x, torch.tensor([400, 400, 530, 660], dtype=torch.int32))
     with emulator.options(num_sms=1):
         check_tiles(config, problem)
@@ -127,15 +129,33 @@ def near_ties(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def check_codes(blocks: Tensor, factors: Tensor, dtype: str) -> None:
     """Compare the codes of blocks (N, 16) with the reference's."""
-    out = torch.zeros(len(blocks), 8, dtype=torch.uint8)
-    compiled(EncodeConfig(dtype))(blocks.view(torch.uint32), factors, out.view(torch.uint32))
     want = pack_codes(encode_e2m1(blocks.float() * factors[:, None]))
-    assert torch.equal(out, want)
+    assert torch.equal(encoded(EncodeConfig(dtype), blocks, factors), want)
+
+
+def encoded(config: EncodeConfig, blocks: Tensor, factors: Tensor) -> Tensor:
+    """Codes of blocks (N, 16); zeros where there are none."""
+    out = torch.zeros(len(blocks), 8, dtype=torch.uint8)
+    compiled(config)(blocks.view(torch.uint32), factors, out.view(torch.uint32))
+    return out
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_codes_beside_every_tie(dtype: str) -> None:
     check_codes(*near_ties(DTYPES[dtype]), dtype)
+
+
+def test_codes_by_folded_factors() -> None:
+    """Beside every tie too; without a folded factor for two mantissas and for tiny factors."""
+    blocks, factors = near_ties(torch.bfloat16)
+    extremes = [1.9 * 2.0**-113, 2.0**-126, 2.0**-112, 2.0**127, torch.finfo(torch.float32).max]
+    factors = torch.cat([factors, torch.tensor(extremes)])
+    blocks = torch.cat([blocks, torch.full_like(blocks[: len(extremes)], 2.0)])
+    mantissas = factors.view(torch.int32) & 0x7FFFFF
+    foldable = (mantissas != 0x088889) & (mantissas != 0x2E4C42) & (factors >= 2.0**-112)
+    assert 0 < (~foldable).sum() < 20
+    want = pack_codes(encode_e2m1(blocks.float() * factors[:, None])) * foldable[:, None]
+    assert torch.equal(encoded(EncodeConfig("bfloat16", folded=True), blocks, factors), want)
 
 
 def test_codes_beside_every_border_of_fp16() -> None:
