@@ -165,7 +165,8 @@ class TileConfig:
 
     #: Warps that convert one 128x128 tile together.
     warps_per_team = 4
-    band = int(__import__("os").environ.get("QBAND", "16"))
+    #: Slot tiles that a column of tiles goes through before the next begins.
+    band = 8
 
     @property
     def tile_bytes(self) -> int:
@@ -191,6 +192,11 @@ class TileConfig:
     def folds_factors(self) -> bool:
         """Whether a team keeps a table of the folded factors of its group's scales."""
         return self.arch == "sm_90a" and self.dtype == "bfloat16" and self.uses_group_amax
+
+    @property
+    def unrolls(self) -> bool:
+        """Whether a tile's code has no loops; sm_90a's of two directions outgrows its cache."""
+        return self.arch != "sm_90a" or not (self.rowwise and self.columnwise)
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
         """Whether the kernel takes ``problem``."""

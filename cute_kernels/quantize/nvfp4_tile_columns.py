@@ -113,9 +113,8 @@ class ColumnConverter:
         for r in cutlass.range_constexpr(8):
             row = r ^ mine.twist
             places.append(row * BOX_BYTES + ((mine.word * 4) ^ (row * 16)))
-        # Unrolled, sm_90a's instructions are too many for its instruction cache.
         for step in cutlass.range(
-            self.num_boxes * self.steps, unroll=1, unroll_full=self.arch == "sm_100a"
+            self.num_boxes * self.steps, unroll=1, unroll_full=config.unrolls
         ):
             box = mine.first_box + step // self.steps
             first_row = mine.first_row + step % self.steps * (TILE_ROWS // 2)

@@ -95,8 +95,7 @@ class RowConverter:
         scales_at += row % 32 * 16 + row // 32 * SF_TILE_COLS + own // BLOCK
         # The first row of the warp's is the lowest: without it there are only scales to clear.
         idle = row % 32 // 8 * 8 >= what.count
-        # Unrolled, sm_90a's instructions are too many for its instruction cache.
-        for u in cutlass.range(TILE_COLS // 64, unroll=1, unroll_full=self.arch == "sm_100a"):
+        for u in cutlass.range(TILE_COLS // 64, unroll=1, unroll_full=self.config.unrolls):
             col = what.col_tile * TILE_COLS + u * 64
             if col < cols and idle:
                 self.store_scales(scales_at + (col // 64) * SF_TILE_BYTES, Uint32(0))

@@ -249,54 +249,29 @@ class TileQuantizer(AmaxKernels):
         tile but one is loaded.
         """
         stage, phase, full = Int32(0), Int32(1), Int32(0)
-        amax, amax_of = Int32(0), Int32(-1)
+        band = self.config.band
         col_tiles = (cols + (TILE_COLS - 1)) // TILE_COLS
         step = cute.arch.grid_dim()[0]
         item = cute.arch.block_idx()[0]
-        num_tiles = groups.num_tiles()
-        num_items = num_tiles * col_tiles
-        band, hint, reach, head = Int32(-1), Int32(0), Int32(0), Int32(0)
+        num_items = groups.num_tiles() * col_tiles
+        head, head_group = Int32(0), Int32(0)
         while item < num_items:
-            band_was = band
-            band = item // (self.config.band * col_tiles)
-            first_tile = band * self.config.band
-            if band != band_was:
-                hint = reach
-                head = groups.seek(first_tile, hint)[0]
-            tall = cutlass.min(num_tiles - first_tile, Int32(self.config.band))
-            within = item - first_tile * col_tiles
-            col_tile = within // tall
-            wanted = first_tile + (within - col_tile * tall)
-            tile, group, first, count = groups.seek(wanted, hint)
-            if tile != wanted:
-                item += step
-                if head >= first_tile + self.config.band:
-                    band_of = head // self.config.band * self.config.band
-                    item = next_item(item - step, step, band_of, col_tiles)
+            # The first tile that holds rows, from this band on.
+            band_first = item // (band * col_tiles) * band
+            head, head_group, _, _ = groups.seek(cutlass.max(head, band_first), head_group)
+            if head >= band_first + band:
+                item = next_item(item, step, head // band * band, col_tiles)
             else:
-                reach = cutlass.max(reach, group)
-                if cutlass.const_expr(group_amax is not None):
-                    if group != amax_of:
-                        amax, amax_of = Int32(f32_as_bits(group_amax[group])), group
-                cute.arch.mbarrier_wait(shared.empty + stage, phase)
-                what = Descriptor(tile, col_tile, first, count, group, amax)
-                self.describe(shared, stage, what)
-                with cute.arch.elect_one():
-                    size = count * (self.tile.num_boxes * BOX_BYTES)
-                    cute.arch.mbarrier_arrive_and_expect_tx(shared.full + full, size)
-                target = shared.tiles + stage * self.config.tile_bytes
-                bar = shared.full + full
-                for b in cutlass.range_constexpr(self.tile.num_boxes):
-                    col = col_tile * TILE_COLS + b * self.tile.box_cols
-                    if count == TILE_ROWS:
-                        self.copy_box(boxes, TILE_ROWS, first, col, target + b * BOX_SIZE, bar)
-                    else:
-                        for r in cutlass.range(count, unroll=1):
-                            place = target + (b * BOX_SIZE + r * BOX_BYTES)
-                            self.copy_box(lines, 1, first + r, col, place, bar)
-                stage, phase = self.next_stage(stage, phase, 1)
-                full = self.next_barrier(full)
-                item += step
+                own = item + cute.arch.lane_idx() * step
+                found = self.find(groups, col_tiles, group_amax, own, head, head_group)
+                for i in cutlass.range(_WARP, unroll=1):
+                    what = Descriptor(*[cute.arch.shuffle_sync(value, i) for value in found])
+                    if what.count > 0:
+                        cute.arch.mbarrier_wait(shared.empty + stage, phase)
+                        self.load_tile(what, boxes, lines, stage, full, shared)
+                        stage, phase = self.next_stage(stage, phase, 1)
+                        full = self.next_barrier(full)
+                item += _WARP * step
         for _ in cutlass.range(self.config.num_teams, unroll=1):
             cute.arch.mbarrier_wait(shared.empty + stage, phase)
             zero = Int32(0)
@@ -305,6 +280,65 @@ class TileQuantizer(AmaxKernels):
                 cute.arch.mbarrier_arrive(shared.full + full)
             stage, phase = self.next_stage(stage, phase, 1)
             full = self.next_barrier(full)
+
+    @cute.jit
+    def find(
+        self,
+        groups: Grouping,
+        col_tiles: Int32,
+        group_amax: cute.Tensor | None,
+        item: Int32,
+        head: Int32,
+        head_group: Int32,
+    ) -> Descriptor:
+        """What a lane's item is; of ``count`` 0 if it does not exist or holds no rows.
+
+        Items go down the tiles of a band, column tile by column tile, then to the next band. So
+        what is written at about the same time is near each other in both copies.
+        """
+        band = self.config.band
+        num_tiles = groups.num_tiles()
+        zero = Int32(0)
+        tile, col_tile, first, count, group, amax = zero, zero, zero, zero, zero, zero
+        if item < num_tiles * col_tiles:
+            band_first = item // (band * col_tiles) * band
+            tall = cutlass.min(num_tiles - band_first, Int32(band))
+            within = item - band_first * col_tiles
+            col_tile = within // tall
+            wanted = band_first + (within - col_tile * tall)
+            if wanted >= head:
+                tile, group, first, count = groups.seek(wanted, head_group)
+                if tile != wanted:
+                    count = zero
+                elif cutlass.const_expr(group_amax is not None):
+                    amax = Int32(f32_as_bits(group_amax[group]))
+        return Descriptor(tile, col_tile, first, count, group, amax)
+
+    @cute.jit
+    def load_tile(
+        self,
+        what: Descriptor,
+        boxes: tuple,
+        lines: tuple,
+        stage: Int32,
+        full: Int32,
+        shared: SharedMemory,
+    ) -> None:
+        """Describe a tile and start its loads."""
+        self.describe(shared, stage, what)
+        with cute.arch.elect_one():
+            size = what.count * (self.tile.num_boxes * BOX_BYTES)
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.full + full, size)
+        target = shared.tiles + stage * self.config.tile_bytes
+        bar = shared.full + full
+        for b in cutlass.range_constexpr(self.tile.num_boxes):
+            col = what.col_tile * TILE_COLS + b * self.tile.box_cols
+            if what.count == TILE_ROWS:
+                self.copy_box(boxes, TILE_ROWS, what.first, col, target + b * BOX_SIZE, bar)
+            else:
+                for r in cutlass.range(what.count, unroll=1):
+                    place = target + (b * BOX_SIZE + r * BOX_BYTES)
+                    self.copy_box(lines, 1, what.first + r, col, place, bar)
 
     @cute.jit
     def next_barrier(self, full: Int32) -> Int32:
@@ -432,7 +466,7 @@ class TileQuantizer(AmaxKernels):
             self.sync_team(team)
         if cutlass.const_expr(config.rowwise):
             by_row = config.row_scaled
-            for i in cutlass.range(self.rows.sharing, unroll=1):
+            for i in cutlass.range(self.rows.sharing, unroll=1, unroll_full=config.unrolls):
                 row = self.rows.row(part, i)
                 row_level = level
                 if cutlass.const_expr(by_row):
