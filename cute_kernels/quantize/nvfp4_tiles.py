@@ -2,24 +2,23 @@
 
 A tile is 128 slot rows by 128 columns. It lies in shared memory as boxes 128 bytes wide, in TMA's
 128-byte swizzle: the 16-byte chunk c of row r is at chunk c ^ (r % 8). Both directions read that
-without bank conflicts: rowwise, eight lanes take the same chunk of eight rows; columnwise, a warp
-takes the 32 words of one row.
+without bank conflicts, see ``RowConverter`` and ``ColumnConverter``.
 
 Roles:     one loader warp | num_teams teams of four warps, team n takes every n-th tile.
 Pipeline:  tiles, loader -> team: full: one arrival and the bytes of the rows that exist; empty: one
            arrival a warp. A descriptor in shared memory says what the stage holds.
 
-A row of a lane's 32x64 unit gives 32 bytes of codes and 4 scale bytes; a column of its 64-row unit
-likewise. Every code store is a whole 32-byte sector; rowwise scales of a warp's 32 rows fill four
-sectors, columnwise scales go through shared memory and leave as 512-byte tiles.
+Every code store fills whole 32-byte sectors, and so do rowwise scales of a warp's 32 rows;
+columnwise scales go through shared memory and leave as 512-byte tiles. On sm_90a the encode factors
+of a group's scales, folded ones, are in a table if elements are bf16, see ``folded_factor``.
 
-Counted by perf.count_quantize at 1024 x 4096 bf16: 5.4 PTX instructions an element rowwise, 5.6
-columnwise, 10.5 both, 10.0 both with 16x16 blocks; 2.05 bytes read; all stores in full sectors.
+Counted by perf.count_quantize at 1024 x 4096 bf16: 5.4 PTX instructions an element rowwise, 5.5
+columnwise, 10.5 both, 10.0 both with 16x16 blocks; 2.00 bytes read. On sm_90a 8.5 rowwise, 8.2
+columnwise, 17.4 both, 16.9 both with 16x16 blocks.
 
-On sm_90a 14 rowwise, 14 columnwise, 28 both. Measured there (H200, 65536 x 7168 bf16, perf/results)
-before stores of 16 bytes were paired to whole sectors: 83, 74 and 57 % of a copy's rate; 3, 5 or 6
-teams instead of 4 were slower both ways (54, 52, 51 %), and so were loops instead of unrolled code
-where the two halves of a column's sector were written at different times (42 %).
+Measured on an H200 (65536 x 7168 bf16) before factors were folded and before the loader found 32
+tiles at once: 94 % of a copy's rate rowwise, 90 % columnwise, 82 % both, 83 % both with 16x16
+blocks. perf/results/quantize_h200.md has what was tried.
 """
 
 from __future__ import annotations
@@ -241,6 +240,9 @@ class TileQuantizer(AmaxKernels):
         shared: SharedMemory,
     ) -> None:
         """Find the tiles that hold rows and load them; rows that do not exist are not read.
+
+        The lanes find 32 tiles at once: one after the other, the loads of offs and the divisions
+        took the warp longer than its teams took for a tile.
 
         A tile's arrival barrier is its team's, not its stage's: a team waits for its own tiles
         only, so on a stage's barrier it could be ahead of another team's load that has not landed,
