@@ -1,24 +1,32 @@
 """Encoding blocks of sixteen elements to E2M1 codes, on each architecture.
 
-sm_100a has an instruction for it. sm_90a has none; there codes come from the fp32 and FP8 units.
-With t = y * 2^-6, y = fl(x * enc), E2M1's steps are E4M3's on its two lowest binades, but rounding
-to E4M3 would round to three bits of mantissa where one is wanted. So t is first rounded to E2M1's
-grid by adding and subtracting M = m * 2^22, where m has the sign of t and the exponent that decides
-the spacing (that of t, at least 2^-6):
+sm_100a has an instruction for it. sm_90a has none; there fp16 does it, two elements at a time. With
+y = fl(x * enc), take
 
-    s = fl(M + t)    r = s - M (exact)    e4m3(r + t * 2^-20)
+    h = fp16(fl(y * s))    s = 513/512 * 2^-14
 
-m is a bf16 number: it needs not be that of t exactly, for around a power of two either spacing
-rounds alike, and its 16 zero bits keep the additions in one binade and ties even. The last term is
-below half a step of E4M3; it only gives a zero its sign. The E4M3 byte is s 00 eem 00, the code
-with gaps; NaN's byte 0x7F is the code 7 of the format's rule.
+The power of two puts E2M1's exponents 0 to 3 on those of fp16, its subnormals on fp16's. The rest
+of s puts the ties of E2M1 on ties of fp16 that fall to the same side: a tie is an odd multiple of
+a quarter, (2j + 1)/4 times a power of two, and times 513/512 that is an odd multiple of half a unit
+of h, (2j + 1) * 513, beside which the even unit is the lower one just if j is even. Nothing else
+changes sides, because fl and fp16 are monotonic and fl keeps ties and their neighbours apart. So h
+tells every y from the next code's, and what is left is to move its borders to where bits change:
+
+    h = fp16(min(|h|, 6 s) * 1021.5/1024)    code = (bits of h + 0x100) >> 9, sign apart
+
+The high byte of h is s000 eemx, the code and the bit that rounds. Limiting |h| also takes NaN to
+the code 7 of the format's rule. A test goes through every
+border of h.
+
+bf16 elements have few mantissas, so that y is seldom near a tie. Then fl(x * folded) can stand for
+fl(fl(x * enc) * s), with a folded factor chosen once for an encode factor, see ``folded_factor``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.device.nvfp4 import encode_column, encode_row
 from cute_kernels.device.ptx import asm
@@ -26,207 +34,195 @@ from cute_kernels.device.ptx import asm
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["encode_column_blocks", "encode_row_block"]
+__all__ = ["encode_column_blocks", "encode_row_block", "folded_factor"]
 
 _HALF_BLOCK = 8  # elements of a word of codes
+#: An element of a block: its word and which part of the word.
+_Element = tuple[Uint32, int]
 
 _REGISTERS = """
-    .reg .pred fast, small;
-    .reg .f32 q, k, m, x, y, s, lim0, lim1, n0, n1;
-    .reg .b32 wide, pair, scale, limit, factors, least, h0, h1, a2, a4, b2, lo, hi;
-    .reg .b16 half0, half1, even0, even1, odd0, odd1;
-    .reg .b32 even, odd;
+    .reg .f32 x0, x1;
+    .reg .b16 half0, half1;
+    .reg .b32 wide, p0, p1, even, odd, high, limit, back;
 """
-# Powers of two as fp32 bits.
-_2M6, _2M20, _2P22, _M2P22 = "0f3C800000", "0f35800000", "0f4A800000", "0fCA800000"
-_2P64, _2M64 = "0f5F800000", "0f1F800000"
+#: fp32: 513/512 * 2^-14. Pairs of fp16: six times that, and what moves borders to changing bits.
+_SCALE = "0f38804000"
+_LIMIT = "0x0E030E03"
+_BACK = "0x3BFB3BFB"
+
+#: x{i} as fp32, by dtype and part of the word.
+_WIDEN = {
+    ("bfloat16", 0): "shl.b32 wide, {word}, 16; mov.b32 x{i}, wide;",
+    ("bfloat16", 1): "and.b32 wide, {word}, 0xFFFF0000; mov.b32 x{i}, wide;",
+    ("float16", 0): "mov.b32 {{half0, half1}}, {word}; cvt.f32.f16 x{i}, half0;",
+    ("float16", 1): "mov.b32 {{half0, half1}}, {word}; cvt.f32.f16 x{i}, half1;",
+    ("float32", 0): "mov.b32 x{i}, {word};",
+}
 
 
 def encode_row_block(
-    words: Sequence[Uint32], a: Float32, factor: Float32, dtype: str, arch: str
+    words: Sequence[Uint32], factor: Float32, dtype: str, arch: str, folded: bool = False
 ) -> list[Uint32]:
     """E2M1 codes of sixteen elements that follow each other in memory, as two words.
 
     Args:
         words: 8 words of two 16-bit elements, or 16 of one fp32.
-        a: their absmax, or more; unused on sm_100a.
         factor: the block's encode factor.
         dtype: the elements' type.
         arch: ``"sm_90a"`` or ``"sm_100a"``.
+        folded: the factor is a folded one. sm_90a and bf16 only.
     """
+    half = len(words) // 2
+    parts = (words[:half], words[half:])
     if arch == "sm_100a":
-        half = len(words) // 2
-        return [encode_row(part, factor, dtype) for part in (words[:half], words[half:])]
-    per_word = 16 // len(words)
-    order = [(i // per_word, i % per_word) for i in range(16)]
-    return list(_encode(words, [a], [factor], [order], dtype))
+        return [encode_row(part, factor, dtype) for part in parts]
+    per_word = _HALF_BLOCK // half
+    return [
+        _encode([(word, i) for word in part for i in range(per_word)], factor, dtype, folded)
+        for part in parts
+    ]
 
 
 def encode_column_blocks(
     words: Sequence[Uint32],
-    a: Sequence[Float32],
     factors: Sequence[Float32],
     dtype: str,
     arch: str,
+    folded: bool = False,
+    twist: Int32 | int = 0,
 ) -> list[list[Uint32]]:
     """E2M1 codes of the columns of sixteen rows, one word each, as two words a column.
 
     Args:
         words: 16 words, one a row: two columns of 16-bit elements, or one of fp32.
-        a: the absmax of each column, or more; unused on sm_100a.
         factors: the encode factor of each column.
         dtype: the elements' type.
         arch: ``"sm_90a"`` or ``"sm_100a"``.
+        folded: the factors are folded ones. sm_90a and bf16 only.
+        twist: 0, 2, 4 or 6: word i is that of row i ^ twist. sm_90a only.
     """
-    columns = range(len(factors))
+    parts = (words[:_HALF_BLOCK], words[_HALF_BLOCK:])
     if arch == "sm_100a":
         return [
-            [encode_column(part, factors[c], dtype, c) for part in (words[:8], words[8:])]
-            for c in columns
+            [encode_column(part, factor, dtype, c) for part in parts]
+            for c, factor in enumerate(factors)
         ]
-    codes = _encode(words, a, factors, [[(i, c) for i in range(16)] for c in columns], dtype)
-    return [list(codes[2 * c : 2 * c + 2]) for c in columns]
+    return [
+        [_encode([(word, c) for word in part], factor, dtype, folded, twist) for part in parts]
+        for c, factor in enumerate(factors)
+    ]
 
 
 def _encode(
-    words: Sequence[Uint32],
-    a: Sequence[Float32],
-    factors: Sequence[Float32],
-    orders: Sequence[Sequence[tuple[int, int]]],
+    elements: Sequence[_Element],
+    factor: Float32,
     dtype: str,
-) -> tuple[Uint32, ...]:
-    """Two code words for each of ``orders``: sixteen elements as (word, element of the word)."""
-    results = 2 * len(orders)
-    inputs = [f"${results + i}" for i in range(len(words))]
-    a_in = [f"${results + len(words) + i}" for i in range(len(a))]
-    factors_in = [f"${results + len(words) + len(a) + i}" for i in range(len(a))]
-    to_e4m3 = _bf16_to_e4m3 if dtype == "bfloat16" else _any_to_e4m3
-    elements = sorted({element for order in orders for element in order})
-    body = "".join(f".reg .f32 r{i}_{e};\n" for i, e in elements)
-    body += to_e4m3(inputs, a_in, factors_in, dtype)
-    for column, order in enumerate(orders):
-        for half in range(2):
-            part = order[half * _HALF_BLOCK : (half + 1) * _HALF_BLOCK]
-            body += _pack(f"${2 * column + half}", [f"r{i}_{e}" for i, e in part])
-    operands = [*words, *a, *factors]
-    return asm(f"{{{_REGISTERS}{body}}}", [Uint32] * results, operands)
+    folded: bool,
+    twist: Int32 | int = 0,
+) -> Uint32:
+    """Eight elements as one word of codes, the first in the low nibble.
 
-
-def _bf16_to_e4m3(words: list[str], a: list[str], factors: list[str], dtype: str) -> str:
-    """Sets r{word}_{element}. Common factors and values under 7 take the short way.
-
-    Otherwise elements and factor are scaled by 2^64 or 2^-64, against each other, and elements are
-    limited to what gives 6. (Scaling also makes NaNs positive, as products of fp32 are.)
+    Element i is that of nibble i ^ twist.
     """
-    count, last = len(words), len(factors) - 1
-    text = f".reg .b32 w<{count}>;\n.reg .f32 e<2>;\n"
-    text += "".join(f"mov.b32 w{i}, {word};\n" for i, word in enumerate(words))
-    for c, (amax, factor) in enumerate(zip(a, factors, strict=True)):
-        also = "" if c == 0 else ", fast"
-        text += f"""
-        mov.f32 e{c}, {factor};
-        mul.rn.f32 q, {amax}, {factor};
-        setp.lt{".and" if also else ""}.f32 fast, q, 0f40E00000{also};
-        setp.lt.and.f32 fast, {factor}, 0f76800000, fast;
-        setp.gt.and.f32 fast, {factor}, 0f08800000, fast;
-        """
-    text += "@fast bra ENCODE;\n"
-    for c in range(len(factors)):
-        text += f"""
-        setp.lt.f32 small, e{c}, 0f3F800000;
-        selp.f32 k, {_2P64}, {_2M64}, small;
-        selp.b32 h{c}, 0x1F80, 0x5F80, small;
-        mul.rn.f32 e{c}, e{c}, k;
-        rcp.rn.f32 lim{c}, e{c};
-        mul.rn.f32 lim{c}, lim{c}, 0f40C00000;
-        """
-    text += f"""
-    prmt.b32 scale, h0, h{last}, 0x5410;
-    cvt.rn.bf16x2.f32 limit, lim{last}, lim0;
-    """
-    for i in range(count):
-        text += f"""
-        mul.rn.bf16x2 w{i}, w{i}, scale;
-        min.xorsign.abs.bf16x2 w{i}, w{i}, limit;
-        """
-    text += "ENCODE:\n"
-    text += "".join(f"mul.rn.f32 n{c}, e{c}, {_2M6};\n" for c in range(len(factors)))
-    text += f"cvt.rn.bf16x2.f32 factors, n{last}, n0;\nmov.b32 least, 0x3C803C80;\n"
-    for i in range(count):
-        text += f"""
-        mul.rn.bf16x2 pair, w{i}, factors;
-        max.xorsign.abs.bf16x2 pair, pair, least;
-        """
-        for e, factor in enumerate(("n0", f"n{last}")):
-            take = ("shl.b32 {}, {}, 16;", "and.b32 {}, {}, 0xFFFF0000;")[e]
-            text += f"""
-            {take.format("wide", f"w{i}")}
-            mov.b32 x, wide;
-            {take.format("wide", "pair")}
-            mov.b32 m, wide;
-            mul.rn.f32 y, x, {factor};
-            {_round_to_grid("y")}
-            fma.rn.f32 r{i}_{e}, y, {_2M20}, s;
+    # Bytes 1, 3, 5, 7 of two words are the high ones of their halves.
+    order = Uint32(0x7531)
+    if not isinstance(twist, int):
+        # Byte i of the result comes from half i ^ twist / 2.
+        order = order ^ Uint32(twist) * Uint32(0x1111)
+    words = list(dict.fromkeys(id(word) for word, _ in elements))
+    operands = {id(word): word for word, _ in elements}
+    names = {key: f"${i + 1}" for i, key in enumerate(words)}
+    factor_in, order_in = f"${len(words) + 1}", f"${len(words) + 2}"
+    body = f"mov.b32 limit, {_LIMIT}; mov.b32 back, {_BACK};"
+    for first, name in ((0, "even"), (1, "odd")):
+        for p in range(2):
+            for i in range(2):
+                word, part = elements[first + 4 * p + 2 * i]
+                body += _WIDEN[dtype, part].format(word=names[id(word)], i=i)
+                body += f"mul.rn.f32 x{i}, x{i}, {factor_in};"
+                if not folded:
+                    body += f"mul.rn.f32 x{i}, x{i}, {_SCALE};"
+            body += f"""
+            cvt.rn.f16x2.f32 p{p}, x1, x0;
+            min.xorsign.abs.f16x2 p{p}, p{p}, limit;
+            mul.rn.f16x2 p{p}, p{p}, back;
             """
-    return text
-
-
-def _any_to_e4m3(words: list[str], a: list[str], factors: list[str], dtype: str) -> str:
-    """Sets r{word}_{element}, whatever the factors and elements are."""
-    text, last = "", len(factors) - 1
-    for i, word in enumerate(words):
-        elements = [word]
-        if dtype == "float16":
-            text += f"""
-            mov.b32 {{half0, half1}}, {word};
-            cvt.f32.f16 lim0, half0;
-            cvt.f32.f16 lim1, half1;
-            """
-            elements = ["lim0", "lim1"]
-        for e, (element, factor) in enumerate(
-            zip(elements, (factors[0], factors[last]), strict=False)
-        ):
-            text += f"""
-            mul.rn.f32 y, {element}, {factor};
-            min.xorsign.abs.f32 y, y, 0f40C00000;
-            max.xorsign.abs.f32 m, y, 0f3F800000;
-            mov.b32 wide, m;
-            and.b32 wide, wide, 0xFFFF0000;
-            mov.b32 m, wide;
-            {_round_to_grid("y")}
-            fma.rn.f32 s, y, {_2M20}, s;
-            mul.rn.f32 r{i}_{e}, s, {_2M6};
-            """
-    return text
-
-
-def _round_to_grid(y: str) -> str:
-    """Sets s to ``y`` on the grid that m decides; zero is negative."""
-    return f"""
-    fma.rn.f32 s, m, {_2P22}, {y};
-    fma.rm.f32 s, m, {_M2P22}, s;
-    """
-
-
-def _pack(result: str, elements: list[str]) -> str:
-    """Eight numbers on the grid, scaled by 2^-6, to a word of codes."""
-    text = ""
-    for name, first in (("even", 0), ("odd", 1)):
-        v = elements[first::2]
-        text += f"""
-        cvt.rn.satfinite.e4m3x2.f32 {name}0, {v[1]}, {v[0]};
-        cvt.rn.satfinite.e4m3x2.f32 {name}1, {v[3]}, {v[2]};
-        mov.b32 {name}, {{{name}0, {name}1}};
+        # Bytes s000 eemx. Eight times as much, and the rounding bit's eight, puts eem beside s.
+        # 0xE4 selects: a where c, else b.
+        body += f"""
+        prmt.b32 {name}, p0, p1, {order_in};
+        mad.lo.u32 high, {name}, 8, 0x08080808;
+        lop3.b32 {name}, high, {name}, 0x70707070, 0xE4;
         """
-    # 0xE4 selects: a where c, else b.
-    return (
-        text
-        + f"""
-    shr.u32 a2, even, 2;
-    shr.u32 a4, even, 4;
-    shl.b32 b2, odd, 2;
-    lop3.b32 lo, a2, a4, 0x07070707, 0xE4;
-    lop3.b32 hi, b2, odd, 0x70707070, 0xE4;
-    lop3.b32 {result}, lo, hi, 0x0F0F0F0F, 0xE4;
+    body += "shr.u32 even, even, 4; lop3.b32 $0, even, odd, 0x0F0F0F0F, 0xE4;"
+    return asm(f"{{{_REGISTERS}{body}}}", [Uint32], [*(operands[w] for w in words), factor, order])
+
+
+#: Mantissas of E2M1's ties, those of which the lower neighbour is even and those of the others,
+#: as fp32 bits, and 513/512 times each; 513/512.
+_TIES = (
+    ("gt", "0f3F800000", "0f3F804000"),
+    ("gt", "0f3FA00000", "0f3FA05000"),
+    ("ge", "0f3FC00000", "0f3FC06000"),
+    ("ge", "0f3FE00000", "0f3FE07000"),
+)
+_RATIO = "0f3F804000"
+
+
+def folded_factor(factor: Float32) -> tuple[Float32, Uint32]:
+    """A number f with which fl(x * f) gives the codes of bf16 numbers x, and whether there is one.
+
+    Only near ties can fl(x * f) and fl(fl(x * factor) * s) be of different codes, and for each of
+    the four mantissas of ties only one mantissa of x comes near. So f is one of three neighbours,
+    fl(factor * s) or next to it, that takes those four x to the right side, or onto the tie for
+    fp16 to decide. There is one for all but two mantissas of the factor, 0x088889 and 0x2E4C42, and
+    as far as f is no denormal.
     """
-    )
+    body = """
+        .reg .pred up<4>, bad, wrong;
+        .reg .f32 m, r, x<4>, y, f;
+        .reg .b32 bits, mantissa, first, next, exponent;
+        mov.b32 bits, $2;
+        and.b32 mantissa, bits, 0x007FFFFF;
+        or.b32 mantissa, mantissa, 0x3F800000;
+        mov.b32 m, mantissa;
+        rcp.rn.f32 r, m;
+    """
+    for i, (compare, tie, _) in enumerate(_TIES):
+        body += f"""
+        mul.rn.f32 y, r, {tie};
+        cvt.rn.bf16x2.f32 next, y, 0f00000000;
+        mov.b32 x{i}, next;
+        mul.rn.f32 y, x{i}, m;
+        setp.{compare}.f32 up{i}, y, {tie};
+        """
+    body += f"""
+        mul.rn.f32 f, m, {_RATIO};
+        mov.b32 first, f;
+        mov.b32 mantissa, first;
+        mov.b32 $1, 0;
+    """
+    # The last that serves counts.
+    for ulps in (-1, 1, 0):
+        body += f"""
+        add.s32 next, first, {ulps};
+        mov.b32 f, next;
+        setp.ne.u32 bad, 0, 0;
+        """
+        for i, (compare, _, border) in enumerate(_TIES):
+            body += f"""
+            mul.rn.f32 y, x{i}, f;
+            setp.{compare}.xor.f32 wrong, y, {border}, up{i};
+            or.pred bad, bad, wrong;
+            """
+        body += "@!bad mov.b32 mantissa, next; @!bad mov.b32 $1, 1;"
+    # Times the factor's power of two and 2^-14.
+    body += """
+        and.b32 exponent, bits, 0x7F800000;
+        setp.lt.u32 bad, exponent, 0x07800000;
+        @bad mov.b32 $1, 0;
+        add.s32 mantissa, mantissa, exponent;
+        sub.s32 mantissa, mantissa, 0x46800000;
+        mov.b32 $0, mantissa;
+    """
+    return asm(f"{{{body}}}", [Float32, Uint32], [factor])

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cutlass import Int32, Int64, Uint8, Uint32, cute
+from cutlass import Int32, Int64, Uint8, Uint16, Uint32, cute
 
-from cute_kernels.device.ptx import asm, asm_volatile, select
+from cute_kernels.device.ptx import asm, asm_volatile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
     "bulk_load",
-    "exchange_halves",
     "load_global",
     "load_global_if",
     "load_shared",
     "store_global",
+    "store_global_half",
     "store_shared",
     "store_shared_byte",
+    "store_shared_half",
     "transpose_four",
     "wait_each",
 ]
@@ -87,23 +88,21 @@ def store_global(address: Int64, values: Sequence[Uint32]) -> None:
     _store(address, values, cute.AddressSpace.gmem)
 
 
-def exchange_halves(words: Sequence[Uint32]) -> tuple[list[Uint32], list[Uint32]]:
-    """Trade halves of eight words with the neighbouring lane, for stores of whole sectors.
+def _store_low(
+    address: Int32 | Int64, value: Uint32, dtype: type, space: cute.AddressSpace
+) -> None:
+    pointer = cute.make_ptr(dtype, address, space)
+    cute.make_tensor(pointer, cute.make_layout(1))[0] = value.to(dtype)
 
-    sm_90a stores 16 bytes at most. Lanes that store the two halves of their sectors one after the
-    other write every sector in parts; after this, two lanes write one sector together.
 
-    Returns:
-        What this lane stores of the even lane's sector, the lower half in the even lane, and what
-        it stores of the odd lane's. All lanes of the warp must take part.
-    """
-    odd = cute.arch.lane_idx() % 2 != 0
-    first, second = [], []
-    for low, high in zip(words[:4], words[4:], strict=True):
-        other = Uint32(cute.arch.shuffle_sync_bfly(select(odd, low, high), offset=1))
-        first.append(select(odd, other, low))
-        second.append(select(odd, high, other))
-    return first, second
+def store_global_half(address: Int64, value: Uint32) -> None:
+    """Store the low 16 bits of ``value`` at an even global address."""
+    _store_low(address, value, Uint16, cute.AddressSpace.gmem)
+
+
+def store_shared_half(address: Int32, value: Uint32) -> None:
+    """Store the low 16 bits of ``value`` at an even shared address."""
+    _store_low(address, value, Uint16, cute.AddressSpace.smem)
 
 
 def transpose_four(words: Sequence[Uint32], distance: int) -> list[Uint32]:
@@ -129,8 +128,7 @@ def transpose_four(words: Sequence[Uint32], distance: int) -> list[Uint32]:
 
 def store_shared_byte(address: Int32, value: Uint32) -> None:
     """Store the low byte of ``value``."""
-    pointer = cute.make_ptr(Uint8, address, cute.AddressSpace.smem)
-    cute.make_tensor(pointer, cute.make_layout(1))[0] = value.to(Uint8)
+    _store_low(address, value, Uint8, cute.AddressSpace.smem)
 
 
 def wait_each(mbar: cute.Pointer, parity: Int32) -> None:

@@ -22,8 +22,10 @@ __all__ = [
     "absmax_pairs",
     "absmax_words",
     "encode_column",
+    "encode_factor",
     "encode_row",
     "fmax",
+    "scale_bytes",
     "scale_pair",
     "second_level",
     "split_absmax",
@@ -147,6 +149,34 @@ def scale_pair(
     }"""
     fmax_ = bits_as_f32(Uint32(_FMAX_BITS))
     return asm(text, [Uint16, Float32, Float32], [a, b, s_dec, mult, fmax_])
+
+
+def scale_bytes(a: Float32, b: Float32, mult: Float32) -> Uint16:
+    """The scale bytes of ``scale_pair`` alone."""
+    text = """{
+        .reg .f32 p, q;
+        mul.rn.f32 p, $1, $3;
+        mul.rn.f32 q, $2, $3;
+        cvt.rn.satfinite.e4m3x2.f32 $0, q, p;
+    }"""
+    return asm(text, [Uint16], [a, b, mult])
+
+
+def encode_factor(scale_byte: Uint32, s_dec: Float32) -> Float32:
+    """The encode factor of ``scale_pair`` that belongs to a scale byte."""
+    text = """{
+        .reg .f32 q;
+        .reg .b32 h;
+        .reg .b16 lo, hi;
+        cvt.u16.u32 lo, $1;
+        cvt.rn.f16x2.e4m3x2 h, lo;
+        mov.b32 {lo, hi}, h;
+        cvt.f32.f16 q, lo;
+        mul.rn.f32 q, q, $2;
+        rcp.rn.f32 q, q;
+        min.f32 $0, q, $3;
+    }"""
+    return asm(text, [Float32], [scale_byte, s_dec, bits_as_f32(Uint32(_FMAX_BITS))])
 
 
 def _encode(pairs: Sequence[str], words: Sequence[Uint32], factor: Float32) -> Uint32:

@@ -182,6 +182,8 @@ class TileConfig:
 
     #: Warps that convert one 128x128 tile together.
     warps_per_team = 4
+    #: Slot tiles that a column of tiles goes through before the next begins.
+    band = 8
 
     @property
     def tile_bytes(self) -> int:
@@ -202,6 +204,16 @@ class TileConfig:
     def uses_group_amax(self) -> bool:
         """Whether there are amaxes of groups."""
         return self.columnwise or not self.row_scaled
+
+    @property
+    def folds_factors(self) -> bool:
+        """Whether a team keeps a table of the folded factors of its group's scales."""
+        return self.arch == "sm_90a" and self.dtype == "bfloat16" and self.uses_group_amax
+
+    @property
+    def unrolls(self) -> bool:
+        """Whether a tile's code has no loops; sm_90a's of two directions outgrows its cache."""
+        return self.arch != "sm_90a" or not (self.rowwise and self.columnwise)
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
         """Whether the kernel takes ``problem``."""

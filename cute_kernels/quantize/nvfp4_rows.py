@@ -439,7 +439,7 @@ class RowScaledQuantizer:
                     if cutlass.const_expr(j == i) or block < num_blocks:
                         base = j * self.block_words
                         inputs = [words[base + w] for w in range(self.block_words)]
-                        pair = encode_row_block(inputs, a[j], enc, self.dtype, self.arch)
+                        pair = encode_row_block(inputs, enc, self.dtype, self.arch)
                         store_global(target + block * (_BLOCK // 2), self.untwist(pair, twist))
                         byte = Uint32(scale_bytes) >> (8 * (j - i))
                         store_shared_byte(scales_at + block, byte)

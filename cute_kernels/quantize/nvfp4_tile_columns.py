@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from cute_kernels.device.encode import encode_column_blocks
 from cute_kernels.device.groups import Grouping
-from cute_kernels.device.memory import exchange_halves, load_shared, store_global, store_shared
+from cute_kernels.device.memory import load_shared, store_global, store_shared, store_shared_half
 from cute_kernels.device.nvfp4 import (
     absmax_pairs,
     absmax_words,
     fmax,
-    scale_pair,
     split_absmax,
 )
 from cute_kernels.device.ptx import f32_as_bits
@@ -23,11 +22,12 @@ from cute_kernels.quantize.tile import (
     BOX_BYTES,
     BOX_SIZE,
     COL_BLOCKS,
-    ROW_BLOCKS,
     TILE_COLS,
     Descriptor,
+    Level,
     TileGeometry,
-    pack_halves,
+    join_scales,
+    scale_blocks,
 )
 from cute_kernels.shapes import SF_TILE_BYTES, TILE_ROWS
 
@@ -37,43 +37,93 @@ if TYPE_CHECKING:
 __all__ = ["ColumnConverter"]
 
 
+class LanePlace(NamedTuple):
+    """What a lane has of a tile.
+
+    Attributes:
+        first_row: the first of its rows.
+        first_box: the first of its boxes.
+        word: which word of a box's rows.
+        twist: it reads row r ^ twist of eight where others read row r.
+    """
+
+    first_row: Int32
+    first_box: Int32
+    word: Int32
+    twist: Int32 | int
+
+
 class ColumnConverter:
-    """Converts the columns of tiles in shared memory, a quarter of a tile a warp."""
+    """Converts the columns of tiles in shared memory, a quarter of a tile a warp.
+
+    On sm_100a a lane has columns of half the tile's rows and stores their 32 bytes of codes at
+    once. sm_90a stores 16 bytes at most: there four lanes share their columns (two, if fp32), each
+    has 32 rows at a time, and they write 64 bytes together (or 32).
+
+    Lanes that share read rows 32 apart, which the swizzle treats alike, and not of all chunks. To
+    touch all banks, each reads the rows of an eight in an order of its own, see ``twist``; the
+    order of the code bytes is put right when they are packed.
+    """
 
     def __init__(self, config: TileConfig):
         self.config = config
         self.dtype = config.dtype
         self.arch = config.arch
         self.tile = TileGeometry(config.dtype)
+        #: Lanes that share their columns, so that a warp has 16 columns of a box, or all.
+        self.sharing = 2 * self.tile.cols_per_word if config.arch == "sm_90a" else 1
+        #: Whether a warp has half of the tile's rows and nothing to convert if they do not exist.
+        self.skips_rows = self.sharing == 1
+        #: Rows that a lane has at a time, and how often; boxes with columns that it has.
+        self.num_rows = 64 if self.skips_rows else 32
+        self.steps = 1 if self.skips_rows else 4 // self.sharing
+        self.num_boxes = self.tile.num_boxes * max(2, self.sharing) // 4
+
+    def place(self, part: Int32) -> LanePlace:
+        """What a lane of warp ``part`` of a team has of the tile."""
+        lane = cute.arch.lane_idx()
+        if self.skips_rows:
+            return LanePlace(part // 2 * self.num_rows, part % 2 * self.num_boxes, lane, 0)
+        mate = lane % self.sharing
+        return LanePlace(
+            first_row=mate * self.num_rows,
+            first_box=part // self.sharing * self.num_boxes,
+            word=part % self.sharing * (32 // self.sharing) + lane // self.sharing,
+            twist=mate * (8 // self.sharing),
+        )
 
     @cute.jit
     def convert(
         self,
         groups: Grouping,
         cols: Int32,
-        level: tuple[Float32, Float32],
+        level: Level,
         codes_t: cute.Tensor | None,
         what: Descriptor,
         part: Int32,
         tile_at: Int32,
         scales_at: Int32,
         squares_at: Int32,
+        folded: bool,
     ) -> None:
-        """A warp's 64 rows of half the tile's columns; a lane takes one word of every row."""
-        config = self.config
-        s_dec, mult = level
-        lane = cute.arch.lane_idx()
-        half = part // 2
+        """A warp's quarter of the tile; a lane takes one word of its rows in each of its boxes."""
+        config, mine = self.config, self.place(part)
         # Rows r and r + 8 have the same swizzle.
-        places = [r * BOX_BYTES + ((lane * 4) ^ (r * 16)) for r in range(8)]
-        for u in cutlass.range_constexpr(self.tile.num_boxes // 2):
-            box = (part % 2) * (self.tile.num_boxes // 2) + u
-            base = tile_at + box * BOX_SIZE + half * (BOX_SIZE // 2)
+        places = []
+        for r in cutlass.range_constexpr(8):
+            row = r ^ mine.twist
+            places.append(row * BOX_BYTES + ((mine.word * 4) ^ (row * 16)))
+        for step in cutlass.range(
+            self.num_boxes * self.steps, unroll=1, unroll_full=config.unrolls
+        ):
+            box = mine.first_box + step // self.steps
+            first_row = mine.first_row + step % self.steps * (TILE_ROWS // 2)
+            base = tile_at + box * BOX_SIZE + first_row * BOX_BYTES
             lanes_at = [base + place for place in places]
-            col = box * self.tile.box_cols + lane * self.tile.cols_per_word
+            col = box * self.tile.box_cols + mine.word * self.tile.cols_per_word
             codes_of = [[] for _ in range(self.tile.cols_per_word)]
             scales_of = [[] for _ in range(self.tile.cols_per_word)]
-            for rb in cutlass.range_constexpr(0, ROW_BLOCKS // 2, 2):
+            for rb in cutlass.range_constexpr(0, self.num_rows // BLOCK, 2):
                 blocks = [
                     [
                         load_shared(
@@ -85,25 +135,29 @@ class ColumnConverter:
                 ]
                 amaxes = [self.amaxes(words) for words in blocks]
                 if cutlass.const_expr(config.square_blocks):
-                    if lane % (BLOCK // self.tile.cols_per_word) == 0:
-                        row_block = half * (ROW_BLOCKS // 2) + rb
+                    if mine.word % (BLOCK // self.tile.cols_per_word) == 0:
+                        row_block = first_row // BLOCK + rb
                         at = squares_at + (row_block * COL_BLOCKS + col // BLOCK) * 4
                         store_shared(at, [f32_as_bits(amaxes[0][0])])
                         store_shared(at + 4 * COL_BLOCKS, [f32_as_bits(amaxes[1][0])])
                 if cutlass.const_expr(config.columnwise):
                     factors = ([], [])
                     for c in cutlass.range_constexpr(self.tile.cols_per_word):
-                        bytes_, enc0, enc1 = scale_pair(amaxes[0][c], amaxes[1][c], s_dec, mult)
-                        scales_of[c].append(bytes_)
+                        pair, enc0, enc1 = scale_blocks(amaxes[0][c], amaxes[1][c], level, folded)
+                        scales_of[c].append(pair)
                         factors[0].append(enc0)
                         factors[1].append(enc1)
-                    for words, a, enc in zip(blocks, amaxes, factors, strict=True):
-                        codes = encode_column_blocks(words, a, enc, self.dtype, self.arch)
+                    for words, enc in zip(blocks, factors, strict=True):
+                        codes = encode_column_blocks(
+                            words, enc, self.dtype, self.arch, folded, mine.twist
+                        )
                         for c in cutlass.range_constexpr(self.tile.cols_per_word):
                             codes_of[c] += codes[c]
             if cutlass.const_expr(config.columnwise):
-                scale_words = [pack_halves(*pair) for pair in scales_of]
-                self.store(groups, cols, codes_t, what, half, col, codes_of, scale_words, scales_at)
+                scale_words = [join_scales(pairs) for pairs in scales_of]
+                self.store(
+                    groups, cols, codes_t, what, first_row, col, codes_of, scale_words, scales_at
+                )
 
     @cute.jit
     def clear(
@@ -115,14 +169,14 @@ class ColumnConverter:
         part: Int32,
         scales_at: Int32,
     ) -> None:
-        """What ``convert`` writes for 64 rows that do not exist: zeros."""
-        for u in cutlass.range_constexpr(self.tile.num_boxes // 2):
-            box = (part % 2) * (self.tile.num_boxes // 2) + u
-            col = box * self.tile.box_cols + cute.arch.lane_idx() * self.tile.cols_per_word
-            codes_of = [[Uint32(0)] * 8] * self.tile.cols_per_word
+        """What ``convert`` writes for rows that do not exist: zeros."""
+        mine = self.place(part)
+        for u in cutlass.range_constexpr(self.num_boxes):
+            col = (mine.first_box + u) * self.tile.box_cols + mine.word * self.tile.cols_per_word
+            codes_of = [[Uint32(0)] * (self.num_rows // 8)] * self.tile.cols_per_word
             scale_words = [Uint32(0)] * self.tile.cols_per_word
             self.store(
-                groups, cols, codes_t, what, part // 2, col, codes_of, scale_words, scales_at
+                groups, cols, codes_t, what, mine.first_row, col, codes_of, scale_words, scales_at
             )
 
     @cute.jit
@@ -132,35 +186,32 @@ class ColumnConverter:
         cols: Int32,
         codes_t: cute.Tensor,
         what: Descriptor,
-        half: Int32,
+        first_row: Int32,
         col: Int32,
         codes_of: list,
         scale_words: list,
         scales_at: Int32,
     ) -> None:
-        """A lane's columns of half a tile: 32 bytes of codes each, and scales to shared memory."""
-        store_shared(scales_at + (half * TILE_COLS + col) * 4, scale_words)
+        """A lane's codes of its columns, and their scales to shared memory."""
+        half = first_row // (TILE_ROWS // 2)
+        at = scales_at + (half * TILE_COLS + col) * 4
+        if cutlass.const_expr(self.sharing == 1):
+            store_shared(at, scale_words)
+        else:
+            at += first_row % (TILE_ROWS // 2) // BLOCK
+            for c in cutlass.range_constexpr(self.tile.cols_per_word):
+                store_shared_half(at + 4 * c, scale_words[c])
         k = what.col_tile * TILE_COLS + col
-        pairs = []
-        if cutlass.const_expr(self.arch == "sm_90a"):
-            pairs = [exchange_halves(words) for words in codes_of]
-        # K is a multiple of 16, so neighbouring lanes agree.
+        # K is a multiple of 16, so lanes that share columns agree.
         if k < cols:
             pitch = codes_t.stride[len(codes_t.stride) - 2]
             tile = groups.local_tile(what.tile, what.group)
-            target = codes_t.iterator.toint() + (tile * (TILE_ROWS // 2) + half * 32)
+            target = codes_t.iterator.toint() + (tile * (TILE_ROWS // 2) + first_row // 2)
             if cutlass.const_expr(groups.offs is None):
                 target += what.group * codes_t.stride[0]
             target += Int64(k) * pitch
-            if cutlass.const_expr(self.arch == "sm_90a"):
-                step = self.tile.cols_per_word * pitch
-                target -= cute.arch.lane_idx() % 2 * (step - 16)
-                for c in cutlass.range_constexpr(self.tile.cols_per_word):
-                    store_global(target + c * pitch, pairs[c][0])
-                    store_global(target + c * pitch + step, pairs[c][1])
-            else:
-                for c in cutlass.range_constexpr(self.tile.cols_per_word):
-                    store_global(target + c * pitch, codes_of[c])
+            for c in cutlass.range_constexpr(self.tile.cols_per_word):
+                store_global(target + c * pitch, codes_of[c])
 
     def amaxes(self, words: list[Uint32]) -> list[Float32]:
         """Amax of each of a lane's columns over a block of rows; of the 16x16 block if square."""
@@ -171,8 +222,8 @@ class ColumnConverter:
             amaxes = list(split_absmax(pair, self.dtype, self.arch))
         if self.config.square_blocks:
             a = amaxes[0] if len(amaxes) == 1 else fmax(*amaxes)
-            offset = 1
-            while offset < BLOCK // self.tile.cols_per_word:
+            offset = self.sharing
+            while offset < self.sharing * (BLOCK // self.tile.cols_per_word):
                 a = fmax(a, cute.arch.shuffle_sync_bfly(a, offset=offset))
                 offset *= 2
             amaxes = [a] * len(amaxes)

@@ -2,24 +2,23 @@
 
 A tile is 128 slot rows by 128 columns. It lies in shared memory as boxes 128 bytes wide, in TMA's
 128-byte swizzle: the 16-byte chunk c of row r is at chunk c ^ (r % 8). Both directions read that
-without bank conflicts: rowwise, eight lanes take the same chunk of eight rows; columnwise, a warp
-takes the 32 words of one row.
+without bank conflicts, see ``RowConverter`` and ``ColumnConverter``.
 
 Roles:     one loader warp | num_teams teams of four warps, team n takes every n-th tile.
 Pipeline:  tiles, loader -> team: full: one arrival and the bytes of the rows that exist; empty: one
            arrival a warp. A descriptor in shared memory says what the stage holds.
 
-A row of a lane's 32x64 unit gives 32 bytes of codes and 4 scale bytes; a column of its 64-row unit
-likewise. Every code store is a whole 32-byte sector; rowwise scales of a warp's 32 rows fill four
-sectors, columnwise scales go through shared memory and leave as 512-byte tiles.
+Every code store fills whole 32-byte sectors, and so do rowwise scales of a warp's 32 rows;
+columnwise scales go through shared memory and leave as 512-byte tiles. On sm_90a the encode factors
+of a group's scales, folded ones, are in a table if elements are bf16, see ``folded_factor``.
 
-Counted by perf.count_quantize at 1024 x 4096 bf16: 5.4 PTX instructions an element rowwise, 5.6
-columnwise, 10.5 both, 10.0 both with 16x16 blocks; 2.05 bytes read; all stores in full sectors.
+Counted by perf.count_quantize at 1024 x 4096 bf16: 5.4 PTX instructions an element rowwise, 5.5
+columnwise, 10.5 both, 10.0 both with 16x16 blocks; 2.00 bytes read. On sm_90a 8.5 rowwise, 8.2
+columnwise, 17.4 both, 16.9 both with 16x16 blocks.
 
-On sm_90a 14 rowwise, 14 columnwise, 28 both. Measured there (H200, 65536 x 7168 bf16, perf/results)
-before stores of 16 bytes were paired to whole sectors: 83, 74 and 57 % of a copy's rate; 3, 5 or 6
-teams instead of 4 were slower both ways (54, 52, 51 %), and so were loops instead of unrolled code
-where the two halves of a column's sector were written at different times (42 %).
+Measured on an H200 (65536 x 7168 bf16) before factors were folded and before the loader found 32
+tiles at once: 94 % of a copy's rate rowwise, 90 % columnwise, 82 % both, 83 % both with 16x16
+blocks. perf/results/quantize_h200.md has what was tried.
 """
 
 from __future__ import annotations
@@ -27,12 +26,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, Uint8, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
+from cute_kernels.device.encode import folded_factor
 from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.memory import load_shared, store_shared
-from cute_kernels.device.nvfp4 import second_level
+from cute_kernels.device.nvfp4 import encode_factor, second_level
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
 from cute_kernels.quantize.amax import AmaxKernels
 from cute_kernels.quantize.fakes import FakeBuffers, dsl_dtype, env_stream
@@ -43,8 +43,10 @@ from cute_kernels.quantize.tile import (
     BOX_SIZE,
     COL_BLOCKS,
     ROW_BLOCKS,
+    SCALE_CODES,
     TILE_COLS,
     Descriptor,
+    Level,
     TileGeometry,
 )
 from cute_kernels.shapes import TILE_ROWS
@@ -58,6 +60,7 @@ _WARP = 32
 _DESCRIPTOR_WORDS = 8
 _SCALES_T_BYTES = ROW_BLOCKS * TILE_COLS
 _SQUARES_BYTES = 4 * ROW_BLOCKS * COL_BLOCKS
+_FACTORS_BYTES = 4 * SCALE_CODES + 16
 
 
 class SharedMemory(NamedTuple):
@@ -67,6 +70,8 @@ class SharedMemory(NamedTuple):
         tiles: num_stages stages of one tile.
         scales_t: columnwise scale bytes of each team's tile, two deep.
         squares: amaxes of the 16x16 blocks of each team's tile, two deep.
+        factors: folded factors of each team's group, by scale byte; a flag of each warp, see
+            ``tabulate``.
         descriptors: what each stage holds, see ``Descriptor``.
         full: arrival barriers of each team's tiles, two deep, see ``load``.
         empty: release barriers of the stages.
@@ -75,6 +80,7 @@ class SharedMemory(NamedTuple):
     tiles: cute.Pointer
     scales_t: cute.Pointer
     squares: cute.Pointer
+    factors: cute.Pointer
     descriptors: cute.Pointer
     full: cute.Pointer
     empty: cute.Pointer
@@ -187,6 +193,9 @@ class TileQuantizer(AmaxKernels):
             tiles=smem.allocate_array(Uint8, stages * config.tile_bytes, byte_alignment=1024),
             scales_t=smem.allocate_array(Uint8, copies * _SCALES_T_BYTES, byte_alignment=16),
             squares=smem.allocate_array(Uint8, copies * _SQUARES_BYTES, byte_alignment=16),
+            factors=smem.allocate_array(
+                Uint8, config.num_teams * _FACTORS_BYTES, byte_alignment=16
+            ),
             descriptors=smem.allocate_array(Int32, stages * _DESCRIPTOR_WORDS, byte_alignment=16),
             full=smem.allocate_array(Int64, copies, byte_alignment=8),
             empty=smem.allocate_array(Int64, stages, byte_alignment=8),
@@ -232,47 +241,39 @@ class TileQuantizer(AmaxKernels):
     ) -> None:
         """Find the tiles that hold rows and load them; rows that do not exist are not read.
 
+        The lanes find 32 tiles at once: one after the other, the loads of offs and the divisions
+        took the warp longer than its teams took for a tile.
+
         A tile's arrival barrier is its team's, not its stage's: a team waits for its own tiles
         only, so on a stage's barrier it could be ahead of another team's load that has not landed,
         and take the parity of an older phase for its own. Two a team are enough: a stage is
         refilled only after its team has seen its barrier, and that comes before the team's next
         tile but one is loaded.
         """
-        stage, phase, group, full = Int32(0), Int32(1), Int32(0), Int32(0)
-        amax, amax_of = Int32(0), Int32(-1)
+        stage, phase, full = Int32(0), Int32(1), Int32(0)
+        band = self.config.band
         col_tiles = (cols + (TILE_COLS - 1)) // TILE_COLS
         step = cute.arch.grid_dim()[0]
         item = cute.arch.block_idx()[0]
         num_items = groups.num_tiles() * col_tiles
+        head, head_group = Int32(0), Int32(0)
         while item < num_items:
-            wanted = item // col_tiles
-            tile, group, first, count = groups.seek(wanted, group)
-            if tile != wanted:
-                item = next_item(item, step, tile, col_tiles)
+            # The first tile that holds rows, from this band on.
+            band_first = item // (band * col_tiles) * band
+            head, head_group, _, _ = groups.seek(cutlass.max(head, band_first), head_group)
+            if head >= band_first + band:
+                item = next_item(item, step, head // band * band, col_tiles)
             else:
-                col_tile = item - wanted * col_tiles
-                if cutlass.const_expr(group_amax is not None):
-                    if group != amax_of:
-                        amax, amax_of = Int32(f32_as_bits(group_amax[group])), group
-                cute.arch.mbarrier_wait(shared.empty + stage, phase)
-                what = Descriptor(tile, col_tile, first, count, group, amax)
-                self.describe(shared, stage, what)
-                with cute.arch.elect_one():
-                    size = count * (self.tile.num_boxes * BOX_BYTES)
-                    cute.arch.mbarrier_arrive_and_expect_tx(shared.full + full, size)
-                target = shared.tiles + stage * self.config.tile_bytes
-                bar = shared.full + full
-                for b in cutlass.range_constexpr(self.tile.num_boxes):
-                    col = col_tile * TILE_COLS + b * self.tile.box_cols
-                    if count == TILE_ROWS:
-                        self.copy_box(boxes, TILE_ROWS, first, col, target + b * BOX_SIZE, bar)
-                    else:
-                        for r in cutlass.range(count, unroll=1):
-                            place = target + (b * BOX_SIZE + r * BOX_BYTES)
-                            self.copy_box(lines, 1, first + r, col, place, bar)
-                stage, phase = self.next_stage(stage, phase, 1)
-                full = self.next_barrier(full)
-                item += step
+                own = item + cute.arch.lane_idx() * step
+                found = self.find(groups, col_tiles, group_amax, own, head, head_group)
+                for i in cutlass.range(_WARP, unroll=1):
+                    what = Descriptor(*[cute.arch.shuffle_sync(value, i) for value in found])
+                    if what.count > 0:
+                        cute.arch.mbarrier_wait(shared.empty + stage, phase)
+                        self.load_tile(what, boxes, lines, stage, full, shared)
+                        stage, phase = self.next_stage(stage, phase, 1)
+                        full = self.next_barrier(full)
+                item += _WARP * step
         for _ in cutlass.range(self.config.num_teams, unroll=1):
             cute.arch.mbarrier_wait(shared.empty + stage, phase)
             zero = Int32(0)
@@ -281,6 +282,65 @@ class TileQuantizer(AmaxKernels):
                 cute.arch.mbarrier_arrive(shared.full + full)
             stage, phase = self.next_stage(stage, phase, 1)
             full = self.next_barrier(full)
+
+    @cute.jit
+    def find(
+        self,
+        groups: Grouping,
+        col_tiles: Int32,
+        group_amax: cute.Tensor | None,
+        item: Int32,
+        head: Int32,
+        head_group: Int32,
+    ) -> Descriptor:
+        """What a lane's item is; of ``count`` 0 if it does not exist or holds no rows.
+
+        Items go down the tiles of a band, column tile by column tile, then to the next band. So
+        what is written at about the same time is near each other in both copies.
+        """
+        band = self.config.band
+        num_tiles = groups.num_tiles()
+        zero = Int32(0)
+        tile, col_tile, first, count, group, amax = zero, zero, zero, zero, zero, zero
+        if item < num_tiles * col_tiles:
+            band_first = item // (band * col_tiles) * band
+            tall = cutlass.min(num_tiles - band_first, Int32(band))
+            within = item - band_first * col_tiles
+            col_tile = within // tall
+            wanted = band_first + (within - col_tile * tall)
+            if wanted >= head:
+                tile, group, first, count = groups.seek(wanted, head_group)
+                if tile != wanted:
+                    count = zero
+                elif cutlass.const_expr(group_amax is not None):
+                    amax = Int32(f32_as_bits(group_amax[group]))
+        return Descriptor(tile, col_tile, first, count, group, amax)
+
+    @cute.jit
+    def load_tile(
+        self,
+        what: Descriptor,
+        boxes: tuple,
+        lines: tuple,
+        stage: Int32,
+        full: Int32,
+        shared: SharedMemory,
+    ) -> None:
+        """Describe a tile and start its loads."""
+        self.describe(shared, stage, what)
+        with cute.arch.elect_one():
+            size = what.count * (self.tile.num_boxes * BOX_BYTES)
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.full + full, size)
+        target = shared.tiles + stage * self.config.tile_bytes
+        bar = shared.full + full
+        for b in cutlass.range_constexpr(self.tile.num_boxes):
+            col = what.col_tile * TILE_COLS + b * self.tile.box_cols
+            if what.count == TILE_ROWS:
+                self.copy_box(boxes, TILE_ROWS, what.first, col, target + b * BOX_SIZE, bar)
+            else:
+                for r in cutlass.range(what.count, unroll=1):
+                    place = target + (b * BOX_SIZE + r * BOX_BYTES)
+                    self.copy_box(lines, 1, what.first + r, col, place, bar)
 
     @cute.jit
     def next_barrier(self, full: Int32) -> Int32:
@@ -336,6 +396,9 @@ class TileQuantizer(AmaxKernels):
         part = warp - team * config.warps_per_team
         stage, phase, copy = team, Int32(0), Int32(0)
         count = Int32(1)
+        factors_at = shared.factors.toint() + team * _FACTORS_BYTES
+        level = Level(Float32(0.0), Float32(0.0), factors_at, Int32(0))
+        level_of = Int32(-1)
         while count > 0:
             cute.arch.mbarrier_wait(shared.full + (team * 2 + copy), phase)
             what = self.read_descriptor(shared, stage)
@@ -345,24 +408,26 @@ class TileQuantizer(AmaxKernels):
                 buffer = team * 2 + copy
                 scales_at = shared.scales_t.toint() + buffer * _SCALES_T_BYTES
                 squares_at = shared.squares.toint() + buffer * _SQUARES_BYTES
-                if cutlass.const_expr(config.uses_group_amax):
-                    level = second_level(bits_as_f32(Uint32(what.amax)))
-                if cutlass.const_expr(config.columnwise or config.square_blocks):
-                    if count < TILE_ROWS:
-                        self.clear_rows(tile_at, count, team)
-                    if part // 2 * (TILE_ROWS // 2) < count:
-                        self.columns.convert(
-                            groups, cols, level, codes_t, what, part, tile_at, scales_at, squares_at
+                outputs, places = (codes, scales, codes_t), (tile_at, scales_at, squares_at)
+                if cutlass.const_expr(config.folds_factors):
+                    if what.group != level_of:
+                        level = self.tabulate(what, factors_at, team)
+                        level_of = what.group
+                    if level.folds != 0:
+                        self.convert(
+                            groups, cols, row_amax, outputs, what, level, team, part, places, True
                         )
-                    elif cutlass.const_expr(config.columnwise):
-                        self.columns.clear(groups, cols, codes_t, what, part, scales_at)
-                    self.sync_team(team)
-                if cutlass.const_expr(config.rowwise):
-                    lane = cute.arch.lane_idx()
-                    row = part * 8 + lane % 8 + lane // 8 * 32
-                    if cutlass.const_expr(config.row_scaled):
-                        level = self.rows.level(row_amax, what, row)
-                    self.rows.convert(cols, level, codes, scales, what, row, tile_at, squares_at)
+                    else:
+                        self.convert(
+                            groups, cols, row_amax, outputs, what, level, team, part, places, False
+                        )
+                else:
+                    if cutlass.const_expr(config.uses_group_amax):
+                        s_dec, mult = second_level(bits_as_f32(Uint32(what.amax)))
+                        level = Level(s_dec, mult, factors_at, Int32(0))
+                    self.convert(
+                        groups, cols, row_amax, outputs, what, level, team, part, places, False
+                    )
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(shared.empty + stage)
@@ -374,10 +439,76 @@ class TileQuantizer(AmaxKernels):
             copy ^= 1
 
     @cute.jit
+    def convert(
+        self,
+        groups: Grouping,
+        cols: Int32,
+        row_amax: cute.Tensor | None,
+        outputs: tuple,
+        what: Descriptor,
+        level: Level,
+        team: Int32,
+        part: Int32,
+        places: tuple[Int32, Int32, Int32],
+        folded: bool,
+    ) -> None:
+        """A warp's part of a tile, with folded factors or without."""
+        config = self.config
+        codes, scales, codes_t = outputs
+        tile_at, scales_at, squares_at = places
+        if cutlass.const_expr(config.columnwise or config.square_blocks):
+            if what.count < TILE_ROWS:
+                self.clear_rows(tile_at, what.count, team)
+            if not self.columns.skips_rows or self.columns.place(part).first_row < what.count:
+                self.columns.convert(
+                    groups, cols, level, codes_t, what, part, tile_at, scales_at, squares_at, folded
+                )
+            elif cutlass.const_expr(config.columnwise):
+                self.columns.clear(groups, cols, codes_t, what, part, scales_at)
+            self.sync_team(team)
+        if cutlass.const_expr(config.rowwise):
+            by_row = config.row_scaled
+            for i in cutlass.range(self.rows.sharing, unroll=1, unroll_full=config.unrolls):
+                row = self.rows.row(part, i)
+                row_level = level
+                if cutlass.const_expr(by_row):
+                    row_level = self.rows.level(row_amax, what, row)
+                self.rows.convert(
+                    cols,
+                    row_level,
+                    codes,
+                    scales,
+                    what,
+                    row,
+                    tile_at,
+                    squares_at,
+                    folded and not by_row,
+                )
+
+    @cute.jit
     def read_descriptor(self, shared: SharedMemory, stage: Int32) -> Descriptor:
         at = shared.descriptors.toint() + stage * (4 * _DESCRIPTOR_WORDS)
         words = load_shared(at, 4) + load_shared(at + 16, 2)
         return Descriptor(*[Int32(word) for word in words])
+
+    @cute.jit
+    def tabulate(self, what: Descriptor, factors_at: Int32, team: Int32) -> Level:
+        """The second level of a group; the whole team writes its folded factors, one a thread."""
+        thread = cute.arch.thread_idx()[0] - team * self.team_threads
+        s_dec, mult = second_level(bits_as_f32(Uint32(what.amax)))
+        factor, folds = folded_factor(encode_factor(Uint32(thread), s_dec))
+        all_fold = cute.arch.vote_all_sync(folds != 0)
+        flags_at = factors_at + 4 * SCALE_CODES
+        self.sync_team(team)
+        store_shared(factors_at + thread * 4, [f32_as_bits(factor)])
+        if thread % _WARP == 0:
+            store_shared(flags_at + thread // _WARP * 4, [Uint32(all_fold)])
+        self.sync_team(team)
+        flags = load_shared(flags_at, self.config.warps_per_team)
+        folds = flags[0]
+        for flag in flags[1:]:
+            folds = folds & flag
+        return Level(s_dec, mult, factors_at, Int32(folds))
 
     @cute.jit
     def sync_team(self, team: Int32) -> None:
@@ -385,9 +516,12 @@ class TileQuantizer(AmaxKernels):
 
     @cute.jit
     def clear_rows(self, tile_at: Int32, count: Int32, team: Int32) -> None:
-        """Zero the rows from ``count`` to the end of the half tile, for the whole team."""
+        """Zero the rows from ``count`` to the end of what is converted, for the whole team."""
         thread = cute.arch.thread_idx()[0] - team * self.team_threads
-        chunks = (TILE_ROWS - count) % (TILE_ROWS // 2) * (BOX_BYTES // 16)
+        rows = TILE_ROWS - count
+        if cutlass.const_expr(self.columns.skips_rows):
+            rows = rows % (TILE_ROWS // 2)
+        chunks = rows * (BOX_BYTES // 16)
         for b in cutlass.range_constexpr(self.tile.num_boxes):
             base = tile_at + (b * BOX_SIZE + count * BOX_BYTES)
             for i in cutlass.range(thread, chunks, self.team_threads, unroll=1):

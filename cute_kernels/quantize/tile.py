@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from cutlass import Int32, Uint16, Uint32
+from cutlass import Float32, Int32, Uint16, Uint32
 
-from cute_kernels.device.ptx import asm
+from cute_kernels.device.memory import load_shared
+from cute_kernels.device.nvfp4 import scale_bytes, scale_pair
+from cute_kernels.device.ptx import asm, bits_as_f32
 from cute_kernels.formats import NVFP4
 from cute_kernels.quantize.config import DTYPE_BYTES
 from cute_kernels.shapes import TILE_ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "BLOCK",
@@ -18,10 +23,13 @@ __all__ = [
     "BOX_SIZE",
     "COL_BLOCKS",
     "ROW_BLOCKS",
+    "SCALE_CODES",
     "TILE_COLS",
     "Descriptor",
+    "Level",
     "TileGeometry",
-    "pack_halves",
+    "join_scales",
+    "scale_blocks",
 ]
 
 BLOCK = NVFP4.sf_vec_size
@@ -32,6 +40,8 @@ BOX_SIZE = BOX_BYTES * TILE_ROWS
 #: Scale blocks of a tile along its rows and along its columns.
 ROW_BLOCKS = TILE_ROWS // BLOCK
 COL_BLOCKS = TILE_COLS // BLOCK
+#: Scale bytes that are not negative.
+SCALE_CODES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +87,47 @@ class Descriptor(NamedTuple):
     amax: Int32
 
 
-def pack_halves(low: Uint16, high: Uint16) -> Uint32:
-    """One word of two halves."""
-    return asm("mov.b32 $0, {$1, $2};", [Uint32], [low, high])
+class Level(NamedTuple):
+    """The second level of scales that a block's own scale is relative to.
+
+    Attributes:
+        s_dec: its decode scale.
+        mult: what an amax is multiplied with for its scale.
+        factors: where in shared memory the folded factors of all ``SCALE_CODES`` scales are, see
+            ``folded_factor``; used if there is such a table.
+        folds: not 0 if every scale has a folded factor.
+    """
+
+    s_dec: Float32
+    mult: Float32
+    factors: Int32
+    folds: Int32
+
+
+def scale_blocks(
+    a: Float32, b: Float32, level: Level, folded: bool
+) -> tuple[Uint16, Float32, Float32]:
+    """Scale bytes of two blocks with amaxes ``a`` and ``b``, that of ``a`` lowest; their factors.
+
+    Args:
+        a: amax of the first block.
+        b: amax of the second.
+        level: their second level.
+        folded: give folded factors, from the table, instead of computing encode factors.
+    """
+    if not folded:
+        return scale_pair(a, b, level.s_dec, level.mult)
+    pair = scale_bytes(a, b, level.mult)
+    word, mask = Uint32(pair), 4 * SCALE_CODES - 4
+    enc_a, enc_b = (
+        bits_as_f32(load_shared(level.factors + Int32(place & mask), 1)[0])
+        for place in (word << 2, word >> 6)
+    )
+    return pair, enc_a, enc_b
+
+
+def join_scales(pairs: Sequence[Uint16]) -> Uint32:
+    """One word of one pair or two of scale bytes."""
+    if len(pairs) == 1:
+        return Uint32(pairs[0])
+    return asm("mov.b32 $0, {$1, $2};", [Uint32], pairs)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import cutlass
 from cutlass import Float32, Uint32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor
 
-from cute_kernels.device.encode import encode_row_block
+from cute_kernels.device.encode import encode_row_block, folded_factor
 from cute_kernels.quantize.config import DTYPE_BYTES
 from cute_kernels.quantize.fakes import env_stream
 
@@ -22,16 +23,20 @@ class EncodeConfig:
     """What the kernel is compiled for."""
 
     dtype: str
+    folded: bool = False
     arch: str = "sm_90a"
 
     def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile; its fake arguments: words (N, W), a, factors, codes (N, 2)."""
+        """The function to compile; its fake arguments: words (N, W), factors, codes (N, 2).
+
+        Folded: a block whose factor cannot be folded leaves its codes alone.
+        """
         count, words = cute.sym_int(), 4 * DTYPE_BYTES[self.dtype]
-        numbers = [make_fake_compact_tensor(Float32, (count,)) for _ in range(2)]
+        factors = make_fake_compact_tensor(Float32, (count,))
         blocks, codes = (
             make_fake_compact_tensor(Uint32, (count, n), stride_order=(1, 0)) for n in (words, 2)
         )
-        return EncodeKernel(self), (blocks, *numbers, codes, env_stream())
+        return EncodeKernel(self), (blocks, factors, codes, env_stream())
 
 
 class EncodeKernel:
@@ -44,23 +49,23 @@ class EncodeKernel:
     def __call__(
         self,
         blocks: cute.Tensor,
-        a: cute.Tensor,
         factors: cute.Tensor,
         codes: cute.Tensor,
         stream: Any,
     ) -> None:
         grid = [(blocks.shape[0] + _THREADS - 1) // _THREADS, 1, 1]
-        self.kernel(blocks, a, factors, codes).launch(
-            grid=grid, block=[_THREADS, 1, 1], stream=stream
-        )
+        self.kernel(blocks, factors, codes).launch(grid=grid, block=[_THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(
-        self, blocks: cute.Tensor, a: cute.Tensor, factors: cute.Tensor, codes: cute.Tensor
-    ) -> None:
+    def kernel(self, blocks: cute.Tensor, factors: cute.Tensor, codes: cute.Tensor) -> None:
         i = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
         if i < blocks.shape[0]:
             words = [blocks[i, w] for w in range(blocks.shape[1])]
-            pair = encode_row_block(words, a[i], factors[i], self.config.dtype, self.config.arch)
-            codes[i, 0] = pair[0]
-            codes[i, 1] = pair[1]
+            factor, folds = factors[i], Uint32(1)
+            if cutlass.const_expr(self.config.folded):
+                factor, folds = folded_factor(factor)
+            if folds != 0:
+                config = self.config
+                pair = encode_row_block(words, factor, config.dtype, config.arch, config.folded)
+                codes[i, 0] = pair[0]
+                codes[i, 1] = pair[1]

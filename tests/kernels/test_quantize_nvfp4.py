@@ -187,6 +187,19 @@ def test_tiles_in_any_order(variant: str, mode: dict) -> None:
         check_tiles(config, problem)
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_bands_without_rows(arch: str) -> None:
+    """Bands of slot tiles of which all are empty, some, or only the first ones."""
+    band = TileConfig.band
+    ends = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
+    problem = Problem(random_input((1600, 272), torch.bfloat16), torch.tensor(ends).int())
+    config = TileConfig("bfloat16", columnwise=True, arch=arch)
+    want = expected(problem, NVFP4(), True, True)
+    for num_sms in (1, 3):
+        with emulator.options(num_sms=num_sms):
+            assert_same(run_tiles(config, problem), want)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_loads_that_land_out_of_order(dtype: str) -> None:
     """Rowwise teams never meet, so a team can be ahead of a load that another one waits for."""
