@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cutlass import Int32, Int64, Uint8, Uint16, Uint32, cute
 
-from cute_kernels.device.ptx import asm, asm_volatile
+from cute_kernels.device.ptx import asm, asm_volatile, select
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

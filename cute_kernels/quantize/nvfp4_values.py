@@ -79,7 +79,7 @@ class RowValuesQuantizer(RowScaledQuantizer):
                 block = lane_of_row + j * self.lanes_per_row
                 base = j * self.block_words
                 inputs = [words[base + w] for w in range(self.block_words)]
-                pair = encode_row_block(inputs, a[j], factors[j - i], self.dtype, self.arch)
+                pair = encode_row_block(inputs, factors[j - i], self.dtype, self.arch)
                 first = block // _PIECE_BLOCKS * _PIECE_BLOCKS
                 at = target + first * (PIECE_K // _PIECE_BLOCKS * 2) + place
                 for w, codes in enumerate(self.untwist(pair, twist)):
