@@ -77,12 +77,18 @@ class SwappedEpilogue:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         col += self.warp_col
         rows = cutlass.min(tile.rows, config.tile.n)
+        num_blocks = (rows + (SWAPPED_BLOCK - 1)) >> 5
+        # Factors are on their way while the block before is waited for and stored.
+        first = self.acc.block_at(Int32(0), num_blocks, acc_state) * SWAPPED_BLOCK
+        factor = self.load_factor(tile.group, row + first, rows - first)
         biases = self.load_biases(tile.group, col)
         self.acc.acc_pipeline.consumer_wait(acc_state)
-        num_blocks = (rows + (SWAPPED_BLOCK - 1)) >> 5
         for step in cutlass.range(num_blocks, unroll=1):
             first = self.acc.block_at(step, num_blocks, acc_state) * SWAPPED_BLOCK
-            factors = self.load_factors(tile.group, row + first, rows - first)
+            factors = self.exchange(factor)
+            if step + 1 < num_blocks:
+                after = self.acc.block_at(step + 1, num_blocks, acc_state) * SWAPPED_BLOCK
+                factor = self.load_factor(tile.group, row + after, rows - after)
             values = self.acc.read(step, num_blocks, acc_state)
             self.rescale(values, factors, biases)
             if cutlass.const_expr(config.accumulate):
@@ -112,22 +118,25 @@ class SwappedEpilogue:
         return out
 
     @cute.jit
-    def load_factors(self, group: Int32, row: Int32, rows: Int32) -> cute.Tensor | None:
-        """Factors of this thread's rows, two in each of four fragments.
+    def load_factor(self, group: Int32, row: Int32, rows: Int32) -> Float32:
+        """The factor of one row of a block for each lane, 1 where there is none."""
+        factor = Float32(1.0)
+        if cutlass.const_expr(self.tensors.has_factor):
+            if self.lane < rows:
+                at = row + self.lane if cutlass.const_expr(self.config.row_scaled) else group
+                factor = self.tensors.factor(group, at)
+        return factor
 
-        Each lane folds that of one row and the warp passes them around.
-        """
+    @cute.jit
+    def exchange(self, factor: Float32) -> cute.Tensor | None:
+        """Factors of this thread's rows, two in each of four fragments, from the lanes' factors."""
         if cutlass.const_expr(not self.tensors.has_factor):
             return None
-        own = Float32(1.0)
-        if self.lane < rows:
-            at = row + self.lane if cutlass.const_expr(self.config.row_scaled) else group
-            own = self.tensors.factor(group, at)
         cute.arch.sync_warp()
         out = cute.make_rmem_tensor(2 * _FRAGMENTS, Float32)
         for i in cutlass.range_constexpr(2 * _FRAGMENTS):
             source = self.fragment_row() + (i // 2 * _FRAGMENT + i % 2)
-            out[i] = cute.arch.shuffle_sync(own, source)
+            out[i] = cute.arch.shuffle_sync(factor, source)
         return out
 
     def rescale(

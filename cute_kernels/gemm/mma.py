@@ -42,7 +42,7 @@ class PlainMma:
 
     @cute.jit
     def multiply(self, acc: cute.Tensor, stage: Int32, k_tile: Int32, left: Int32) -> None:
-        """Add a stage, the tile's ``k_tile``-th, which has ``left`` K blocks or more, to ``acc``.
+        """Add a stage, the tile's ``k_tile``-th, with ``left`` K blocks to go, to ``acc``.
 
         The first overwrites what the accumulator holds.
         """
@@ -123,7 +123,7 @@ class BlockScaledMma:
 
     @cute.jit
     def multiply(self, tile: _BlockScaledTile, stage: Int32, k_tile: Int32, left: Int32) -> None:
-        """Add a stage, the tile's ``k_tile``-th, which has ``left`` K blocks or more.
+        """Add a stage, the tile's ``k_tile``-th, with ``left`` K blocks to go.
 
         The first overwrites what the accumulator holds.
         """

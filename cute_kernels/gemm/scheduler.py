@@ -72,8 +72,7 @@ class TileReader:
     def next(self, state: Any) -> tuple[WorkTile, Any]:
         """Take the record at ``state`` and free its place; the record and the next state."""
         self.ring.consumer_wait(state)
-        # Lanes read a word each: a vector that all of them load takes as many accesses of shared
-        # memory as if they loaded different ones.
+        # One access for all lanes; vectors would be read by eight lanes at a time.
         word = self.buffer[state.index * TILE_WORDS + cute.arch.lane_idx() % TILE_WORDS]
         cute.arch.sync_warp()
         with cute.arch.elect_one():
