@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from cute_kernels.gemm.config import TileShape
 
 #: Bytes of one element of the weights, block scales included.
-_ELEMENT_BYTES = {"nvfp4": 0.5625, "w4a16": 0.5625, "bf16": 2.0, "fp8": 1.0}
+_ELEMENT_BYTES = {"nvfp4": 0.5625, "w4a16": 0.5625, "fused": 0.5625, "bf16": 2.0, "fp8": 1.0}
 
 
 class Contender(NamedTuple):
@@ -177,6 +177,36 @@ class Bench:
         assert max(errors) < 4e-3, f"{case}: relative errors {errors}"
         facts = {"error": max(errors)}
         return [Contender("w4a16 op", lambda: op(x, *b, case.offs, out=out), facts)]
+
+    def fused(self, case: Case) -> list[Contender]:
+        """Quantizing bf16 activations row by row and multiplying: in one op, and in two."""
+        if case.is_wgrad:
+            return []
+        _, b = case.nvfp4()
+        options: dict[str, Any] = {"device": "cuda", "generator": case.generator}
+        x = torch.randn(case.rows, case.depth, **options).bfloat16()
+        both, out = (
+            torch.zeros(case.out_shape, dtype=torch.bfloat16, device=self.device) for _ in range(2)
+        )
+        ops = torch.ops.cute_kernels
+        parts = ops.grouped_quantize_nvfp4(x, case.offs, None, True)[:3]
+        buffers = dict(zip(("out_codes", "out_scales", "out_amax"), parts, strict=True))
+        flags = (case.offs, None, None, True)
+
+        def run_steps() -> None:
+            ops.grouped_quantize_nvfp4_out(x, case.offs, None, True, **buffers)
+            ops.m_grouped_gemm_nvfp4_out(*parts, *b, *flags, out=both)
+
+        def run_fused() -> None:
+            ops.m_grouped_quantize_gemm_nvfp4_out(x, *b, *flags, out=out)
+
+        run_steps()
+        run_fused()
+        assert torch.equal(both, out), "one op gives other bits than two"
+        return [
+            Contender("fused quantize, then multiply", run_steps, {}),
+            Contender("fused quantize and multiply", run_fused, {}),
+        ]
 
     def bf16(self, case: Case) -> list[Contender]:
         """Ours with each tile, and torch._grouped_mm."""
