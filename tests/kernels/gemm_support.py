@@ -55,7 +55,7 @@ class Operand:
 PARTS = ("codes", "scales", "amax")
 
 
-def _on(like: Tensor, tensor: Tensor | None) -> Tensor | None:
+def on_device_of(like: Tensor, tensor: Tensor | None) -> Tensor | None:
     """A tensor on the device of another, with the strides that it has."""
     if tensor is None or tensor.device == like.device:
         return tensor
@@ -142,11 +142,11 @@ class Product:
     def run_into(self, out: Tensor, num_sms: int = NUM_SMS) -> None:
         """Launch on an output of the caller's, where that is."""
         arch, device = arch_of(self.config), out.device.type
-        offs, bias, alpha = (_on(out, t) for t in (self.offs, self.bias, self.alpha))
+        offs, bias, alpha = (on_device_of(out, t) for t in (self.offs, self.bias, self.alpha))
         sides = {"a": self.a, "b": self.b}
         tensors = []
         for side, operand in sides.items():
-            codes, scales, amax = (_on(out, getattr(operand, n)) for n in PARTS)
+            codes, scales, amax = (on_device_of(out, getattr(operand, n)) for n in PARTS)
             if side == "b" and getattr(self.config, "prepacked", False):
                 codes = prepack(codes)
             if self.config.expanded == side and self.config.activations is not None:

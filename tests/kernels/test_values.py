@@ -10,7 +10,7 @@ from cute_kernels import emulator
 from cute_kernels.gemm.hopper.config import ExpandConfig
 from cute_kernels.quantize.config import QuantizeProblem, RowScaledConfig
 from tests.helpers import ops, sample
-from tests.kernels.gemm_support import compiled
+from tests.kernels.gemm_support import compiled, on_device_of
 from tests.kernels.op_support import DTYPES, MODE_IDS, MODES, ends, many_groups
 from tests.kernels.test_gemm_hopper import DEVICES
 
@@ -56,8 +56,9 @@ def expanded(parts: tuple[torch.Tensor, ...], offs: torch.Tensor, k: int) -> tor
 def check_values(x: torch.Tensor, offs: torch.Tensor, row_scaled: bool, device: str) -> None:
     with cute_kernels.backend("reference"):
         parts = ops.grouped_quantize_nvfp4(x, offs, None, row_scaled)
-    parts = [p.to(device) if p.stride(-1) == 1 else p for p in parts[:3]]
     x, offs = x.to(device), offs.to(device)
+    # With the pitch that codes have.
+    parts = [on_device_of(x, part) for part in parts[:3]]
     amax = parts[2].clone()
     if row_scaled:
         amax.fill_(float("nan"))
