@@ -17,9 +17,6 @@ tells every y from the next code's, and what is left is to move its borders to w
 The high byte of h is s000 eemx, the code and the bit that rounds. Limiting |h| also takes NaN to
 the code 7 of the format's rule. A test goes through every
 border of h.
-
-bf16 elements have few mantissas, so that y is seldom near a tie. Then fl(x * folded) can stand for
-fl(fl(x * enc) * s), with a folded factor chosen once for an encode factor, see ``folded_factor``.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from cute_kernels.device.ptx import asm
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["encode_column_blocks", "encode_row_block", "folded_factor"]
+__all__ = ["encode_column_blocks", "encode_row_block"]
 
 _HALF_BLOCK = 8  # elements of a word of codes
 #: An element of a block: its word and which part of the word.
@@ -61,7 +58,7 @@ _WIDEN = {
 
 
 def encode_row_block(
-    words: Sequence[Uint32], factor: Float32, dtype: str, arch: str, folded: bool = False
+    words: Sequence[Uint32], factor: Float32, dtype: str, arch: str
 ) -> list[Uint32]:
     """E2M1 codes of sixteen elements that follow each other in memory, as two words.
 
@@ -70,7 +67,6 @@ def encode_row_block(
         factor: the block's encode factor.
         dtype: the elements' type.
         arch: ``"sm_90a"`` or ``"sm_100a"``.
-        folded: the factor is a folded one. sm_90a and bf16 only.
     """
     half = len(words) // 2
     parts = (words[:half], words[half:])
@@ -78,7 +74,7 @@ def encode_row_block(
         return [encode_row(part, factor, dtype) for part in parts]
     per_word = _HALF_BLOCK // half
     return [
-        _encode([(word, i) for word in part for i in range(per_word)], factor, dtype, folded)
+        _encode([(word, i) for word in part for i in range(per_word)], factor, dtype)
         for part in parts
     ]
 
@@ -88,7 +84,6 @@ def encode_column_blocks(
     factors: Sequence[Float32],
     dtype: str,
     arch: str,
-    folded: bool = False,
     twist: Int32 | int = 0,
 ) -> list[list[Uint32]]:
     """E2M1 codes of the columns of sixteen rows, one word each, as two words a column.
@@ -98,7 +93,6 @@ def encode_column_blocks(
         factors: the encode factor of each column.
         dtype: the elements' type.
         arch: ``"sm_90a"`` or ``"sm_100a"``.
-        folded: the factors are folded ones. sm_90a and bf16 only.
         twist: 0, 2, 4 or 6: word i is that of row i ^ twist. sm_90a only.
     """
     parts = (words[:_HALF_BLOCK], words[_HALF_BLOCK:])
@@ -108,17 +102,13 @@ def encode_column_blocks(
             for c, factor in enumerate(factors)
         ]
     return [
-        [_encode([(word, c) for word in part], factor, dtype, folded, twist) for part in parts]
+        [_encode([(word, c) for word in part], factor, dtype, twist) for part in parts]
         for c, factor in enumerate(factors)
     ]
 
 
 def _encode(
-    elements: Sequence[_Element],
-    factor: Float32,
-    dtype: str,
-    folded: bool,
-    twist: Int32 | int = 0,
+    elements: Sequence[_Element], factor: Float32, dtype: str, twist: Int32 | int = 0
 ) -> Uint32:
     """Eight elements as one word of codes, the first in the low nibble.
 
@@ -139,9 +129,10 @@ def _encode(
             for i in range(2):
                 word, part = elements[first + 4 * p + 2 * i]
                 body += _WIDEN[dtype, part].format(word=names[id(word)], i=i)
-                body += f"mul.rn.f32 x{i}, x{i}, {factor_in};"
-                if not folded:
-                    body += f"mul.rn.f32 x{i}, x{i}, {_SCALE};"
+                body += f"""
+                mul.rn.f32 x{i}, x{i}, {factor_in};
+                mul.rn.f32 x{i}, x{i}, {_SCALE};
+                """
             body += f"""
             cvt.rn.f16x2.f32 p{p}, x1, x0;
             min.xorsign.abs.f16x2 p{p}, p{p}, limit;
@@ -156,73 +147,3 @@ def _encode(
         """
     body += "shr.u32 even, even, 4; lop3.b32 $0, even, odd, 0x0F0F0F0F, 0xE4;"
     return asm(f"{{{_REGISTERS}{body}}}", [Uint32], [*(operands[w] for w in words), factor, order])
-
-
-#: Mantissas of E2M1's ties, those of which the lower neighbour is even and those of the others,
-#: as fp32 bits, and 513/512 times each; 513/512.
-_TIES = (
-    ("gt", "0f3F800000", "0f3F804000"),
-    ("gt", "0f3FA00000", "0f3FA05000"),
-    ("ge", "0f3FC00000", "0f3FC06000"),
-    ("ge", "0f3FE00000", "0f3FE07000"),
-)
-_RATIO = "0f3F804000"
-
-
-def folded_factor(factor: Float32) -> tuple[Float32, Uint32]:
-    """A number f with which fl(x * f) gives the codes of bf16 numbers x, and whether there is one.
-
-    Only near ties can fl(x * f) and fl(fl(x * factor) * s) be of different codes, and for each of
-    the four mantissas of ties only one mantissa of x comes near. So f is one of three neighbours,
-    fl(factor * s) or next to it, that takes those four x to the right side, or onto the tie for
-    fp16 to decide. There is one for all but two mantissas of the factor, 0x088889 and 0x2E4C42, and
-    as far as f is no denormal.
-    """
-    body = """
-        .reg .pred up<4>, bad, wrong;
-        .reg .f32 m, r, x<4>, y, f;
-        .reg .b32 bits, mantissa, first, next, exponent;
-        mov.b32 bits, $2;
-        and.b32 mantissa, bits, 0x007FFFFF;
-        or.b32 mantissa, mantissa, 0x3F800000;
-        mov.b32 m, mantissa;
-        rcp.rn.f32 r, m;
-    """
-    for i, (compare, tie, _) in enumerate(_TIES):
-        body += f"""
-        mul.rn.f32 y, r, {tie};
-        cvt.rn.bf16x2.f32 next, y, 0f00000000;
-        mov.b32 x{i}, next;
-        mul.rn.f32 y, x{i}, m;
-        setp.{compare}.f32 up{i}, y, {tie};
-        """
-    body += f"""
-        mul.rn.f32 f, m, {_RATIO};
-        mov.b32 first, f;
-        mov.b32 mantissa, first;
-        mov.b32 $1, 0;
-    """
-    # The last that serves counts.
-    for ulps in (-1, 1, 0):
-        body += f"""
-        add.s32 next, first, {ulps};
-        mov.b32 f, next;
-        setp.ne.u32 bad, 0, 0;
-        """
-        for i, (compare, _, border) in enumerate(_TIES):
-            body += f"""
-            mul.rn.f32 y, x{i}, f;
-            setp.{compare}.xor.f32 wrong, y, {border}, up{i};
-            or.pred bad, bad, wrong;
-            """
-        body += "@!bad mov.b32 mantissa, next; @!bad mov.b32 $1, 1;"
-    # Times the factor's power of two and 2^-14.
-    body += """
-        and.b32 exponent, bits, 0x7F800000;
-        setp.lt.u32 bad, exponent, 0x07800000;
-        @bad mov.b32 $1, 0;
-        add.s32 mantissa, mantissa, exponent;
-        sub.s32 mantissa, mantissa, 0x46800000;
-        mov.b32 $0, mantissa;
-    """
-    return asm(f"{{{body}}}", [Float32, Uint32], [factor])

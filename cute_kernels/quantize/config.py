@@ -206,14 +206,9 @@ class TileConfig:
         return self.columnwise or not self.row_scaled
 
     @property
-    def folds_factors(self) -> bool:
-        """Whether a team keeps a table of the folded factors of its group's scales."""
-        return self.arch == "sm_90a" and self.dtype == "bfloat16" and self.uses_group_amax
-
-    @property
-    def unrolls(self) -> bool:
-        """Whether a tile's code has no loops; sm_90a's of two directions outgrows its cache."""
-        return self.arch != "sm_90a" or not (self.rowwise and self.columnwise)
+    def tables_factors(self) -> bool:
+        """Whether a team keeps the encode factors of its group's scales in shared memory."""
+        return self.uses_group_amax and self.arch == "sm_90a"
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
         """Whether the kernel takes ``problem``."""

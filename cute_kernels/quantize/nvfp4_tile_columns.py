@@ -104,7 +104,6 @@ class ColumnConverter:
         tile_at: Int32,
         scales_at: Int32,
         squares_at: Int32,
-        folded: bool,
     ) -> None:
         """A warp's quarter of the tile; a lane takes one word of its rows in each of its boxes."""
         config, mine = self.config, self.place(part)
@@ -113,9 +112,7 @@ class ColumnConverter:
         for r in cutlass.range_constexpr(8):
             row = r ^ mine.twist
             places.append(row * BOX_BYTES + ((mine.word * 4) ^ (row * 16)))
-        for step in cutlass.range(
-            self.num_boxes * self.steps, unroll=1, unroll_full=config.unrolls
-        ):
+        for step in cutlass.range_constexpr(self.num_boxes * self.steps):
             box = mine.first_box + step // self.steps
             first_row = mine.first_row + step % self.steps * (TILE_ROWS // 2)
             base = tile_at + box * BOX_SIZE + first_row * BOX_BYTES
@@ -143,14 +140,14 @@ class ColumnConverter:
                 if cutlass.const_expr(config.columnwise):
                     factors = ([], [])
                     for c in cutlass.range_constexpr(self.tile.cols_per_word):
-                        pair, enc0, enc1 = scale_blocks(amaxes[0][c], amaxes[1][c], level, folded)
+                        pair, enc0, enc1 = scale_blocks(
+                            amaxes[0][c], amaxes[1][c], level, config.tables_factors
+                        )
                         scales_of[c].append(pair)
                         factors[0].append(enc0)
                         factors[1].append(enc1)
                     for words, enc in zip(blocks, factors, strict=True):
-                        codes = encode_column_blocks(
-                            words, enc, self.dtype, self.arch, folded, mine.twist
-                        )
+                        codes = encode_column_blocks(words, enc, self.dtype, self.arch, mine.twist)
                         for c in cutlass.range_constexpr(self.tile.cols_per_word):
                             codes_of[c] += codes[c]
             if cutlass.const_expr(config.columnwise):

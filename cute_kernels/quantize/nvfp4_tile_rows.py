@@ -48,14 +48,15 @@ class RowConverter:
         #: Lanes that share as many rows.
         self.sharing = 2 if config.arch == "sm_90a" else 1
 
-    def row(self, part: Int32, i: Int32) -> Int32:
-        """Row ``i`` of a lane in warp ``part`` of its team, of eight in each quarter of the tile.
+    def rows(self, part: Int32) -> list[Int32]:
+        """The rows of a lane in warp ``part`` of its team: of eight in each quarter of the tile.
 
         Rows of one lane are four apart. At a time, eight lanes then read one 16-byte chunk of eight
         rows, or two chunks of four rows, which is all banks either way.
         """
         lane = cute.arch.lane_idx()
-        return part * 8 + lane // 8 * 32 + lane % 8 // self.sharing + i * (8 // self.sharing)
+        first = part * 8 + lane // 8 * 32 + lane % 8 // self.sharing
+        return [first + i * (8 // self.sharing) for i in range(self.sharing)]
 
     @cute.jit
     def level(self, row_amax: cute.Tensor, what: Descriptor, row: Int32) -> Level:
@@ -63,7 +64,7 @@ class RowConverter:
         g = Float32(0.0)
         if row < what.count:
             g = row_amax[what.first + row]
-        return Level(*second_level(g), Int32(0), Int32(0))
+        return Level(*second_level(g), Int32(0))
 
     @cute.jit
     def convert(
@@ -76,7 +77,6 @@ class RowConverter:
         row: Int32,
         tile_at: Int32,
         squares_at: Int32,
-        folded: bool,
     ) -> None:
         """A lane's part of a row, 64 columns of it and of its neighbours' at a time."""
         live = row < what.count
@@ -93,9 +93,10 @@ class RowConverter:
         codes_at = codes.iterator.toint() + Int64(what.first + row) * pitch
         scales_at = scales.iterator.toint() + Int64(what.tile) * tiles_along_k * SF_TILE_BYTES
         scales_at += row % 32 * 16 + row // 32 * SF_TILE_COLS + own // BLOCK
+        tabled = self.config.tables_factors and not self.config.row_scaled
         # The first row of the warp's is the lowest: without it there are only scales to clear.
         idle = row % 32 // 8 * 8 >= what.count
-        for u in cutlass.range(TILE_COLS // 64, unroll=1, unroll_full=self.config.unrolls):
+        for u in cutlass.range_constexpr(TILE_COLS // 64):
             col = what.col_tile * TILE_COLS + u * 64
             if col < cols and idle:
                 self.store_scales(scales_at + (col // 64) * SF_TILE_BYTES, Uint32(0))
@@ -113,14 +114,14 @@ class RowConverter:
                     a = [absmax_words(block, self.dtype, self.arch) for block in blocks]
                 pairs, factors = [], []
                 for i in cutlass.range_constexpr(0, len(blocks), 2):
-                    pair, *encs = scale_blocks(a[i], a[i + 1], level, folded)
+                    pair, *encs = scale_blocks(a[i], a[i + 1], level, tabled)
                     pairs.append(pair)
                     factors += encs
                 scale_word = select(live, join_scales(pairs), Uint32(0))
                 self.store_scales(scales_at + (col // 64) * SF_TILE_BYTES, scale_word)
                 out = []
                 for block, factor in zip(blocks, factors, strict=True):
-                    out += encode_row_block(block, factor, self.dtype, self.arch, folded)
+                    out += encode_row_block(block, factor, self.dtype, self.arch)
                 if live:
                     first = col + own
                     self.store_codes(codes_at + first // 2, out, cols - first, pitch)

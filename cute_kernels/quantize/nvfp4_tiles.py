@@ -2,23 +2,23 @@
 
 A tile is 128 slot rows by 128 columns. It lies in shared memory as boxes 128 bytes wide, in TMA's
 128-byte swizzle: the 16-byte chunk c of row r is at chunk c ^ (r % 8). Both directions read that
-without bank conflicts, see ``RowConverter`` and ``ColumnConverter``.
+without bank conflicts: rowwise, eight lanes take the same chunk of eight rows; columnwise, a warp
+takes the 32 words of one row.
 
 Roles:     one loader warp | num_teams teams of four warps, team n takes every n-th tile.
 Pipeline:  tiles, loader -> team: full: one arrival and the bytes of the rows that exist; empty: one
            arrival a warp. A descriptor in shared memory says what the stage holds.
 
-Every code store fills whole 32-byte sectors, and so do rowwise scales of a warp's 32 rows;
-columnwise scales go through shared memory and leave as 512-byte tiles. On sm_90a the encode factors
-of a group's scales, folded ones, are in a table if elements are bf16, see ``folded_factor``.
+A row of a lane's 32x64 unit gives 32 bytes of codes and 4 scale bytes; a column of its 64-row unit
+likewise. Every code store is a whole 32-byte sector; rowwise scales of a warp's 32 rows fill four
+sectors, columnwise scales go through shared memory and leave as 512-byte tiles.
 
 Counted by perf.count_quantize at 1024 x 4096 bf16: 5.4 PTX instructions an element rowwise, 5.5
-columnwise, 10.5 both, 10.0 both with 16x16 blocks; 2.00 bytes read. On sm_90a 8.5 rowwise, 8.2
-columnwise, 17.4 both, 16.9 both with 16x16 blocks.
+columnwise, 10.5 both, 10.0 both with 16x16 blocks; 2.05 bytes read. On sm_90a 9.7 rowwise, 9.4
+columnwise, 18.4 both, 17.8 both with 16x16 blocks.
 
-Measured on an H200 (65536 x 7168 bf16) before factors were folded and before the loader found 32
-tiles at once: 94 % of a copy's rate rowwise, 90 % columnwise, 82 % both, 83 % both with 16x16
-blocks. perf/results/quantize_h200.md has what was tried.
+Measured on an H200 (65536 x 7168 bf16): 95 % of a copy's rate rowwise, 90 % columnwise, 83 % both,
+also with 16x16 blocks. perf/results/quantize_h200.md has what was tried.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from cute_kernels.device.encode import folded_factor
 from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.nvfp4 import encode_factor, second_level
@@ -60,7 +59,7 @@ _WARP = 32
 _DESCRIPTOR_WORDS = 8
 _SCALES_T_BYTES = ROW_BLOCKS * TILE_COLS
 _SQUARES_BYTES = 4 * ROW_BLOCKS * COL_BLOCKS
-_FACTORS_BYTES = 4 * SCALE_CODES + 16
+_FACTORS_BYTES = 4 * SCALE_CODES
 
 
 class SharedMemory(NamedTuple):
@@ -70,8 +69,7 @@ class SharedMemory(NamedTuple):
         tiles: num_stages stages of one tile.
         scales_t: columnwise scale bytes of each team's tile, two deep.
         squares: amaxes of the 16x16 blocks of each team's tile, two deep.
-        factors: folded factors of each team's group, by scale byte; a flag of each warp, see
-            ``tabulate``.
+        factors: encode factors of each team's group, by scale byte.
         descriptors: what each stage holds, see ``Descriptor``.
         full: arrival barriers of each team's tiles, two deep, see ``load``.
         empty: release barriers of the stages.
@@ -241,9 +239,6 @@ class TileQuantizer(AmaxKernels):
     ) -> None:
         """Find the tiles that hold rows and load them; rows that do not exist are not read.
 
-        The lanes find 32 tiles at once: one after the other, the loads of offs and the divisions
-        took the warp longer than its teams took for a tile.
-
         A tile's arrival barrier is its team's, not its stage's: a team waits for its own tiles
         only, so on a stage's barrier it could be ahead of another team's load that has not landed,
         and take the parity of an older phase for its own. Two a team are enough: a stage is
@@ -251,29 +246,54 @@ class TileQuantizer(AmaxKernels):
         tile but one is loaded.
         """
         stage, phase, full = Int32(0), Int32(1), Int32(0)
-        band = self.config.band
+        amax, amax_of = Int32(0), Int32(-1)
         col_tiles = (cols + (TILE_COLS - 1)) // TILE_COLS
         step = cute.arch.grid_dim()[0]
         item = cute.arch.block_idx()[0]
-        num_items = groups.num_tiles() * col_tiles
-        head, head_group = Int32(0), Int32(0)
+        num_tiles = groups.num_tiles()
+        num_items = num_tiles * col_tiles
+        band, hint, reach, head = Int32(-1), Int32(0), Int32(0), Int32(0)
         while item < num_items:
-            # The first tile that holds rows, from this band on.
-            band_first = item // (band * col_tiles) * band
-            head, head_group, _, _ = groups.seek(cutlass.max(head, band_first), head_group)
-            if head >= band_first + band:
-                item = next_item(item, step, head // band * band, col_tiles)
+            band_was = band
+            band = item // (self.config.band * col_tiles)
+            first_tile = band * self.config.band
+            if band != band_was:
+                hint = reach
+                head = groups.seek(first_tile, hint)[0]
+            tall = cutlass.min(num_tiles - first_tile, Int32(self.config.band))
+            within = item - first_tile * col_tiles
+            col_tile = within // tall
+            wanted = first_tile + (within - col_tile * tall)
+            tile, group, first, count = groups.seek(wanted, hint)
+            if tile != wanted:
+                item += step
+                if head >= first_tile + self.config.band:
+                    band_of = head // self.config.band * self.config.band
+                    item = next_item(item - step, step, band_of, col_tiles)
             else:
-                own = item + cute.arch.lane_idx() * step
-                found = self.find(groups, col_tiles, group_amax, own, head, head_group)
-                for i in cutlass.range(_WARP, unroll=1):
-                    what = Descriptor(*[cute.arch.shuffle_sync(value, i) for value in found])
-                    if what.count > 0:
-                        cute.arch.mbarrier_wait(shared.empty + stage, phase)
-                        self.load_tile(what, boxes, lines, stage, full, shared)
-                        stage, phase = self.next_stage(stage, phase, 1)
-                        full = self.next_barrier(full)
-                item += _WARP * step
+                reach = cutlass.max(reach, group)
+                if cutlass.const_expr(group_amax is not None):
+                    if group != amax_of:
+                        amax, amax_of = Int32(f32_as_bits(group_amax[group])), group
+                cute.arch.mbarrier_wait(shared.empty + stage, phase)
+                what = Descriptor(tile, col_tile, first, count, group, amax)
+                self.describe(shared, stage, what)
+                with cute.arch.elect_one():
+                    size = count * (self.tile.num_boxes * BOX_BYTES)
+                    cute.arch.mbarrier_arrive_and_expect_tx(shared.full + full, size)
+                target = shared.tiles + stage * self.config.tile_bytes
+                bar = shared.full + full
+                for b in cutlass.range_constexpr(self.tile.num_boxes):
+                    col = col_tile * TILE_COLS + b * self.tile.box_cols
+                    if count == TILE_ROWS:
+                        self.copy_box(boxes, TILE_ROWS, first, col, target + b * BOX_SIZE, bar)
+                    else:
+                        for r in cutlass.range(count, unroll=1):
+                            place = target + (b * BOX_SIZE + r * BOX_BYTES)
+                            self.copy_box(lines, 1, first + r, col, place, bar)
+                stage, phase = self.next_stage(stage, phase, 1)
+                full = self.next_barrier(full)
+                item += step
         for _ in cutlass.range(self.config.num_teams, unroll=1):
             cute.arch.mbarrier_wait(shared.empty + stage, phase)
             zero = Int32(0)
@@ -282,65 +302,6 @@ class TileQuantizer(AmaxKernels):
                 cute.arch.mbarrier_arrive(shared.full + full)
             stage, phase = self.next_stage(stage, phase, 1)
             full = self.next_barrier(full)
-
-    @cute.jit
-    def find(
-        self,
-        groups: Grouping,
-        col_tiles: Int32,
-        group_amax: cute.Tensor | None,
-        item: Int32,
-        head: Int32,
-        head_group: Int32,
-    ) -> Descriptor:
-        """What a lane's item is; of ``count`` 0 if it does not exist or holds no rows.
-
-        Items go down the tiles of a band, column tile by column tile, then to the next band. So
-        what is written at about the same time is near each other in both copies.
-        """
-        band = self.config.band
-        num_tiles = groups.num_tiles()
-        zero = Int32(0)
-        tile, col_tile, first, count, group, amax = zero, zero, zero, zero, zero, zero
-        if item < num_tiles * col_tiles:
-            band_first = item // (band * col_tiles) * band
-            tall = cutlass.min(num_tiles - band_first, Int32(band))
-            within = item - band_first * col_tiles
-            col_tile = within // tall
-            wanted = band_first + (within - col_tile * tall)
-            if wanted >= head:
-                tile, group, first, count = groups.seek(wanted, head_group)
-                if tile != wanted:
-                    count = zero
-                elif cutlass.const_expr(group_amax is not None):
-                    amax = Int32(f32_as_bits(group_amax[group]))
-        return Descriptor(tile, col_tile, first, count, group, amax)
-
-    @cute.jit
-    def load_tile(
-        self,
-        what: Descriptor,
-        boxes: tuple,
-        lines: tuple,
-        stage: Int32,
-        full: Int32,
-        shared: SharedMemory,
-    ) -> None:
-        """Describe a tile and start its loads."""
-        self.describe(shared, stage, what)
-        with cute.arch.elect_one():
-            size = what.count * (self.tile.num_boxes * BOX_BYTES)
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.full + full, size)
-        target = shared.tiles + stage * self.config.tile_bytes
-        bar = shared.full + full
-        for b in cutlass.range_constexpr(self.tile.num_boxes):
-            col = what.col_tile * TILE_COLS + b * self.tile.box_cols
-            if what.count == TILE_ROWS:
-                self.copy_box(boxes, TILE_ROWS, what.first, col, target + b * BOX_SIZE, bar)
-            else:
-                for r in cutlass.range(what.count, unroll=1):
-                    place = target + (b * BOX_SIZE + r * BOX_BYTES)
-                    self.copy_box(lines, 1, what.first + r, col, place, bar)
 
     @cute.jit
     def next_barrier(self, full: Int32) -> Int32:
@@ -397,8 +358,7 @@ class TileQuantizer(AmaxKernels):
         stage, phase, copy = team, Int32(0), Int32(0)
         count = Int32(1)
         factors_at = shared.factors.toint() + team * _FACTORS_BYTES
-        level = Level(Float32(0.0), Float32(0.0), factors_at, Int32(0))
-        level_of = Int32(-1)
+        level, level_of = Level(Float32(0.0), Float32(0.0), factors_at), Int32(-1)
         while count > 0:
             cute.arch.mbarrier_wait(shared.full + (team * 2 + copy), phase)
             what = self.read_descriptor(shared, stage)
@@ -408,26 +368,30 @@ class TileQuantizer(AmaxKernels):
                 buffer = team * 2 + copy
                 scales_at = shared.scales_t.toint() + buffer * _SCALES_T_BYTES
                 squares_at = shared.squares.toint() + buffer * _SQUARES_BYTES
-                outputs, places = (codes, scales, codes_t), (tile_at, scales_at, squares_at)
-                if cutlass.const_expr(config.folds_factors):
+                if cutlass.const_expr(config.tables_factors):
                     if what.group != level_of:
                         level = self.tabulate(what, factors_at, team)
                         level_of = what.group
-                    if level.folds != 0:
-                        self.convert(
-                            groups, cols, row_amax, outputs, what, level, team, part, places, True
+                elif cutlass.const_expr(config.uses_group_amax):
+                    level = Level(*second_level(bits_as_f32(Uint32(what.amax))), factors_at)
+                if cutlass.const_expr(config.columnwise or config.square_blocks):
+                    if count < TILE_ROWS:
+                        self.clear_rows(tile_at, count, team)
+                    if not self.columns.skips_rows or self.columns.place(part).first_row < count:
+                        self.columns.convert(
+                            groups, cols, level, codes_t, what, part, tile_at, scales_at, squares_at
                         )
-                    else:
-                        self.convert(
-                            groups, cols, row_amax, outputs, what, level, team, part, places, False
+                    elif cutlass.const_expr(config.columnwise):
+                        self.columns.clear(groups, cols, codes_t, what, part, scales_at)
+                    self.sync_team(team)
+                if cutlass.const_expr(config.rowwise):
+                    for row in self.rows.rows(part):
+                        row_level = level
+                        if cutlass.const_expr(config.row_scaled):
+                            row_level = self.rows.level(row_amax, what, row)
+                        self.rows.convert(
+                            cols, row_level, codes, scales, what, row, tile_at, squares_at
                         )
-                else:
-                    if cutlass.const_expr(config.uses_group_amax):
-                        s_dec, mult = second_level(bits_as_f32(Uint32(what.amax)))
-                        level = Level(s_dec, mult, factors_at, Int32(0))
-                    self.convert(
-                        groups, cols, row_amax, outputs, what, level, team, part, places, False
-                    )
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(shared.empty + stage)
@@ -439,53 +403,6 @@ class TileQuantizer(AmaxKernels):
             copy ^= 1
 
     @cute.jit
-    def convert(
-        self,
-        groups: Grouping,
-        cols: Int32,
-        row_amax: cute.Tensor | None,
-        outputs: tuple,
-        what: Descriptor,
-        level: Level,
-        team: Int32,
-        part: Int32,
-        places: tuple[Int32, Int32, Int32],
-        folded: bool,
-    ) -> None:
-        """A warp's part of a tile, with folded factors or without."""
-        config = self.config
-        codes, scales, codes_t = outputs
-        tile_at, scales_at, squares_at = places
-        if cutlass.const_expr(config.columnwise or config.square_blocks):
-            if what.count < TILE_ROWS:
-                self.clear_rows(tile_at, what.count, team)
-            if not self.columns.skips_rows or self.columns.place(part).first_row < what.count:
-                self.columns.convert(
-                    groups, cols, level, codes_t, what, part, tile_at, scales_at, squares_at, folded
-                )
-            elif cutlass.const_expr(config.columnwise):
-                self.columns.clear(groups, cols, codes_t, what, part, scales_at)
-            self.sync_team(team)
-        if cutlass.const_expr(config.rowwise):
-            by_row = config.row_scaled
-            for i in cutlass.range(self.rows.sharing, unroll=1, unroll_full=config.unrolls):
-                row = self.rows.row(part, i)
-                row_level = level
-                if cutlass.const_expr(by_row):
-                    row_level = self.rows.level(row_amax, what, row)
-                self.rows.convert(
-                    cols,
-                    row_level,
-                    codes,
-                    scales,
-                    what,
-                    row,
-                    tile_at,
-                    squares_at,
-                    folded and not by_row,
-                )
-
-    @cute.jit
     def read_descriptor(self, shared: SharedMemory, stage: Int32) -> Descriptor:
         at = shared.descriptors.toint() + stage * (4 * _DESCRIPTOR_WORDS)
         words = load_shared(at, 4) + load_shared(at + 16, 2)
@@ -493,22 +410,14 @@ class TileQuantizer(AmaxKernels):
 
     @cute.jit
     def tabulate(self, what: Descriptor, factors_at: Int32, team: Int32) -> Level:
-        """The second level of a group; the whole team writes its folded factors, one a thread."""
+        """The second level of a group; the whole team writes its encode factors, one a thread."""
         thread = cute.arch.thread_idx()[0] - team * self.team_threads
         s_dec, mult = second_level(bits_as_f32(Uint32(what.amax)))
-        factor, folds = folded_factor(encode_factor(Uint32(thread), s_dec))
-        all_fold = cute.arch.vote_all_sync(folds != 0)
-        flags_at = factors_at + 4 * SCALE_CODES
+        factor = encode_factor(Uint32(thread), s_dec)
         self.sync_team(team)
         store_shared(factors_at + thread * 4, [f32_as_bits(factor)])
-        if thread % _WARP == 0:
-            store_shared(flags_at + thread // _WARP * 4, [Uint32(all_fold)])
         self.sync_team(team)
-        flags = load_shared(flags_at, self.config.warps_per_team)
-        folds = flags[0]
-        for flag in flags[1:]:
-            folds = folds & flag
-        return Level(s_dec, mult, factors_at, Int32(folds))
+        return Level(s_dec, mult, factors_at)
 
     @cute.jit
     def sync_team(self, team: Int32) -> None:

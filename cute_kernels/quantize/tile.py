@@ -93,19 +93,17 @@ class Level(NamedTuple):
     Attributes:
         s_dec: its decode scale.
         mult: what an amax is multiplied with for its scale.
-        factors: where in shared memory the folded factors of all ``SCALE_CODES`` scales are, see
-            ``folded_factor``; used if there is such a table.
-        folds: not 0 if every scale has a folded factor.
+        factors: where in shared memory the encode factors of all ``SCALE_CODES`` scales are, as
+            fp32; used if there is such a table.
     """
 
     s_dec: Float32
     mult: Float32
     factors: Int32
-    folds: Int32
 
 
 def scale_blocks(
-    a: Float32, b: Float32, level: Level, folded: bool
+    a: Float32, b: Float32, level: Level, tabled: bool
 ) -> tuple[Uint16, Float32, Float32]:
     """Scale bytes of two blocks with amaxes ``a`` and ``b``, that of ``a`` lowest; their factors.
 
@@ -113,9 +111,9 @@ def scale_blocks(
         a: amax of the first block.
         b: amax of the second.
         level: their second level.
-        folded: give folded factors, from the table, instead of computing encode factors.
+        tabled: look factors up instead of computing them.
     """
-    if not folded:
+    if not tabled:
         return scale_pair(a, b, level.s_dec, level.mult)
     pair = scale_bytes(a, b, level.mult)
     word, mask = Uint32(pair), 4 * SCALE_CODES - 4

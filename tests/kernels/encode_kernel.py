@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import cutlass
 from cutlass import Float32, Uint32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor
 
-from cute_kernels.device.encode import encode_row_block, folded_factor
+from cute_kernels.device.encode import encode_row_block
 from cute_kernels.quantize.config import DTYPE_BYTES
 from cute_kernels.quantize.fakes import env_stream
 
@@ -23,14 +22,10 @@ class EncodeConfig:
     """What the kernel is compiled for."""
 
     dtype: str
-    folded: bool = False
     arch: str = "sm_90a"
 
     def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile; its fake arguments: words (N, W), factors, codes (N, 2).
-
-        Folded: a block whose factor cannot be folded leaves its codes alone.
-        """
+        """The function to compile; its fake arguments: words (N, W), factors, codes (N, 2)."""
         count, words = cute.sym_int(), 4 * DTYPE_BYTES[self.dtype]
         factors = make_fake_compact_tensor(Float32, (count,))
         blocks, codes = (
@@ -61,11 +56,6 @@ class EncodeKernel:
         i = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
         if i < blocks.shape[0]:
             words = [blocks[i, w] for w in range(blocks.shape[1])]
-            factor, folds = factors[i], Uint32(1)
-            if cutlass.const_expr(self.config.folded):
-                factor, folds = folded_factor(factor)
-            if folds != 0:
-                config = self.config
-                pair = encode_row_block(words, factor, config.dtype, config.arch, config.folded)
-                codes[i, 0] = pair[0]
-                codes[i, 1] = pair[1]
+            pair = encode_row_block(words, factors[i], self.config.dtype, self.config.arch)
+            codes[i, 0] = pair[0]
+            codes[i, 1] = pair[1]

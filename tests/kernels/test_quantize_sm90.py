@@ -45,7 +45,6 @@ def test_teams_go_from_tile_to_tile_of_a_group(variant: str) -> None:
     """What a team keeps of its group serves all tiles of the group, and no other's."""
     config = Tiles("bfloat16", **VARIANTS[variant])
     x = random_input((670, 560), torch.bfloat16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
-    # Factors of such large numbers cannot be folded.
     x[400:530] *= 2.0**115
     problem = Problem(x, torch.tensor([400, 400, 530, 660], dtype=torch.int32))
     with emulator.options(num_sms=1):
@@ -145,19 +144,6 @@ def test_codes_beside_every_tie(dtype: str) -> None:
     check_codes(*near_ties(DTYPES[dtype]), dtype)
 
 
-def test_codes_by_folded_factors() -> None:
-    """Beside every tie too; without a folded factor for two mantissas and for tiny factors."""
-    blocks, factors = near_ties(torch.bfloat16)
-    extremes = [1.9 * 2.0**-113, 2.0**-126, 2.0**-112, 2.0**127, torch.finfo(torch.float32).max]
-    factors = torch.cat([factors, torch.tensor(extremes)])
-    blocks = torch.cat([blocks, torch.full_like(blocks[: len(extremes)], 2.0)])
-    mantissas = factors.view(torch.int32) & 0x7FFFFF
-    foldable = (mantissas != 0x088889) & (mantissas != 0x2E4C42) & (factors >= 2.0**-112)
-    assert 0 < (~foldable).sum() < 20
-    want = pack_codes(encode_e2m1(blocks.float() * factors[:, None])) * foldable[:, None]
-    assert torch.equal(encoded(EncodeConfig("bfloat16", folded=True), blocks, factors), want)
-
-
 def test_codes_beside_every_border_of_fp16() -> None:
     """Where the fp16 number that stands for y changes, and two ulps to either side."""
     halves = torch.arange(0x0E20, dtype=torch.int16).view(torch.float16).double()
@@ -172,7 +158,7 @@ def test_codes_beside_every_border_of_fp16() -> None:
 BUDGETS = {
     "rowwise": (Rows("bfloat16", warps_per_row=2, group_amax=True), 11),
     "row-scaled": (Rows("bfloat16", warps_per_row=2), 11),
-    "row and column": (Tiles("bfloat16", columnwise=True), 18.5),
+    "row and column": (Tiles("bfloat16", columnwise=True), 19.5),
 }
 
 
