@@ -374,7 +374,11 @@ def _w4a16_operands(
     """The operands of the op that multiplies plain activations by quantized weights."""
     if b.offs is not None:
         raise ValueError(f"b must be uniform beside a plain a, got {b!r}")
-    return a, *_weights(a, b.unpack(), transpose_b), offs, bias, alpha, dtype
+    held = _weights(a, b, transpose_b)
+    assert isinstance(b.format, NVFP4)
+    if b.format.prepacked:
+        raise ValueError("prepacked weights multiply quantized activations: b.unpack() for W4A16")
+    return a, *held, offs, bias, alpha, dtype
 
 
 def _weights(a: Tensor, b: GroupedTensor, transpose_b: bool) -> QuantizedCopy:

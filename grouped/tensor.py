@@ -128,8 +128,9 @@ class GroupedTensor(Tensor):
     def prepack(self) -> GroupedTensor:
         """The same weights with their codes in the order that sm_90a multiplies fastest.
 
-        Values, shapes and sizes stay, and so do the bits of every product. Once, when weights are
-        loaded: other architectures do not multiply them, and other ops undo it first.
+        Values, shapes and sizes stay, and so do the bits of products with quantized activations.
+        Once, when weights are loaded: other architectures and W4A16 do not take them, and other ops
+        undo it first.
 
         Raises:
             ValueError: this tensor is ragged or row-scaled, and so no weight.

@@ -9,7 +9,7 @@ from torch import nn
 import cute_kernels
 import grouped
 from grouped.nn import GroupedLinear
-from tests.grouped.cases import FORMATS, RECIPES, WEIGHT_FORMAT, bytes_of
+from tests.grouped.cases import FORMATS, QUANTIZED, WEIGHT_FORMAT, bytes_of
 from tests.helpers import assert_same_bytes, sample
 
 K, N, ENDS = 96, 48, [7, 7, 33]
@@ -112,8 +112,6 @@ def test_products_have_the_same_bits(compiled):
         return (
             grouped.grouped_gemm(a, w),
             grouped.grouped_gemm(grad, w, transpose_b=True),
-            grouped.grouped_gemm(x, w, offs=ENDS),
-            grouped.grouped_gemm(dy, w, offs=ENDS, transpose_b=True),
         )
 
     run = torch.compile(products, fullgraph=True, backend="aot_eager") if compiled else products
@@ -121,7 +119,13 @@ def test_products_have_the_same_bits(compiled):
         assert_same_bytes(got, want)
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_plain_activations_are_refused():
+    packed = weights().prepack()
+    with pytest.raises(ValueError, match=r"b.unpack\(\) for W4A16"):
+        grouped.grouped_gemm(sample(36, K), packed, offs=ENDS)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
 def test_a_layer_takes_them(recipe):
     w, x, dy = weights(), sample(36, K), sample(36, N)
     results = []

@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 #: Elements along K of one stage: 128 bytes of fp16, one swizzle atom; or where operand M is decoded
-#: one or more pieces that the lanes of a quad read at once, see ``decode``.
+#: a piece that the lanes of a quad read at once, see ``decode``, and two of them in tiles of up to
+#: ``_LONG_STAGE_N`` columns, whose instructions are short beside what a stage costs.
 STAGE_K = 64
 _LONG_STAGE_K = 2 * PIECE_K
 _LONG_STAGE_N = 16
@@ -44,6 +45,7 @@ _LONG_STAGE_N = 16
 DECODED_SCALE = {"float16": 2.0**-14, "bfloat16": 2.0**-7}
 #: Columns up to which a tile's instructions are short beside what a group of them costs.
 _SHORT_N = 64
+#: Columns above which the epilogues of two warpgroups take turns.
 _WIDE_N = 128
 #: Elements of K that one instruction takes.
 INSTRUCTION_K = 16
