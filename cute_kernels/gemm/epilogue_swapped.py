@@ -109,11 +109,9 @@ class SwappedEpilogue:
             self.rescale(values, factors, biases)
             if cutlass.const_expr(config.accumulate):
                 self.add_output(values, tile.group, row + first, rows - first, col)
-            rounded = cute.make_rmem_tensor(cute.size(values), self.out_type)
-            rounded.store(values.load().to(self.out_type))
             slot = step % 2 if cutlass.const_expr(self.block_store is not None) else Int32(0)
             block = self.staged + slot * self.block_bytes
-            self.stage(rounded, block)
+            self.stage(values, block)
             if cutlass.const_expr(self.block_store is None):
                 cute.arch.sync_warp()
                 self.store(block, tile.group, row + first, rows - first, col)
@@ -205,30 +203,37 @@ class SwappedEpilogue:
         swizzle = row % 8 if self.chunks == 8 else row // 2 % 4
         return block + row * self.row_bytes + (chunk ^ swizzle) * _CHUNK_BYTES
 
+    def rounded(self, values: cute.Tensor, i: int) -> cute.Tensor:
+        """Elements ``i`` and ``i + 1`` in the output's type; pairs alone stay in one register."""
+        out = cute.make_rmem_tensor(2, self.out_type)
+        pair = cute.make_tensor(values.iterator + i, cute.make_layout(2))
+        out.store(pair.load().to(self.out_type))
+        return out
+
     @cute.jit
-    def stage(self, rounded: cute.Tensor, block: Int32) -> None:
-        """Write a block into shared memory at ``block``, transposed."""
+    def stage(self, values: cute.Tensor, block: Int32) -> None:
+        """Write a block into shared memory at ``block``, rounded and transposed."""
         if cutlass.const_expr(self.out_type.width == 16):
-            words = cute.recast_tensor(rounded, Uint32)
             for row_part in cutlass.range_constexpr(_FRAGMENTS):
                 # Lanes 8 i to 8 i + 7 address the rows of the fragment of columns 8 i to 8 i + 7.
                 place = self.chunk_at(block, row_part * _FRAGMENT + self.lane % 8, self.lane // 8)
                 fragments = [
-                    words[_index(col_part, row_part) // 2] for col_part in range(_FRAGMENTS)
+                    cute.recast_tensor(self.rounded(values, _index(col_part, row_part)), Uint32)[0]
+                    for col_part in range(_FRAGMENTS)
                 ]
                 asm_volatile(
                     "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
                     (place, *fragments),
                 )
         else:
-            for i in cutlass.range_constexpr(cute.size(rounded)):
+            for i in cutlass.range_constexpr(cute.size(values)):
                 col_part, row_part = _parts(i)
                 row = row_part * _FRAGMENT + self.fragment_row() + i % 2
                 # A fragment is two chunks wide.
                 chunk = col_part * 2 + self.lane // 16
                 place = self.chunk_at(block, row, chunk) + self.lane // 4 % 4 * 4
                 pointer = cute.make_ptr(self.out_type, place, cute.AddressSpace.smem)
-                cute.make_tensor(pointer, cute.make_layout(1))[0] = rounded[i]
+                cute.make_tensor(pointer, cute.make_layout(1))[0] = values[i]
 
     @cute.jit
     def store(self, block: Int32, group: Int32, row: Int32, rows: Int32, col: Int32) -> None:
