@@ -123,6 +123,9 @@ class SwappedEpilogue:
             else:
                 cute.arch.sync_warp()
                 self.store(block, tile.group, row + first, rows - first, col)
+        if cutlass.const_expr(self.block_store is not None):
+            # The next tile may stage blocks of another size in the same memory.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def fragment_row(self) -> Int32:
         """The first of this thread's two rows in a fragment."""
