@@ -12,7 +12,7 @@ swapped operands: ``epilogue_swapped``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute, pipeline
@@ -80,17 +80,32 @@ class EpilogueTensors(NamedTuple):
 
 
 class OutputStore(NamedTuple):
-    """TMA stores of 32 rows of 128 bytes.
+    """TMA stores of blocks of 32 rows.
 
     Attributes:
         atom: the copy.
         tensor: coordinates of (rows, N, G or 1).
-        shared: staged rows, (32, columns, stages), of all warps.
+        shared: staged blocks, (32, columns, stages), of all warps.
     """
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
     shared: cute.Tensor
+
+    @cute.jit
+    def copy(self, slot: Int32, row: Int32, col: Int32, group: Any) -> None:
+        """Store the block in ``slot`` from (``row``, ``col``) on, clipped to the output."""
+        origin = cute.domain_offset((row, col, group), self.tensor)
+        shape = tuple(cute.size(self.shared, mode=[i]) for i in range(2))
+        target = cute.local_tile(origin, shape, (0, 0, 0))
+        source, target = cpasync.tma_partition(
+            self.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(self.shared, 0, 2),
+            cute.group_modes(target, 0, 2),
+        )
+        cute.copy(self.atom, source[None, slot], target)
 
 
 def vector_at(tensor: cute.Tensor, offset: Int64, size: int) -> cute.Tensor:
@@ -337,14 +352,5 @@ class Epilogue:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         group = tile.group if cutlass.const_expr(self.config.grouping == "k_grouped") else 0
-        origin = cute.domain_offset((tile.m_row + warp_row, col, group), self.store.tensor)
-        target = cute.local_tile(origin, (WARP_SIZE, self.columns), (0, 0, 0))
-        source, target = cpasync.tma_partition(
-            self.store.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(self.store.shared, 0, 2),
-            cute.group_modes(target, 0, 2),
-        )
-        cute.copy(self.store.atom, source[None, slot], target)
+        self.store.copy(slot, tile.m_row + warp_row, col, group)
         self.store_pipeline.producer_commit()

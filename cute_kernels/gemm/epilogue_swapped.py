@@ -2,8 +2,9 @@
 
 The arithmetic is that of ``epilogue``. A warp owns 32 columns of the output and takes 32 rows at a
 time. Tensor memory gives each thread pairs of neighbouring rows, in the fragments of an 8x8 matrix,
-so rows can be rescaled two at a time; ``stmatrix`` transposes them on their way into shared memory,
-out of which lanes store vectors of the rows that the group has.
+so rows can be rescaled two at a time; ``stmatrix`` transposes them on their way into shared memory.
+Blocks whose rows all belong to the group leave by TMA where ``swap_tails`` has tiles of many rows;
+of others lanes store vectors of the rows that the group has.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from cutlass.cute.nvgpu import tcgen05
 from cute_kernels.device.ptx import asm_volatile
 from cute_kernels.gemm.accumulators import AccReader
 from cute_kernels.gemm.config import SWAPPED_BLOCK
-from cute_kernels.gemm.epilogue import EpilogueTensors, out_offset, pairwise, vector_at
+from cute_kernels.gemm.epilogue import (
+    EpilogueTensors,
+    OutputStore,
+    out_offset,
+    pairwise,
+    vector_at,
+)
 from cute_kernels.gemm.scheduler import WorkTile
 from cute_kernels.gemm.warp_schedule import WARP_SIZE
 
@@ -38,7 +45,9 @@ class SwappedEpilogue:
     Args:
         config: the kernel's configuration.
         tensors: what is read and written in global memory.
-        staged: staged blocks of all warps in shared memory; this warp's begins at its share.
+        staged: staged blocks of all warps in shared memory; this warp's begin at its share.
+        block_store: TMA stores of them; None if none leave by TMA. Then a warp has one of them,
+            otherwise it uses two by turns.
         acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
         cta_row: first row of a tile's accumulator that this CTA holds.
         acc_pipeline: the accumulators.
@@ -49,6 +58,7 @@ class SwappedEpilogue:
         config: GemmConfig,
         tensors: EpilogueTensors,
         staged: cute.Pointer,
+        block_store: OutputStore | None,
         acc: cute.Tensor,
         cta_row: Int32,
         acc_pipeline: pipeline.PipelineUmmaAsync,
@@ -62,9 +72,12 @@ class SwappedEpilogue:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.warp_col = cta_row + warp * WARP_SIZE
         self.staged = staged.toint() + warp * (config.staged_bytes // 4)
+        self.block_store = block_store
         #: A staged row is so many chunks of 16 bytes, swizzled so that eight rows use all banks.
         self.row_bytes = SWAPPED_BLOCK * self.out_type.width // 8
         self.chunks = self.row_bytes // _CHUNK_BYTES
+        self.block_bytes = SWAPPED_BLOCK * self.row_bytes
+        self.first_slot = warp * (config.staged_bytes // 4 // self.block_bytes)
 
     @cute.jit
     def finish(self, tile: WorkTile, acc_state: pipeline.PipelineState) -> None:
@@ -89,15 +102,30 @@ class SwappedEpilogue:
             if step + 1 < num_blocks:
                 after = self.acc.block_at(step + 1, num_blocks, acc_state) * SWAPPED_BLOCK
                 factor = self.load_factor(tile.group, row + after, rows - after)
+            if cutlass.const_expr(self.block_store is not None):
+                # All lanes wait for this before they write: there is a barrier in between.
+                cute.arch.cp_async_bulk_wait_group(1, read=True)
             values = self.acc.read(step, num_blocks, acc_state)
             self.rescale(values, factors, biases)
             if cutlass.const_expr(config.accumulate):
                 self.add_output(values, tile.group, row + first, rows - first, col)
-            rounded = cute.make_rmem_tensor(cute.size(values), self.out_type)
-            rounded.store(values.load().to(self.out_type))
-            self.stage(rounded)
-            cute.arch.sync_warp()
-            self.store(tile.group, row + first, rows - first, col)
+            slot = step % 2 if cutlass.const_expr(self.block_store is not None) else Int32(0)
+            block = self.staged + slot * self.block_bytes
+            self.stage(values, block)
+            if cutlass.const_expr(self.block_store is None):
+                cute.arch.sync_warp()
+                self.store(block, tile.group, row + first, rows - first, col)
+            elif rows - first >= SWAPPED_BLOCK:
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()
+                self.block_store.copy(self.first_slot + slot, row + first, col, 0)
+                cute.arch.cp_async_bulk_commit_group()
+            else:
+                cute.arch.sync_warp()
+                self.store(block, tile.group, row + first, rows - first, col)
+        if cutlass.const_expr(self.block_store is not None):
+            # The next tile may stage blocks of another size in the same memory.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def fragment_row(self) -> Int32:
         """The first of this thread's two rows in a fragment."""
@@ -173,38 +201,46 @@ class SwappedEpilogue:
                 terms[i] = place[0].to(Float32)
         pairwise(cute.arch.add_packed_f32x2, values, terms)
 
-    def chunk_at(self, row: Int32, chunk: Int32 | int) -> Int32:
-        """Address of 16 bytes of a staged row."""
+    def chunk_at(self, block: Int32, row: Int32, chunk: Int32 | int) -> Int32:
+        """Address of 16 bytes of a row of a staged block, where TMA's swizzle has them."""
         swizzle = row % 8 if self.chunks == 8 else row // 2 % 4
-        return self.staged + row * self.row_bytes + (chunk ^ swizzle) * _CHUNK_BYTES
+        return block + row * self.row_bytes + (chunk ^ swizzle) * _CHUNK_BYTES
+
+    def rounded(self, values: cute.Tensor, i: int) -> cute.Tensor:
+        """Elements ``i`` and ``i + 1`` in the output's type; pairs alone stay in one register."""
+        out = cute.make_rmem_tensor(2, self.out_type)
+        pair = cute.make_tensor(values.iterator + i, cute.make_layout(2))
+        out.store(pair.load().to(self.out_type))
+        return out
 
     @cute.jit
-    def stage(self, rounded: cute.Tensor) -> None:
-        """Write a block into shared memory, transposed."""
+    def stage(self, values: cute.Tensor, block: Int32) -> None:
+        """Write a block into shared memory at ``block``, rounded and transposed."""
         if cutlass.const_expr(self.out_type.width == 16):
-            words = cute.recast_tensor(rounded, Uint32)
             for row_part in cutlass.range_constexpr(_FRAGMENTS):
                 # Lanes 8 i to 8 i + 7 address the rows of the fragment of columns 8 i to 8 i + 7.
-                place = self.chunk_at(row_part * _FRAGMENT + self.lane % 8, self.lane // 8)
+                place = self.chunk_at(block, row_part * _FRAGMENT + self.lane % 8, self.lane // 8)
                 fragments = [
-                    words[_index(col_part, row_part) // 2] for col_part in range(_FRAGMENTS)
+                    cute.recast_tensor(self.rounded(values, _index(col_part, row_part)), Uint32)[0]
+                    for col_part in range(_FRAGMENTS)
                 ]
                 asm_volatile(
                     "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
                     (place, *fragments),
                 )
         else:
-            for i in cutlass.range_constexpr(cute.size(rounded)):
+            for i in cutlass.range_constexpr(cute.size(values)):
                 col_part, row_part = _parts(i)
                 row = row_part * _FRAGMENT + self.fragment_row() + i % 2
                 # A fragment is two chunks wide.
-                place = self.chunk_at(row, col_part * 2 + self.lane // 16) + self.lane // 4 % 4 * 4
+                chunk = col_part * 2 + self.lane // 16
+                place = self.chunk_at(block, row, chunk) + self.lane // 4 % 4 * 4
                 pointer = cute.make_ptr(self.out_type, place, cute.AddressSpace.smem)
-                cute.make_tensor(pointer, cute.make_layout(1))[0] = rounded[i]
+                cute.make_tensor(pointer, cute.make_layout(1))[0] = values[i]
 
     @cute.jit
-    def store(self, group: Int32, row: Int32, rows: Int32, col: Int32) -> None:
-        """Store the staged rows that the group has: at most ``rows`` from ``row`` on."""
+    def store(self, block: Int32, group: Int32, row: Int32, rows: Int32, col: Int32) -> None:
+        """Store the rows of a staged block that the group has: ``rows`` from ``row`` on."""
         out, per_chunk = self.tensors.out, _CHUNK_BYTES * 8 // self.out_type.width
         rows_at_once = WARP_SIZE // self.chunks
         own_row, chunk = self.lane // self.chunks, self.lane % self.chunks
@@ -217,7 +253,7 @@ class SwappedEpilogue:
                 if at < rows:
                     pointer = cute.make_ptr(
                         self.out_type,
-                        self.chunk_at(at, chunk),
+                        self.chunk_at(block, at, chunk),
                         cute.AddressSpace.smem,
                         assumed_align=_CHUNK_BYTES,
                     )

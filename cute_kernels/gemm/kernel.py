@@ -44,7 +44,7 @@ from cute_kernels.gemm.operands import (
 )
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
 from cute_kernels.gemm.storage import Barriers, Layouts, make_pipelines
-from cute_kernels.gemm.warp_schedule import WARP_SIZE, NamedBarrierId, WarpSchedule
+from cute_kernels.gemm.warp_schedule import NamedBarrierId, WarpSchedule
 from cute_kernels.shapes import TILE_ROWS
 
 if TYPE_CHECKING:
@@ -130,9 +130,11 @@ class GroupedGemmKernel:
         extents = tuple(
             Int32(x) for x in (num_rows, operands[0].shape[0], operands[1].shape[0], size_k)
         )
-        out_store = (None, None)
+        stores = []
         if cutlass.const_expr(not config.tile.swap_ab):
-            out_store = tuple(self.output(out, layouts))
+            stores.append(self.output(out, layouts.out))
+        if cutlass.const_expr(config.tile.swap_tails):
+            stores.append(self.output(out, layouts.swapped_out))
         atoms = tuple(source.atom for source in sources)
         tensors = tuple(source.tensor for source in sources)
         num_clusters = num_sms // config.tile.num_ctas
@@ -141,7 +143,8 @@ class GroupedGemmKernel:
             layouts.tiled_mma_sf,
             atoms,
             tensors,
-            out_store,
+            tuple(store.atom for store in stores),
+            tuple(store.tensor for store in stores),
             output_view(out),
             a_amax,
             b_amax,
@@ -198,15 +201,15 @@ class GroupedGemmKernel:
         shape = (TAIL_BOX_ROWS, layouts.tiler[2])
         return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, box, shape))
 
-    def output(self, out: cute.Tensor, layouts: Layouts) -> TmaSource:
-        """The TMA store of one warp's block of the output, and its coordinates (rows, N, G)."""
+    def output(self, out: cute.Tensor, staged: Any) -> TmaSource:
+        """The TMA store of one block of the output, and its coordinates (rows, N, G)."""
         groups, rows, cols = (view := output_view(out)).shape
         stride = view.stride
         tensor = cute.make_tensor(
             out.iterator, cute.make_layout((rows, cols, groups), stride=(*stride[1:], stride[0]))
         )
-        block = cute.slice_(layouts.out, (None, None, 0))
-        shape = (WARP_SIZE, self.config.store_columns)
+        block = cute.slice_(staged, (None, None, 0))
+        shape = tuple(cute.size(staged, mode=[i]) for i in range(2))
         return TmaSource(
             *cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, block, shape)
         )
@@ -218,7 +221,8 @@ class GroupedGemmKernel:
         tiled_mma_sf: cute.TiledMma,
         atoms: tuple[cute.CopyAtom, ...],
         tensors: tuple[cute.Tensor, ...],
-        out_store: tuple[cute.CopyAtom | None, cute.Tensor | None],
+        store_atoms: tuple[cute.CopyAtom, ...],
+        store_tensors: tuple[cute.Tensor, ...],
         out: cute.Tensor,
         a_amax: cute.Tensor | None,
         b_amax: cute.Tensor | None,
@@ -269,11 +273,16 @@ class GroupedGemmKernel:
             acc = cute.make_tensor(pointer, acc_layout)
             direct = swapped = None
             if cutlass.const_expr(not config.tile.swap_ab):
-                store = OutputStore(*out_store, staged_out)
+                store = OutputStore(store_atoms[0], store_tensors[0], staged_out)
                 direct = Epilogue(config, epilogue_tensors, store, acc, cta_row, acc_pipeline)
             if cutlass.const_expr(config.tile.may_swap):
+                store = None
+                if cutlass.const_expr(config.tile.swap_tails):
+                    blocks = cute.make_tensor(staged_out.iterator, layouts.swapped_out.outer)
+                    store = OutputStore(store_atoms[1], store_tensors[1], blocks)
                 swapped = SwappedEpilogue(
-                    config, epilogue_tensors, staged_out.iterator, acc, cta_row, acc_pipeline
+                    *(config, epilogue_tensors, staged_out.iterator, store),
+                    *(acc, cta_row, acc_pipeline),
                 )
             EpilogueWarps(config, epilogue_tensors, direct, swapped, cta_row, tiles).run()
             tmem.relinquish_alloc_permit()

@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
-from cute_kernels.gemm.config import TAIL_BOX_ROWS
+from cute_kernels.gemm.config import SWAPPED_BLOCK, TAIL_BOX_ROWS
 from cute_kernels.gemm.operands import DSL_TYPES, element_type, scale_type
 from cute_kernels.gemm.scheduler import TILE_WORDS
 from cute_kernels.gemm.warp_schedule import WARP_SIZE, NamedBarrierId, WarpSchedule
@@ -33,6 +33,8 @@ class Layouts:
         a, b, sfa, sfb: stages in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
         a_boxes: those of operand M as boxes of rows, (rows, K, boxes of all stages).
         out: staged blocks of the output, (32, columns, STAGE), those of one epilogue warp together.
+        swapped_out: the same memory as blocks of tiles with swapped operands; None if no tiles
+            have them or none leave by TMA.
     """
 
     def __init__(self, config: GemmConfig):
@@ -68,6 +70,17 @@ class Layouts:
         staged_blocks = config.num_store_stage * len(WarpSchedule.epilogue_warp_ids)
         block = (WARP_SIZE, config.store_columns, staged_blocks)
         self.out = cute.tile_to_shape(atom, block, order=(0, 1, 2))
+        self.swapped_out = None
+        if config.tile.swap_tails:
+            dtype = DSL_TYPES[config.out_dtype]
+            kinds = tcgen05.SmemLayoutAtomKind
+            swizzle = kinds.K_SW64 if dtype.width == 16 else kinds.K_SW128
+            blocks = config.staged_bytes * 8 // (SWAPPED_BLOCK * SWAPPED_BLOCK * dtype.width)
+            self.swapped_out = cute.tile_to_shape(
+                tcgen05.make_smem_layout_atom(swizzle, dtype),
+                (SWAPPED_BLOCK, SWAPPED_BLOCK, blocks),
+                order=(0, 1, 2),
+            )
         self.sfa = self.sfb = None
         if kind.is_block_scaled:
             scales = (self.tiled_mma, self.tiler, kind.sf_vec_size, stages)
