@@ -102,7 +102,6 @@ HOPPER_TILE_SHAPES = (
     HopperTile(128, 256, num_ctas=2, swap_ab=True),
     HopperTile(128, 128),
     HopperTile(128, 256),
-    HopperTile(256, 128),
 )
 
 
@@ -141,8 +140,6 @@ class HopperGemmConfig(GemmConfig):
         """Whether this configuration means something with another tile."""
         if self.is_decoded and tile.swap_ab and tile.n > _WIDE_N:
             # 3 to 5% slower than 256 x 128 at 512 and 4096 rows a group (H200).
-            return False
-        if not self.is_decoded and not tile.swap_ab and tile.m > tile.n:
             return False
         if not self.is_decoded and isinstance(tile, HopperTile) and tile.fitted:
             return False
