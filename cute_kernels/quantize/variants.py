@@ -51,6 +51,21 @@ def kernel_specs(arch: str) -> Iterator[Config]:
                 if arch == "sm_90a":
                     yield dataclasses.replace(config, group_amax=True)
             yield from _tiles(dtype, grouping, arch)
+            if (arch, grouping) == ("sm_90a", "ragged"):
+                yield from _values(dtype)
+
+
+def _values(dtype: str) -> Iterator[RowScaledConfig]:
+    for (warps, rows), group_amax in itertools.product(RowScaledConfig.teams[1:], (False, True)):
+        yield RowScaledConfig(
+            dtype,
+            "ragged",
+            warps,
+            rows_per_warp=rows,
+            group_amax=group_amax,
+            as_values=True,
+            arch="sm_90a",
+        )
 
 
 def _tiles(dtype: str, grouping: str, arch: str) -> Iterator[TileConfig]:
