@@ -10,21 +10,14 @@ from torch import Tensor
 
 from cute_kernels.formats import NVFP4, Format
 from cute_kernels.ops import gemm_kernels
-from cute_kernels.ops.checks import (
-    INPUT_DTYPES,
-    check_dtype,
-    check_offs,
-    check_tensor,
-    same_device,
-)
-from cute_kernels.ops.gemm import GroupedGemm, MGroupedGemmNVFP4, check_b, check_vectors
+from cute_kernels.ops.checks import INPUT_DTYPES
+from cute_kernels.ops.gemm import MGroupedGemmNVFP4, MixedInputGemm
 from cute_kernels.ops.quantize import GroupedQuantizeNVFP4
-from cute_kernels.ops.registry import OutputSpec, register
+from cute_kernels.ops.registry import register
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cute_kernels.ops.gemm import Parts
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
 
@@ -33,7 +26,7 @@ __all__ = ["MGroupedQuantizeGemmNVFP4"]
 
 @register
 @dataclasses.dataclass
-class MGroupedQuantizeGemmNVFP4(GroupedGemm):
+class MGroupedQuantizeGemmNVFP4(MixedInputGemm):
     """``grouped_quantize_nvfp4`` of ``a`` and ``m_grouped_gemm_nvfp4`` of that in one op.
 
     The result has the bits of the two. On sm_90a, whose tensor cores multiply fp16, the quantized A
@@ -56,51 +49,20 @@ class MGroupedQuantizeGemmNVFP4(GroupedGemm):
         (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
     """
 
-    a: Tensor
-    b_codes: Tensor
-    b_scales: Tensor
-    b_amax: Tensor
-    offs: Tensor
-    bias: Tensor | None = None
-    alpha: Tensor | None = None
     row_scaled: bool = False
     out_dtype: torch.dtype | None = None
     prepacked: bool = False
 
-    transpose_b: ClassVar[bool] = False
     quantizes_a: ClassVar[bool] = True
     name: ClassVar[str] = "m_grouped_quantize_gemm_nvfp4"
-    fills_fresh: ClassVar[bool] = True
-    operand_format: ClassVar[Format | None] = NVFP4()
+    a_dtypes: ClassVar[tuple[torch.dtype, ...]] = INPUT_DTYPES
 
     @property
-    def device(self) -> torch.device:
-        return self.a.device
-
-    def check(self) -> None:
-        check_tensor("a", self.a, dtypes=INPUT_DTYPES, ndim=(2,))
-        check_tensor("b_codes", self.b_codes, dtypes=(torch.uint8,), ndim=(3,))
-        check_b("a", self.depth, self.b_codes, self.b_scales, self.b_amax)
-        groups, cols, _ = self.b_codes.shape
-        check_offs(self.offs, groups)
-        check_vectors(groups, cols, self.bias, self.alpha)
-        check_dtype("out_dtype", self.out_dtype or torch.bfloat16, INPUT_DTYPES)
-        same_device("a", self.device, **self.tensors())
-
-    def outputs(self) -> list[OutputSpec | None]:
-        shape = (self.a.shape[0], self.b_codes.shape[1])
-        return [OutputSpec(shape, self.out_dtype or torch.bfloat16, zeroed=True)]
+    def result_dtype(self) -> torch.dtype:
+        return self.out_dtype or torch.bfloat16
 
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_gemm", NVFP4(row_scaled=self.row_scaled)
-
-    @property
-    def depth(self) -> int:
-        """K."""
-        return self.a.shape[1]
-
-    def operands(self) -> tuple[Parts, Parts]:
-        return (self.a, None, None), (self.b_codes, self.b_scales, self.b_amax)
 
     def kernels(self, launch: Launcher) -> Runner:
         return gemm_kernels.quantizing(self, launch) or _one_after_the_other

@@ -52,8 +52,7 @@ __all__ = [
     "MGroupedGemm",
     "MGroupedGemmNVFP4",
     "MGroupedGemmW4A16",
-    "check_b",
-    "check_vectors",
+    "MixedInputGemm",
 ]
 
 _BLOCK = NVFP4.sf_vec_size
@@ -72,6 +71,7 @@ def check_vectors(num_groups: int, cols: int, bias: Tensor | None, alpha: Tensor
 
 def check_b(a_name: str, depth: int, codes: Tensor, scales: Tensor, amax: Tensor) -> None:
     """Check the quantized B beside an A of ``depth`` columns."""
+    check_tensor("b_codes", codes, dtypes=_BYTE, ndim=(3,))
     groups, cols, given = codes.shape
     check_multiple("K", depth, _BLOCK, f"blocks of {_BLOCK} along the columns of {a_name}")
     if given * 2 not in (depth, ceil_div(depth, TILE_ROWS) * TILE_ROWS):
@@ -352,10 +352,9 @@ class MGroupedGemmNVFP4(GroupedGemm):
 
     def check(self) -> None:
         check_tensor("a_codes", self.a_codes, dtypes=_BYTE, ndim=(2,))
-        check_tensor("b_codes", self.b_codes, dtypes=_BYTE, ndim=(3,))
-        rows, depth = self.a_codes.shape[0], self.a_codes.shape[1] * 2
-        groups, cols, _ = self.b_codes.shape
+        rows, depth = self.a_codes.shape[0], self.depth
         check_b("a_codes", depth, self.b_codes, self.b_scales, self.b_amax)
+        groups, cols, _ = self.b_codes.shape
         check_offs(self.offs, groups)
         tiles = (num_slot_tiles(rows, groups), scale_tiles(depth, _BLOCK), SF_TILE_BYTES)
         check_tensor("a_scales", self.a_scales, dtypes=_BYTE, shape=tiles)
@@ -407,9 +406,57 @@ class MGroupedGemmNVFP4(GroupedGemm):
         )
 
 
+@dataclasses.dataclass
+class MixedInputGemm(GroupedGemm):
+    """What the GEMMs of a plain A and a quantized B share."""
+
+    a: Tensor
+    b_codes: Tensor
+    b_scales: Tensor
+    b_amax: Tensor
+    offs: Tensor
+    bias: Tensor | None = None
+    alpha: Tensor | None = None
+
+    transpose_b: ClassVar[bool] = False
+    fills_fresh: ClassVar[bool] = True
+    operand_format: ClassVar[Format | None] = NVFP4()
+    a_dtypes: ClassVar[tuple[torch.dtype, ...]]
+
+    @property
+    @abc.abstractmethod
+    def result_dtype(self) -> torch.dtype:
+        """``out_dtype``, or what stands for None."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.a.device
+
+    def check(self) -> None:
+        check_tensor("a", self.a, dtypes=self.a_dtypes, ndim=(2,))
+        check_b("a", self.depth, self.b_codes, self.b_scales, self.b_amax)
+        groups, cols, _ = self.b_codes.shape
+        check_offs(self.offs, groups)
+        check_vectors(groups, cols, self.bias, self.alpha)
+        check_dtype("out_dtype", self.result_dtype, INPUT_DTYPES)
+        same_device("a", self.device, **self.tensors())
+
+    def outputs(self) -> list[OutputSpec | None]:
+        shape = (self.a.shape[0], self.b_codes.shape[1])
+        return [OutputSpec(shape, self.result_dtype, zeroed=True)]
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.a.shape[1]
+
+    def operands(self) -> tuple[Parts, Parts]:
+        return (self.a, None, None), (self.b_codes, self.b_scales, self.b_amax)
+
+
 @register
 @dataclasses.dataclass
-class MGroupedGemmW4A16(GroupedGemm):
+class MGroupedGemmW4A16(MixedInputGemm):
     """Rows of each group of a plain A times its quantized matrix of B (NVFP4 weights, W4A16).
 
     Args:
@@ -427,49 +474,18 @@ class MGroupedGemmW4A16(GroupedGemm):
         (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
     """
 
-    a: Tensor
-    b_codes: Tensor
-    b_scales: Tensor
-    b_amax: Tensor
-    offs: Tensor
-    bias: Tensor | None = None
-    alpha: Tensor | None = None
     out_dtype: torch.dtype | None = None
 
     row_scaled: ClassVar[bool] = False
-    transpose_b: ClassVar[bool] = False
     name: ClassVar[str] = "m_grouped_gemm_w4a16"
-    fills_fresh: ClassVar[bool] = True
-    operand_format: ClassVar[Format | None] = NVFP4()
+    a_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
 
     @property
-    def device(self) -> torch.device:
-        return self.a.device
-
-    def check(self) -> None:
-        check_tensor("a", self.a, dtypes=(torch.bfloat16, torch.float16), ndim=(2,))
-        check_tensor("b_codes", self.b_codes, dtypes=_BYTE, ndim=(3,))
-        check_b("a", self.depth, self.b_codes, self.b_scales, self.b_amax)
-        groups, cols, _ = self.b_codes.shape
-        check_offs(self.offs, groups)
-        check_vectors(groups, cols, self.bias, self.alpha)
-        check_dtype("out_dtype", self.out_dtype or self.a.dtype, INPUT_DTYPES)
-        same_device("a", self.device, **self.tensors())
-
-    def outputs(self) -> list[OutputSpec | None]:
-        shape = (self.a.shape[0], self.b_codes.shape[1])
-        return [OutputSpec(shape, self.out_dtype or self.a.dtype, zeroed=True)]
+    def result_dtype(self) -> torch.dtype:
+        return self.out_dtype or self.a.dtype
 
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_gemm_w4a16", NVFP4()
-
-    @property
-    def depth(self) -> int:
-        """K."""
-        return self.a.shape[1]
-
-    def operands(self) -> tuple[Parts, Parts]:
-        return (self.a, None, None), (self.b_codes, self.b_scales, self.b_amax)
 
     def kernels(self, launch: Launcher) -> Runner:
         return gemm_kernels.m_grouped(self, launch)
