@@ -64,7 +64,7 @@ def load_global(address: Int64, words: int) -> list[Uint32]:
 
 
 def load_global_if(address: Int64, num_bytes: int, index: Int32, end: Int32) -> list[Uint32]:
-    """2, 4 or 16 aligned bytes that the kernel never writes, or zeros unless ``index < end``.
+    """2, 4, 8 or 16 aligned bytes that the kernel never writes, or zeros unless ``index < end``.
 
     Without a branch, so that many loads are under way at once. Two bytes come as the low half.
     """

@@ -128,19 +128,18 @@ def m_grouped(op: AnyMGrouped, launch: Launcher) -> Runner:
 
 def quantizing(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Runner | None:
     """How ``m_grouped_quantize_gemm_nvfp4`` runs where A becomes values; None where it does not."""
-    if launch.arch != "sm_90a" or not op.a.numel():
-        return None
-    problem = QuantizeProblem(dtype_name(op.a.dtype), op.a.shape[1])
-    if not _values_config(op, launch).can_implement(problem):
+    if launch.arch != "sm_90a" or not op.a.numel() or _values_config(op, launch) is None:
         return None
     return m_grouped(op, launch)
 
 
-def _values_config(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> RowScaledConfig:
+def _values_config(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> RowScaledConfig | None:
+    """The quantizer of A to values; None where no kernel can."""
     problem = QuantizeProblem(dtype_name(op.a.dtype), op.a.shape[1])
-    return RowScaledConfig.choose(
+    config = RowScaledConfig.choose(
         problem, launch.arch, group_amax=not op.row_scaled, as_values=True
     )
+    return config if config.can_implement(problem) else None
 
 
 def k_grouped(op: KGroupedGemm | KGroupedGemmNVFP4, launch: Launcher) -> Runner:
@@ -249,6 +248,7 @@ def _expander(op: AnyGemm, side: str, launch: Launcher) -> Prepare:
 def _quantizer(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Prepare:
     """What quantizes A to fp16 values, in the order that Hopper kernels take."""
     config = _values_config(op, launch)
+    assert config is not None
     kernel = launch.kernel(config)
     amax_kernel = None
     if config.group_amax:
