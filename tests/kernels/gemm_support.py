@@ -25,6 +25,23 @@ if TYPE_CHECKING:
 ARCH = "sm_100a"
 NUM_SMS = 4
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+#: (rows of each group, N, K, rows of the tail).
+SHAPES = {
+    "one row": ([1], 8, 32, 0),
+    "whole tiles": ([128, 256], 128, 256, 0),
+    "tails": ([100, 0, 128, 5, 200], 136, 320, 11),
+    "empty first and last": ([0, 0, 60, 0], 24, 64, 70),
+    "padded pitch, part of a stage": ([3, 130], 40, 48, 1),
+    "all empty": ([0, 0], 16, 32, 40),
+    "long K": ([130, 7], 72, 1056, 0),
+}
+#: (rows of each group, columns of A, columns of B, rows of the tail).
+WGRAD_SHAPES = {
+    "one row": ([1], 8, 8, 0),
+    "whole tiles": ([256, 512], 128, 128, 0),
+    "tails": ([100, 0, 128, 5, 200, 300], 136, 200, 11),
+    "all empty": ([0, 0], 8, 16, 3),
+}
 #: NaN as an E4M3 scale; as two codes, finite.
 _POISON = 0xFF
 

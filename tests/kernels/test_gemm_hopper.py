@@ -24,7 +24,16 @@ from cute_kernels.gemm.hopper.config import (
 )
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.gemm.hopper.warp_schedule import HopperWarpSchedule
-from tests.kernels.gemm_support import Product, assert_same_bits, compiled, k_grouped, m_grouped
+from tests.kernels.gemm_support import (
+    SHAPES,
+    WGRAD_SHAPES,
+    Product,
+    assert_same_bits,
+    compiled,
+    k_grouped,
+    m_grouped,
+)
+from tests.kernels.op_support import MODE_IDS, MODES
 
 
 def name_of(tile: HopperTile) -> str:
@@ -69,23 +78,6 @@ W4A16_ALL = HopperGemmConfig(
     tile=M_TILES["128x128"],
 )
 
-#: (rows of each group, N, K, rows of the tail).
-SHAPES = {
-    "one row": ([1], 8, 32, 0),
-    "whole tiles": ([128, 256], 128, 256, 0),
-    "tails": ([100, 0, 128, 5, 200], 136, 320, 11),
-    "empty first and last": ([0, 0, 60, 0], 24, 64, 70),
-    "padded pitch, part of a stage": ([3, 130], 40, 48, 1),
-    "all empty": ([0, 0], 16, 32, 40),
-    "long K": ([130, 7], 72, 1056, 0),
-}
-#: (rows of each group, columns of A, columns of B, rows of the tail).
-WGRAD_SHAPES = {
-    "one row": ([1], 8, 8, 0),
-    "whole tiles": ([256, 512], 128, 128, 0),
-    "tails": ([100, 0, 128, 5, 200, 300], 136, 200, 11),
-    "all empty": ([0, 0], 8, 16, 3),
-}
 #: What the kernel multiplies.
 KINDS = {
     "nvfp4": {"operand": "nvfp4"},
@@ -93,8 +85,6 @@ KINDS = {
     "w4a16": {"operand": "nvfp4", "activations": "bfloat16"},
     "bf16": {"operand": "bfloat16"},
 }
-MODES = [{"mode": "chaos", "seed": seed} for seed in range(5)] + [{"races": True}]
-MODE_IDS = [f"chaos {seed}" for seed in range(5)] + ["races"]
 
 
 def has_hopper() -> bool:

@@ -12,11 +12,14 @@ from cute_kernels.gemm.config import GemmConfig, GemmProblem, TileShape
 from cute_kernels.gemm.heuristics import choose_config
 from tests.kernels.gemm_support import (
     NUM_SMS,
+    SHAPES,
+    WGRAD_SHAPES,
     Product,
     assert_same_bits,
     k_grouped,
     m_grouped,
 )
+from tests.kernels.op_support import MODE_IDS, MODES
 
 FPROP = GemmConfig("nvfp4", row_scaled=True)
 FPROP_ALL = GemmConfig(
@@ -40,26 +43,6 @@ TILED = {
         FPROP_ALL, out_dtype="float32", tile=TileShape(128, 32, swap_ab=True)
     ),
 }
-
-#: (rows of each group, N, K, rows of the tail).
-SHAPES = {
-    "one row": ([1], 8, 32, 0),
-    "whole tiles": ([128, 256], 128, 256, 0),
-    "tails": ([100, 0, 128, 5, 200], 136, 320, 11),
-    "empty first and last": ([0, 0, 60, 0], 24, 64, 70),
-    "padded pitch, part of an instruction": ([3, 130], 40, 48, 1),
-    "all empty": ([0, 0], 16, 32, 40),
-    "long K": ([130, 7], 72, 1056, 0),
-}
-#: (rows of each group, columns of A, columns of B, rows of the tail).
-WGRAD_SHAPES = {
-    "one row": ([1], 8, 8, 0),
-    "whole tiles": ([256, 512], 128, 128, 0),
-    "tails": ([100, 0, 128, 5, 200, 300], 136, 200, 11),
-    "all empty": ([0, 0], 8, 16, 3),
-}
-MODES = [{"mode": "chaos", "seed": seed} for seed in range(5)] + [{"races": True}]
-MODE_IDS = [f"chaos {seed}" for seed in range(5)] + ["races"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -7,6 +7,7 @@ import pytest
 from cute_kernels import emulator
 from cute_kernels.gemm.config import GemmConfig, TileShape
 from tests.kernels.gemm_support import Product, assert_same_bits, k_grouped, m_grouped
+from tests.kernels.op_support import MODE_IDS, MODES
 
 FPROP = GemmConfig("bfloat16", bias_dtype="bfloat16")
 FEW_ROWS = GemmConfig("bfloat16", transpose_b=True, tile=TileShape(128, 32, swap_ab=True))
@@ -24,8 +25,6 @@ SHAPES = {
     "whole tiles": ([128, 256], 128, 128, 0),
     "tails": ([100, 0, 128, 5, 200], 136, 200, 11),
 }
-MODES = [{"mode": "chaos", "seed": seed} for seed in range(5)] + [{"races": True}]
-MODE_IDS = [f"chaos {seed}" for seed in range(5)] + ["races"]
 
 
 def product_of(config: GemmConfig, shape: str) -> Product:

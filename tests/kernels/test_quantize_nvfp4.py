@@ -10,6 +10,7 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.quantize import RowScaledConfig, TileConfig
+from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.quantize_support import (
     Problem,
     assert_same,
@@ -170,10 +171,6 @@ def test_more_than_a_thousand_groups(kind: str) -> None:
         check_rows(RowScaledConfig("bfloat16", warps_per_row=1), problem)
     else:
         check_tiles(TileConfig("bfloat16", columnwise=True, compute_amax=True), problem)
-
-
-MODES = [{"mode": "chaos", "seed": seed} for seed in range(5)] + [{"races": True}]
-MODE_IDS = [f"chaos {seed}" for seed in range(5)] + ["races"]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
