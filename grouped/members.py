@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.reference.groups import untile_scales
-from cute_kernels.shapes import TILE_ROWS, ceil_div, scale_tiles, slot_tile, uniform_tiles
+from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, scale_tiles, slot_tile, uniform_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,7 +27,7 @@ from cute_kernels.quantize import (
     RowScaledConfig,
     TileConfig,
 )
-from cute_kernels.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles
+from cute_kernels.layout.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles
 
 NUM_SMS = 4
 

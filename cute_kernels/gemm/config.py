@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal
 
 from cute_kernels.capability import Support
 from cute_kernels.formats import NVFP4
-from cute_kernels.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_ROWS, ceil_div
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_ROWS, ceil_div
 
 __all__ = ["OPERANDS", "TILE_SHAPES", "GemmConfig", "GemmProblem", "OperandKind", "TileShape"]
 

@@ -13,7 +13,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 
 from cute_kernels.gemm.config import N_ALIGN
 from cute_kernels.gemm.operands import DSL_TYPES
-from cute_kernels.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, TILE_ROWS
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import GemmConfig

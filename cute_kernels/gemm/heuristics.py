@@ -12,7 +12,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, TypeVar
 
-from cute_kernels.shapes import ceil_div
+from cute_kernels.layout.shapes import ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -45,7 +45,7 @@ from cute_kernels.gemm.operands import (
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
 from cute_kernels.gemm.storage import Barriers, Layouts, make_pipelines
 from cute_kernels.gemm.warp_schedule import NamedBarrierId, WarpSchedule
-from cute_kernels.shapes import TILE_ROWS
+from cute_kernels.layout.shapes import TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import GemmConfig

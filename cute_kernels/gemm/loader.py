@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.gemm.config import RAGGED_ROWS, TAIL_BOX_ROWS
 from cute_kernels.gemm.scheduler import WorkTile
-from cute_kernels.shapes import SF_TILE_COLS, SF_TILE_ROWS
+from cute_kernels.layout.shapes import SF_TILE_COLS, SF_TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import GemmConfig

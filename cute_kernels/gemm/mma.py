@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import tcgen05
 from cute_kernels.gemm import umma
 from cute_kernels.gemm.config import K_BLOCKS, TMEM_LANES
 from cute_kernels.gemm.scheduler import WorkTile
-from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_ROWS
+from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import GemmConfig

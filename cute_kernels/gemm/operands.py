@@ -12,7 +12,7 @@ from cutlass import Int64, cute
 
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.config import RAGGED_ROWS
-from cute_kernels.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import OperandKind

@@ -16,7 +16,7 @@ import cutlass
 from cutlass import Int32, cute, pipeline
 
 from cute_kernels.gemm.warp_schedule import WARP_SIZE
-from cute_kernels.shapes import TILE_ROWS
+from cute_kernels.layout.shapes import TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import GemmConfig

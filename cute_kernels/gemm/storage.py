@@ -13,7 +13,7 @@ from cute_kernels.gemm.config import SWAPPED_BLOCK, TAIL_BOX_ROWS
 from cute_kernels.gemm.operands import DSL_TYPES, element_type, scale_type
 from cute_kernels.gemm.scheduler import TILE_WORDS
 from cute_kernels.gemm.warp_schedule import WARP_SIZE, NamedBarrierId, WarpSchedule
-from cute_kernels.shapes import SF_TILE_ROWS, round_up
+from cute_kernels.layout.shapes import SF_TILE_ROWS, round_up
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import GemmConfig

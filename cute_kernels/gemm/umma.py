@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from cutlass import Int32, Int64
 
 from cute_kernels.device.ptx import asm_volatile
-from cute_kernels.shapes import SF_TILE_BYTES
+from cute_kernels.layout.shapes import SF_TILE_BYTES
 
 if TYPE_CHECKING:
     from cutlass import cute

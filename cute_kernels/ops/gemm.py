@@ -29,7 +29,7 @@ from cute_kernels.ops.checks import (
 from cute_kernels.ops.registry import Op, OutputSpec, register
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime.backend import active_backend
-from cute_kernels.shapes import (
+from cute_kernels.layout.shapes import (
     PITCH_ALIGNMENT,
     SF_TILE_BYTES,
     SF_TILE_ROWS,

@@ -18,7 +18,7 @@ from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import dense, dtype_name, readable
 from cute_kernels.ops.registry import Allocator, OutputSpec
 from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, RowScaledConfig
-from cute_kernels.shapes import PIECE_K, PITCH_ALIGNMENT, ceil_div
+from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -21,7 +21,7 @@ from cute_kernels.ops.checks import (
 )
 from cute_kernels.ops.registry import Op, OutputSpec, register
 from cute_kernels.reference.groups import Groups
-from cute_kernels.shapes import (
+from cute_kernels.layout.shapes import (
     SF_TILE_BYTES,
     SF_TILE_ROWS,
     TILE_ROWS,
@@ -230,7 +230,7 @@ def _nvfp4_specs(
 class GroupedQuantizeNVFP4(Op):
     """Quantize the groups of ``x`` to NVFP4; an output that is not asked for has shape (0,).
 
-    With P = 128 * (T // 128 + G) slot rows (``cute_kernels.shapes``):
+    With P = 128 * (T // 128 + G) slot rows (``cute_kernels.layout.shapes``):
 
     Args:
         x: (T, K) with ``offs``, or (G, N, K) without; bf16, fp16 or fp32; K % 16 == 0.

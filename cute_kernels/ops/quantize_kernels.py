@@ -20,7 +20,7 @@ from cute_kernels.quantize.config import (
     RowScaledConfig,
     TileConfig,
 )
-from cute_kernels.shapes import PITCH_ALIGNMENT, code_pitch
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT, code_pitch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

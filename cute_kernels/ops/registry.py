@@ -22,7 +22,7 @@ from cute_kernels.capability import require, support
 from cute_kernels.runtime.backend import active_backend, chosen_backend
 from cute_kernels.runtime.launch import launcher
 from cute_kernels.runtime.plan import PlanCache, plan_key
-from cute_kernels.shapes import PITCH_ALIGNMENT
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

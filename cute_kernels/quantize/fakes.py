@@ -12,7 +12,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Uint8, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cute_kernels.formats import NVFP4
-from cute_kernels.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES
+from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES
 
 __all__ = ["FakeBuffers", "dsl_dtype", "env_stream"]
 

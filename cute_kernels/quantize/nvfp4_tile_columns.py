@@ -29,7 +29,7 @@ from cute_kernels.quantize.tile import (
     join_scales,
     scale_blocks,
 )
-from cute_kernels.shapes import SF_TILE_BYTES, TILE_ROWS
+from cute_kernels.layout.shapes import SF_TILE_BYTES, TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.quantize.config import TileConfig

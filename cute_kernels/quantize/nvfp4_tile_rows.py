@@ -24,7 +24,7 @@ from cute_kernels.quantize.tile import (
     join_scales,
     scale_blocks,
 )
-from cute_kernels.shapes import SF_TILE_BYTES, SF_TILE_COLS
+from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 
 if TYPE_CHECKING:
     from cute_kernels.quantize.config import TileConfig

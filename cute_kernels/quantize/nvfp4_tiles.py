@@ -48,7 +48,7 @@ from cute_kernels.quantize.tile import (
     Level,
     TileGeometry,
 )
-from cute_kernels.shapes import TILE_ROWS
+from cute_kernels.layout.shapes import TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.quantize.config import TileConfig

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from cute_kernels.shapes import (
+from cute_kernels.layout.shapes import (
     SF_TILE_BYTES,
     SF_TILE_COLS,
     TILE_ROWS,

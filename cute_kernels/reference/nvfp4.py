@@ -31,7 +31,7 @@ from cute_kernels.reference.conversions import (
 )
 from cute_kernels.reference.groups import Groups, tile_scales, untile_scales
 from cute_kernels.reference.reductions import absmax, group_amax
-from cute_kernels.shapes import SF_TILE_ROWS, TILE_ROWS, ceil_div, round_up, scale_tiles
+from cute_kernels.layout.shapes import SF_TILE_ROWS, TILE_ROWS, ceil_div, round_up, scale_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -60,7 +60,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.reference.conversions import unpack_codes
-from cute_kernels.shapes import ceil_div
+from cute_kernels.layout.shapes import ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

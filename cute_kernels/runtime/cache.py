@@ -40,8 +40,9 @@ _LAYOUT = 1
 #: A compilation takes seconds; a lock held for longer than this belongs to a stuck process.
 _LOCK_TIMEOUT_S = 300.0
 _STARTED = time.time()
-#: Parts of this package that no compiled kernel depends on.
-_NOT_KERNEL_SOURCE = ("reference", "ops", "emulator")
+#: Parts of this package that compiled kernels depend on; of ``runtime`` only what compiles them.
+_KERNEL_SOURCE = ("formats", "layout", "device", "quantize", "gemm")
+_COMPILER_SOURCE = ("arch.py", "compile.py", "dsl.py", "spec.py")
 #: CUTE_DSL_* variables that do not change the code that is generated. The DSL has more of them in
 #: every version, so what is not named here counts.
 _HARMLESS_DSL_VARIABLES = frozenset(
@@ -221,11 +222,8 @@ _warned: set[str] = set()
 def _source_digest(module: str) -> str | None:
     """Digest of this package's kernel sources and of ``module``'s package, if that is another."""
     package = Path(__file__).resolve().parent.parent
-    files = [
-        path
-        for path in package.rglob("*.py")
-        if path.relative_to(package).parts[0] not in _NOT_KERNEL_SOURCE
-    ]
+    files = [path for name in _KERNEL_SOURCE for path in (package / name).rglob("*.py")]
+    files += [package / "runtime" / name for name in _COMPILER_SOURCE]
     roots = {package: files}
     top = module.partition(".")[0]
     if top != package.name:
@@ -235,7 +233,7 @@ def _source_digest(module: str) -> str | None:
         path = Path(source).resolve()
         is_package = path.name == "__init__.py"
         roots[path.parent] = sorted(path.parent.rglob("*.py")) if is_package else [path]
-    if not files:  # imported from an archive
+    if not all(path.is_file() for path in files):  # imported from an archive
         return None
     digest = hashlib.sha256()
     try:

@@ -339,8 +339,10 @@ def test_our_kernel_sources_count_and_our_ops_do_not():
         patch.setattr(Path, "read_bytes", spy)
         assert source_digest("cute_kernels.gemm") is not None
     assert package / "runtime" / "compile.py" in read
-    assert package / "formats.py" in read
-    assert not [path for path in read if path.is_relative_to(package / "reference")]
+    assert package / "formats" / "__init__.py" in read
+    for name in ("reference", "ops", "emulator"):
+        assert not [path for path in read if path.is_relative_to(package / name)]
+    assert package / "runtime" / "backend.py" not in read
 
 
 # The text of a spec

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 #: which only gathers the public names, and its other top-level modules are the layer "front".
 LAYERS = {
     "formats": 0,
-    "shapes": 0,
+    "layout": 0,
     "capability": 1,
     "reference": 2,
     "emulator": 2,
@@ -24,7 +24,7 @@ LAYERS = {
     "front": 6,
     "grouped": 7,
 }
-REFERENCE_NEEDS_ONLY = {"formats", "shapes", "reference"}
+REFERENCE_NEEDS_ONLY = {"formats", "layout", "reference"}
 
 
 def modules():

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels import shapes
+from cute_kernels.layout import shapes
 from cute_kernels.reference.groups import Groups, tile_scales, untile_scales
 
 sizes = st.integers(0, 1 << 40)

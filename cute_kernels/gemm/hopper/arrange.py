@@ -18,7 +18,7 @@ from cute_kernels.device.memory import load_global_if, store_global, transpose_f
 from cute_kernels.device.ptx import asm
 from cute_kernels.gemm.config import N_ALIGN
 from cute_kernels.gemm.operands import DSL_TYPES
-from cute_kernels.shapes import PIECE_K
+from cute_kernels.layout.shapes import PIECE_K
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.hopper.config import ArrangeConfig

@@ -25,7 +25,7 @@ from cute_kernels.gemm.config import (
     OperandKind,
     TileShape,
 )
-from cute_kernels.shapes import PIECE_K
+from cute_kernels.layout.shapes import PIECE_K
 
 __all__ = [
     "HOPPER_TILE_SHAPES",

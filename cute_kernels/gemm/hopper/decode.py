@@ -30,7 +30,7 @@ from cute_kernels.device.ptx import asm
 from cute_kernels.gemm.hopper.config import WARPGROUP_M
 from cute_kernels.gemm.hopper.loader import SCALE_TILE_K
 from cute_kernels.gemm.hopper.warp_schedule import WARPGROUP_SIZE
-from cute_kernels.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.hopper.config import HopperGemmConfig

@@ -21,7 +21,7 @@ from cute_kernels.device.decode import high_bytes, scales_as_fp16, times_scale
 from cute_kernels.device.groups import Grouping, group_start
 from cute_kernels.device.memory import load_global_if, store_global
 from cute_kernels.device.ptx import asm
-from cute_kernels.shapes import (
+from cute_kernels.layout.shapes import (
     PIECE_K,
     PITCH_ALIGNMENT,
     SF_TILE_BYTES,

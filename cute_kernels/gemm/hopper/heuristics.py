@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cute_kernels.shapes import ceil_div
+from cute_kernels.layout.shapes import ceil_div
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import GemmProblem

@@ -38,7 +38,7 @@ from cute_kernels.gemm.hopper.warp_schedule import HopperWarpSchedule
 from cute_kernels.gemm.loader import LoadWarp, TmaSource
 from cute_kernels.gemm.operands import matrix_view, output_view, ragged_rows_view
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
-from cute_kernels.shapes import TILE_ROWS
+from cute_kernels.layout.shapes import TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.hopper.config import HopperGemmConfig

@@ -9,7 +9,7 @@ from cutlass import Int16, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.formats import NVFP4
-from cute_kernels.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.loader import TmaSource

@@ -11,7 +11,7 @@ from cutlass.utils import hopper_helpers
 from cute_kernels.gemm.hopper.config import WARPGROUP_M
 from cute_kernels.gemm.operands import DSL_TYPES
 from cute_kernels.gemm.scheduler import TILE_WORDS
-from cute_kernels.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
 
 if TYPE_CHECKING:
     import cutlass

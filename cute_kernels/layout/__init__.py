@@ -1,0 +1,1 @@
+"""Integer maths of the data layout: slots, tiles and the shapes of buffers."""
