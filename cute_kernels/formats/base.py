@@ -53,6 +53,14 @@ class ElementType:
         """Elements packed into one byte, the even index in the low bits."""
         return 8 // self.bits
 
+    def count(self, width: int) -> int:
+        """Numbers in a row of ``width`` entries of the storage dtype."""
+        return width * self.dtype.itemsize * 8 // self.bits
+
+    def width(self, count: int) -> int:
+        """Entries of the storage dtype that ``count`` numbers take."""
+        return -(-count * self.bits // (self.dtype.itemsize * 8))
+
 
 E2M1 = ElementType("e2m1", 4, 6.0, torch.uint8)
 E4M3 = ElementType("e4m3", 8, 448.0, torch.float8_e4m3fn)
@@ -175,6 +183,12 @@ class Format(abc.ABC):
         if level is not None and not level.is_shared:
             own, shared = own + shared, []
         return (*(f"{name}_t" if columnwise else name for name in own), *shared)
+
+    def operand_names(self, columnwise: bool) -> tuple[str, ...]:
+        """The buffers of one direction that a reader needs: of the second level the one it has."""
+        names = self.buffer_names(columnwise)
+        level = self.second_level
+        return names if level is None else names[: len(names) - len(level.buffers) + 1]
 
     @property
     def text(self) -> str:

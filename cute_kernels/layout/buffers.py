@@ -114,7 +114,7 @@ def buffers(
 
 def _rows_of_codes(element: ElementType, rows: tuple[int, ...], cols: int) -> BufferSpec:
     """Codes of rows of ``cols`` elements, each row padded to a pitch that TMA can take."""
-    width = ceil_div(cols * element.bits, element.dtype.itemsize * 8)
+    width = element.width(cols)
     return BufferSpec((*rows, width), element.dtype, code_pitch(width, element.dtype.itemsize))
 
 

@@ -6,14 +6,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cute_kernels.layout.buffers import buffers
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from cute_kernels.formats import Format
+
 __all__ = [
     "INPUT_DTYPES",
+    "check_copy",
     "check_dtype",
+    "check_input",
     "check_multiple",
     "check_offs",
     "check_tensor",
@@ -79,3 +85,46 @@ def same_device(first: str, device: torch.device, **others: Tensor | None) -> No
             raise ValueError(
                 f"{name} must be on the device of {first} ({device}), got {tensor.device}"
             )
+
+
+def check_input(name: str, x: Tensor, offs: Tensor | None) -> None:
+    """``x`` must be (T, K) with ``offs``, or (G, N, K) without; bf16, fp16 or fp32."""
+    check_tensor(name, x, dtypes=INPUT_DTYPES, ndim=(3,) if offs is None else (2,))
+    if offs is not None:
+        check_offs(offs)
+        same_device(name, x.device, offs=offs)
+    elif x.shape[0] < 1:
+        raise ValueError(f"{name} must have at least one group, got shape {tuple(x.shape)}")
+
+
+def check_copy(
+    codes_name: str,
+    scales_name: str,
+    copy: tuple[Tensor, Sequence[Tensor]],
+    fmt: Format,
+    shape: Sequence[int],
+    num_groups: int | None,
+    columnwise: bool,
+) -> None:
+    """Check one direction of a quantized tensor against ``layout.buffers``.
+
+    Args:
+        codes_name: the argument that holds its codes.
+        scales_name: the argument that lists the rest of ``Format.operand_names``.
+        copy: both.
+        fmt: its format.
+        shape: (T, K) of a ragged tensor, or (G, N, K) of a uniform one.
+        num_groups: G of a ragged tensor; None if uniform.
+        columnwise: which direction.
+    """
+    codes, scales = copy
+    names = fmt.operand_names(columnwise)
+    wanted = buffers(fmt, shape, num_groups, rowwise=not columnwise, columnwise=columnwise)
+    if len(scales) != len(names) - 1:
+        raise ValueError(
+            f"{scales_name} must be {', '.join(names[1:])} of {fmt.text}, got {len(scales)} tensors"
+        )
+    check_tensor(codes_name, codes, dtypes=(wanted[names[0]].dtype,), shape=wanted[names[0]].shape)
+    for i, (name, tensor) in enumerate(zip(names[1:], scales, strict=True)):
+        label = f"{scales_name}[{i}], the {name} of {fmt.text},"
+        check_tensor(label, tensor, dtypes=(wanted[name].dtype,), shape=wanted[name].shape)

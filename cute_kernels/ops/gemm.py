@@ -1,7 +1,9 @@
 """Grouped GEMM ops.
 
 ``m_grouped``: rows of ragged groups times one matrix a group (fprop and dgrad). ``k_grouped``: two
-ragged operands multiplied over their common rows (wgrad). Names follow DeepGEMM.
+ragged operands multiplied over their common rows (wgrad). Names follow DeepGEMM. An operand is a
+plain tensor, or the codes of one direction of a quantized one with the rest of that direction in a
+list beside it; the text of its format says how to read them.
 """
 
 from __future__ import annotations
@@ -15,29 +17,24 @@ from torch import Tensor
 
 from cute_kernels import reference
 from cute_kernels.capability import UnsupportedError, require
-from cute_kernels.formats import NVFP4, Format
-from cute_kernels.gemm.hopper.prepack import unpack
-from cute_kernels.ops import gemm_kernels
+from cute_kernels.formats import Format, parse
+from cute_kernels.layout.buffers import BufferSpec
+from cute_kernels.layout.prepack import unpack
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT, TILE_ROWS
 from cute_kernels.ops.checks import (
     INPUT_DTYPES,
+    check_copy,
     check_dtype,
     check_multiple,
     check_offs,
     check_tensor,
     same_device,
 )
-from cute_kernels.ops.registry import Op, OutputSpec, register
+from cute_kernels.ops.launch import gemm as launch_gemm
+from cute_kernels.ops.quantize import GroupedQuantize
+from cute_kernels.ops.registry import Op, register
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime.backend import active_backend
-from cute_kernels.layout.shapes import (
-    PITCH_ALIGNMENT,
-    SF_TILE_BYTES,
-    SF_TILE_ROWS,
-    TILE_ROWS,
-    ceil_div,
-    num_slot_tiles,
-    scale_tiles,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,20 +42,13 @@ if TYPE_CHECKING:
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
 
-__all__ = [
-    "GroupedGemm",
-    "KGroupedGemm",
-    "KGroupedGemmNVFP4",
-    "MGroupedGemm",
-    "MGroupedGemmNVFP4",
-    "MGroupedGemmW4A16",
-    "MixedInputGemm",
-]
+__all__ = ["GroupedGemm", "KGroupedGemm", "MGrouped", "MGroupedGemm", "MGroupedQuantizeGemm"]
 
-_BLOCK = NVFP4.sf_vec_size
-_BYTE = (torch.uint8,)
-Parts = tuple[Tensor, "Tensor | None", "Tensor | None"]
 _FP32 = (torch.float32,)
+
+
+def _parse(text: str | None) -> Format | None:
+    return None if text is None else parse(text)
 
 
 def check_vectors(num_groups: int, cols: int, bias: Tensor | None, alpha: Tensor | None) -> None:
@@ -67,21 +57,6 @@ def check_vectors(num_groups: int, cols: int, bias: Tensor | None, alpha: Tensor
         check_tensor("bias", bias, dtypes=INPUT_DTYPES, shape=(num_groups, cols))
     if alpha is not None:
         check_tensor("alpha", alpha, dtypes=_FP32, shape=(num_groups,))
-
-
-def check_b(a_name: str, depth: int, codes: Tensor, scales: Tensor, amax: Tensor) -> None:
-    """Check the quantized B beside an A of ``depth`` columns."""
-    check_tensor("b_codes", codes, dtypes=_BYTE, ndim=(3,))
-    groups, cols, given = codes.shape
-    check_multiple("K", depth, _BLOCK, f"blocks of {_BLOCK} along the columns of {a_name}")
-    if given * 2 not in (depth, ceil_div(depth, TILE_ROWS) * TILE_ROWS):
-        raise ValueError(
-            f"b_codes must be blocked along the K = {depth} of {a_name}, got shape "
-            f"{tuple(codes.shape)}"
-        )
-    tiles = (groups, ceil_div(cols, SF_TILE_ROWS), scale_tiles(given * 2, _BLOCK), SF_TILE_BYTES)
-    check_tensor("b_scales", scales, dtypes=_BYTE, shape=tiles)
-    check_tensor("b_amax", amax, dtypes=_FP32, shape=(groups,))
 
 
 def _tensor_core(operand: Tensor) -> str | None:
@@ -95,38 +70,198 @@ def _tensor_core(operand: Tensor) -> str | None:
     return backend.tensor_core
 
 
+def _reference_operand(
+    codes: Tensor, scales: list[Tensor] | None, fmt: Format | None, columnwise: bool
+) -> reference.Operand:
+    if fmt is None:
+        return reference.Operand(codes)
+    level = fmt.level(columnwise)
+    found = dict(zip(fmt.operand_names(False)[1:], scales or (), strict=True))
+    vector = None if level is None else found[level.buffers[0]]
+    per_row = level is not None and level.per == "row"
+    return reference.Operand(codes, fmt, found.get("scales"), vector, per_row)
+
+
 class GroupedGemm(Op):
     """What the GEMMs share."""
 
     accumulates: ClassVar[bool] = True
     alignment: ClassVar[int] = PITCH_ALIGNMENT
     output_names: ClassVar[tuple[str, ...]] = ("out",)
-    #: The format of both operands; None if plain.
-    operand_format: ClassVar[Format | None] = None
+
+    a: Tensor
+    b: Tensor
+    a_scales: list[Tensor] | None
+    b_scales: list[Tensor] | None
+    a_format: str | None
+    b_format: str | None
+    out_dtype: torch.dtype | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.a.device
+
+    @property
+    def a_record(self) -> Format | None:
+        """The format of A; None if plain."""
+        return _parse(self.a_format)
+
+    @property
+    def b_record(self) -> Format | None:
+        """The format of B; None if plain."""
+        return _parse(self.b_format)
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """``out_dtype``, or what stands for None: the dtype of A, and bf16 where that has codes."""
+        if self.out_dtype is not None:
+            return self.out_dtype
+        return self.a.dtype if self.a.dtype in INPUT_DTYPES else torch.bfloat16
+
+    def capability(self) -> tuple[str, Format | None]:
+        is_mixed = self.a_format is None and self.b_format is not None
+        name = "grouped_gemm_w4a16" if is_mixed else "grouped_gemm"
+        return name, self.b_record if is_mixed else self.a_record
+
+    @abc.abstractmethod
+    def operands(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The buffers of A and of B that a kernel reads; plain operands have one."""
+
+    def _check_formats(self) -> None:
+        """Whether the formats can be multiplied at all."""
+        for side in "ab":
+            if (getattr(self, f"{side}_format") is None) != (
+                getattr(self, f"{side}_scales") is None
+            ):
+                raise ValueError(f"{side}_scales and {side}_format go together: give both or none")
+        a, b = self.a_record, self.b_record
+        if a is not None and b is None:
+            raise ValueError(f"b must be quantized if a is, got a_format={self.a_format!r} alone")
+        if a is not None and b is not None and a.name != b.name:
+            raise ValueError(
+                f"a and b must have one format, got {self.a_format!r} and {self.b_format!r}"
+            )
+
+
+class MGrouped(GroupedGemm):
+    """What the GEMMs of ragged rows by one matrix a group share."""
+
+    offs: Tensor
+    bias: Tensor | None
+    alpha: Tensor | None
+    transpose_b: bool
+    prepacked: bool
+
+    fills_fresh: ClassVar[bool] = True
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        fmt, width = self.a_record, self.a.shape[1]
+        return width if fmt is None or self.quantizes_a else fmt.element.count(width)
+
     #: Whether A is plain and quantized on the way.
     quantizes_a: ClassVar[bool] = False
 
-    def capability(self) -> tuple[str, Format | None]:
-        return "grouped_gemm", self.operand_format
+    @property
+    def cols(self) -> int:
+        """N."""
+        fmt = self.b_record
+        if fmt is None or fmt.columnwise == "untransposed":
+            return self.b.shape[2 if self.transpose_b else 1]
+        return self.b.shape[1]
 
-    @abc.abstractmethod
-    def operands(self) -> tuple[Parts, Parts]:
-        """Codes, scales and amax of A and of B; plain operands have only the first."""
+    def check(self) -> None:
+        check_tensor("a", self.a, ndim=(2,))
+        check_tensor("b", self.b, ndim=(3,))
+        self._check_formats()
+        rows, groups, depth = self.a.shape[0], self.b.shape[0], self.depth
+        check_offs(self.offs, groups)
+        a, b = self.a_record, self.b_record
+        if a is None or self.quantizes_a:
+            check_dtype("a", self.a.dtype, self.plain_dtypes)
+        else:
+            copy = (self.a, self.a_scales or [])
+            check_copy("a", "a_scales", copy, a, (rows, depth), groups, columnwise=False)
+        if b is None:
+            shape = (None, depth, None) if self.transpose_b else (None, None, depth)
+            check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=shape)
+        else:
+            check_multiple("K", depth, b.k_multiple, f"the columns of a, beside {b.text}")
+            level = b.level(columnwise=self.transpose_b)
+            if level is not None and level.per == "row":
+                raise ValueError(
+                    f"b_format must have one second-level scale a group, got {self.b_format!r}"
+                )
+            shape = (depth, self.cols) if self.transpose_b else (self.cols, depth)
+            copy = (self.b, self.b_scales or [])
+            check_copy("b", "b_scales", copy, b, (groups, *shape), None, self.transpose_b)
+        if self.prepacked and (b is None or b.element.per_byte == 1):
+            raise ValueError(f"prepacked is of weights of packed codes, got {self.b_format!r}")
+        check_vectors(groups, self.cols, self.bias, self.alpha)
+        check_dtype("out_dtype", self.result_dtype, INPUT_DTYPES)
+        same_device("a", self.device, **self.tensors())
+
+    @property
+    def plain_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes that a plain A may have."""
+        mixed = self.b_format is not None and not self.quantizes_a
+        return INPUT_DTYPES[:2] if mixed else INPUT_DTYPES
+
+    def outputs(self) -> list[BufferSpec | None]:
+        return [BufferSpec((self.a.shape[0], self.cols), self.result_dtype, zeroed=True)]
+
+    def operands(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        return (self.a, *(self.a_scales or ())), (self.b, *(self.b_scales or ()))
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return launch_gemm.m_grouped(self, launch)
+
+    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
+        (out,) = outputs
+        assert out is not None
+        tensor_core = _tensor_core(self.a)
+        if tensor_core is not None:
+            require(*self.capability(), tensor_core)
+        b = unpack(self.b) if self.prepacked else self.b
+        reference.m_grouped_gemm(
+            _reference_operand(self.a, self.a_scales, self.a_record, columnwise=False),
+            _reference_operand(b, self.b_scales, self.b_record, columnwise=self.transpose_b),
+            Groups.ragged(self.offs, self.a.shape[0]),
+            out,
+            transpose_b=self.transpose_b,
+            alpha=self.alpha,
+            bias=self.bias,
+            accumulate=options.get("accumulate", False),
+            tensor_core=tensor_core,
+        )
 
 
 @register
 @dataclasses.dataclass
-class MGroupedGemm(GroupedGemm):
-    """Rows of each group of ``a`` times its matrix of ``b``; differentiable in a, b and bias.
+class MGroupedGemm(MGrouped):
+    """Rows of each group of A times its matrix of B.
+
+    Plain operands are differentiable in a, b and bias. A plain ``a`` beside a quantized ``b`` is
+    multiplied by the values that b stands for (W4A16).
 
     Args:
-        a: (T, K) bf16, fp16 or fp32.
-        b: (G, N, K), of the dtype of ``a``; (G, K, N) with ``transpose_b``.
+        a: (T, K) bf16, fp16 or fp32; or the codes of a ragged tensor's rowwise copy.
+        b: (G, N, K) of the dtype of ``a``, or (G, K, N) with ``transpose_b``; or the codes of a
+            uniform tensor's rowwise copy (fprop), or with ``transpose_b`` of its columnwise one
+            (dgrad).
         offs: (G,) int32 end rows.
         bias: (G, N), added in fp32.
         alpha: (G,) fp32 factors.
-        transpose_b: contract over the second dimension of ``b`` (dgrad).
-        out_dtype: bf16, fp16 or fp32; the dtype of ``a`` by default.
+        transpose_b: contract over the rows of the groups of ``b`` (dgrad).
+        out_dtype: bf16, fp16 or fp32; the dtype of ``a`` by default, bf16 if that has codes.
+        a_scales: what else the copy of ``a`` needs to be read (``Format.operand_names``), such as
+            its block scales and second level; None if plain.
+        b_scales: likewise of ``b``.
+        a_format: the text of the format of ``a``; None if plain.
+        b_format: likewise of ``b``.
+        prepacked: ``b`` has the order of bits of ``cute_kernels.prepack``, which kernels for sm_90a
+            and the reference take.
 
     Returns:
         (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
@@ -139,64 +274,22 @@ class MGroupedGemm(GroupedGemm):
     alpha: Tensor | None = None
     transpose_b: bool = False
     out_dtype: torch.dtype | None = None
+    a_scales: list[Tensor] | None = None
+    b_scales: list[Tensor] | None = None
+    a_format: str | None = None
+    b_format: str | None = None
+    prepacked: bool = False
 
-    row_scaled: ClassVar[bool] = False
     name: ClassVar[str] = "m_grouped_gemm"
-    fills_fresh: ClassVar[bool] = True
-
-    @property
-    def device(self) -> torch.device:
-        return self.a.device
-
-    @property
-    def cols(self) -> int:
-        """N."""
-        return self.b.shape[2 if self.transpose_b else 1]
-
-    def check(self) -> None:
-        check_tensor("a", self.a, dtypes=INPUT_DTYPES, ndim=(2,))
-        groups, depth = self.b.shape[0] if self.b.dim() else 0, self.a.shape[1]
-        shape = (None, depth, None) if self.transpose_b else (None, None, depth)
-        check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=shape)
-        check_offs(self.offs, groups)
-        check_vectors(groups, self.cols, self.bias, self.alpha)
-        check_dtype("out_dtype", self.out_dtype or self.a.dtype, INPUT_DTYPES)
-        same_device("a", self.device, **self.tensors())
-
-    def outputs(self) -> list[OutputSpec | None]:
-        return [
-            OutputSpec((self.a.shape[0], self.cols), self.out_dtype or self.a.dtype, zeroed=True)
-        ]
-
-    @property
-    def depth(self) -> int:
-        """K."""
-        return self.a.shape[1]
-
-    def operands(self) -> tuple[Parts, Parts]:
-        return (self.a, None, None), (self.b, None, None)
-
-    def kernels(self, launch: Launcher) -> Runner:
-        return gemm_kernels.m_grouped(self, launch)
-
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (out,) = outputs
-        assert out is not None
-        reference.m_grouped_gemm(
-            self.a,
-            self.b,
-            Groups.ragged(self.offs, self.a.shape[0]),
-            out,
-            transpose_b=self.transpose_b,
-            alpha=self.alpha,
-            bias=self.bias,
-            accumulate=options.get("accumulate", False),
-            tensor_core=_tensor_core(self.a),
-        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, offs, bias, alpha, transpose_b, _ = inputs
+        a, b, offs, bias, alpha, transpose_b, _, a_scales, b_scales, *_ = inputs
+        if a_scales is not None or b_scales is not None:
+            raise RuntimeError(
+                "m_grouped_gemm of quantized operands has no derivative; train through grouped.nn, "
+                "or detach its inputs"
+            )
         ctx.save_for_backward(a, b, offs, alpha)
         ctx.transpose_b = transpose_b
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -216,20 +309,105 @@ class MGroupedGemm(GroupedGemm):
             db = ops.k_grouped_gemm(left, right, offs, alpha, b.dtype)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
             dbias = ops.grouped_dbias(dy, offs).to(ctx.bias_dtype)
-        return da, db, None, dbias, None, None, None
+        return da, db, None, dbias, *(None,) * 8
+
+
+@register
+@dataclasses.dataclass
+class MGroupedQuantizeGemm(MGrouped):
+    """``grouped_quantize`` of ``a`` and ``m_grouped_gemm`` of that in one op.
+
+    The result has the bits of the two. On sm_90a, whose tensor cores multiply fp16, the NVFP4 A
+    never exists as codes: the quantizer writes code times block scale, the operand of the GEMM.
+
+    Args:
+        a: (T, K) bf16, fp16 or fp32.
+        b: as for ``m_grouped_gemm``, quantized.
+        offs: (G,) int32 end rows.
+        b_scales: as for ``m_grouped_gemm``.
+        a_format: the text of the format that ``a`` is quantized to.
+        b_format: the text of the format of ``b``.
+        bias: (G, N), added in fp32.
+        alpha: (G,) fp32 factors.
+        transpose_b: as for ``m_grouped_gemm``.
+        out_dtype: bf16, fp16 or fp32; the dtype of ``a`` by default.
+        prepacked: as for ``m_grouped_gemm``.
+
+    Returns:
+        (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
+    """
+
+    a: Tensor
+    b: Tensor
+    offs: Tensor
+    b_scales: list[Tensor]
+    a_format: str
+    b_format: str
+    bias: Tensor | None = None
+    alpha: Tensor | None = None
+    transpose_b: bool = False
+    out_dtype: torch.dtype | None = None
+    prepacked: bool = False
+
+    name: ClassVar[str] = "m_grouped_quantize_gemm"
+    quantizes_a: ClassVar[bool] = True
+    a_scales: ClassVar[None] = None
+
+    def _check_formats(self) -> None:
+        dataclasses.replace(self.product_formats(), a_scales=[])._check_formats()
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return launch_gemm.quantizing(self, launch) or _one_after_the_other
+
+    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
+        self.product().run_reference(outputs, **options)
+
+    def product(self) -> MGroupedGemm:
+        """The GEMM of the quantized A."""
+        a = GroupedQuantize.invoke(self.a, self.a_format, self.offs, None, True, False)
+        read = len(parse(self.a_format).operand_names(False))
+        return MGroupedGemm(
+            a[0],
+            self.b,
+            self.offs,
+            self.bias,
+            self.alpha,
+            self.transpose_b,
+            self.result_dtype,
+            a[1:read],
+            self.b_scales,
+            self.a_format,
+            self.b_format,
+            self.prepacked,
+        )
+
+
+def _one_after_the_other(
+    op: MGroupedQuantizeGemm, outputs: Sequence[Tensor | None], **options: bool
+) -> None:
+    product = op.product()
+    product.cached_plan().run(product, outputs, **options)
 
 
 @register
 @dataclasses.dataclass
 class KGroupedGemm(GroupedGemm):
-    """Rows of each group of ``a``, transposed, times those of ``b``; differentiable in a and b.
+    """Rows of each group of A, transposed, times those of B.
+
+    Plain operands are differentiable in a and b.
 
     Args:
-        a: (T, N) bf16, fp16 or fp32.
-        b: (T, K) of the dtype of ``a``.
+        a: (T, N) bf16, fp16 or fp32; or the codes of a ragged tensor's columnwise copy.
+        b: (T, K) of the dtype of ``a``; or the codes of the columnwise copy of a tensor with the
+            same offs.
         offs: (G,) int32 end rows.
         alpha: (G,) fp32 factors.
-        out_dtype: bf16, fp16 or fp32; the dtype of ``a`` by default.
+        out_dtype: bf16, fp16 or fp32; the dtype of ``a`` by default, bf16 if that has codes.
+        a_scales: what else the copy of ``a`` needs to be read (``Format.operand_names``), such as
+            its block scales and second level; None if plain.
+        b_scales: likewise of ``b``.
+        a_format: the text of the format of ``a``; None if plain.
+        b_format: likewise of ``b``.
 
     Returns:
         (G, N, K); zeros for an empty group. The ``_out`` form leaves those alone when accumulating.
@@ -240,43 +418,79 @@ class KGroupedGemm(GroupedGemm):
     offs: Tensor
     alpha: Tensor | None = None
     out_dtype: torch.dtype | None = None
+    a_scales: list[Tensor] | None = None
+    b_scales: list[Tensor] | None = None
+    a_format: str | None = None
+    b_format: str | None = None
 
     name: ClassVar[str] = "k_grouped_gemm"
 
-    @property
-    def device(self) -> torch.device:
-        return self.a.device
-
-    def check(self) -> None:
-        check_tensor("a", self.a, dtypes=INPUT_DTYPES, ndim=(2,))
-        check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=(self.a.shape[0], None))
-        check_offs(self.offs)
-        check_vectors(self.offs.shape[0], 0, None, self.alpha)
-        check_dtype("out_dtype", self.out_dtype or self.a.dtype, INPUT_DTYPES)
-        same_device("a", self.device, **self.tensors())
-
-    def outputs(self) -> list[OutputSpec | None]:
-        shape = (self.offs.shape[0], self.a.shape[1], self.b.shape[1])
-        return [OutputSpec(shape, self.out_dtype or self.a.dtype)]
+    def _slots(self) -> int:
+        """Slot rows of a quantized A."""
+        fmt = self.a_record
+        assert fmt is not None
+        transposed = fmt.columnwise == "transposed"
+        return fmt.element.count(self.a.shape[1]) if transposed else self.a.shape[0]
 
     @property
     def rows(self) -> int:
-        """T."""
-        return self.a.shape[0]
+        """T; of slots the most rows that they hold, for T itself is not known there."""
+        if self.a_format is None:
+            return self.a.shape[0]
+        return (self._slots() // TILE_ROWS - self.offs.shape[0] + 1) * TILE_ROWS - 1
 
-    def operands(self) -> tuple[Parts, Parts]:
-        return (self.a, None, None), (self.b, None, None)
+    def _cols(self, side: str) -> int:
+        """N or K."""
+        fmt, codes = getattr(self, f"{side}_record"), getattr(self, side)
+        transposed = fmt is not None and fmt.columnwise == "transposed"
+        return codes.shape[0 if transposed else 1]  # type: ignore[no-any-return]
+
+    def check(self) -> None:
+        check_tensor("a", self.a, ndim=(2,))
+        check_offs(self.offs)
+        self._check_formats()
+        groups = self.offs.shape[0]
+        if self.a_format is None:
+            check_dtype("a", self.a.dtype, INPUT_DTYPES)
+            check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=(self.a.shape[0], None))
+        else:
+            check_multiple("slot rows", self._slots(), TILE_ROWS, "a is a columnwise copy")
+            if self._slots() // TILE_ROWS < groups:
+                raise ValueError(
+                    f"a must have at least one tile for each of the {groups} groups of offs, got "
+                    f"shape {tuple(self.a.shape)}"
+                )
+            check_tensor("b", self.b, ndim=(2,))
+            for side in "ab":
+                fmt, shape = getattr(self, f"{side}_record"), (self.rows, self._cols(side))
+                copy = (getattr(self, side), getattr(self, f"{side}_scales"))
+                check_copy(side, f"{side}_scales", copy, fmt, shape, groups, columnwise=True)
+        check_vectors(groups, 0, None, self.alpha)
+        check_dtype("out_dtype", self.result_dtype, INPUT_DTYPES)
+        same_device("a", self.device, **self.tensors())
+
+    def _check_formats(self) -> None:
+        super()._check_formats()
+        if self.a_format is None and self.b_format is not None:
+            raise ValueError(f"a must be quantized if b is, got b_format={self.b_format!r} alone")
+
+    def outputs(self) -> list[BufferSpec | None]:
+        shape = (self.offs.shape[0], self._cols("a"), self._cols("b"))
+        return [BufferSpec(shape, self.result_dtype)]
+
+    def operands(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        return (self.a, *(self.a_scales or ())), (self.b, *(self.b_scales or ()))
 
     def kernels(self, launch: Launcher) -> Runner:
-        return gemm_kernels.k_grouped(self, launch)
+        return launch_gemm.k_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
         assert out is not None
         reference.k_grouped_gemm(
-            self.a,
-            self.b,
-            Groups.ragged(self.offs, self.a.shape[0]),
+            _reference_operand(self.a, self.a_scales, self.a_record, columnwise=True),
+            _reference_operand(self.b, self.b_scales, self.b_record, columnwise=True),
+            Groups.ragged(self.offs, self.rows),
             out,
             alpha=self.alpha,
             accumulate=options.get("accumulate", False),
@@ -285,7 +499,12 @@ class KGroupedGemm(GroupedGemm):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, offs, alpha, _ = inputs
+        a, b, offs, alpha, _, a_scales, *_ = inputs
+        if a_scales is not None:
+            raise RuntimeError(
+                "k_grouped_gemm of quantized operands has no derivative; train through grouped.nn, "
+                "or detach its inputs"
+            )
         ctx.save_for_backward(a, b, offs, alpha)
 
     @staticmethod
@@ -300,311 +519,4 @@ class KGroupedGemm(GroupedGemm):
             da = ops.m_grouped_gemm(b, dw, offs, None, alpha, False, a.dtype)
         if ctx.needs_input_grad[1]:
             db = ops.m_grouped_gemm(a, dw, offs, None, alpha, True, b.dtype)
-        return da, db, None, None, None
-
-
-@register
-@dataclasses.dataclass
-class MGroupedGemmNVFP4(GroupedGemm):
-    """Rows of each group of a quantized A times its quantized matrix of B.
-
-    Args:
-        a_codes: (T, K / 2) uint8, the rowwise copy of a ragged tensor.
-        a_scales: its (T // 128 + G, ceil(K / 64), 512) uint8 scale tiles.
-        a_amax: its (G,) fp32 second level, or (T,) when ``row_scaled``.
-        b_codes: (G, N, K / 2) uint8, the rowwise copy of a uniform tensor (fprop); or (G, N, 64 *
-            ceil(K / 128)), its columnwise copy (dgrad).
-        b_scales: its (G, ceil(N / 128), tiles, 512) uint8 scale tiles.
-        b_amax: its (G,) fp32 second level.
-        offs: (G,) int32 end rows.
-        bias: (G, N), added in fp32.
-        alpha: (G,) fp32 factors.
-        row_scaled: ``a_amax`` is per row.
-        out_dtype: bf16, fp16 or fp32; bf16 by default.
-        prepacked: ``b_codes`` has the order of bits of ``cute_kernels.prepack``, which kernels for
-            sm_90a and the reference take.
-
-    Returns:
-        (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
-    """
-
-    a_codes: Tensor
-    a_scales: Tensor
-    a_amax: Tensor
-    b_codes: Tensor
-    b_scales: Tensor
-    b_amax: Tensor
-    offs: Tensor
-    bias: Tensor | None = None
-    alpha: Tensor | None = None
-    row_scaled: bool = False
-    out_dtype: torch.dtype | None = None
-    prepacked: bool = False
-
-    transpose_b: ClassVar[bool] = False
-    name: ClassVar[str] = "m_grouped_gemm_nvfp4"
-    fills_fresh: ClassVar[bool] = True
-    operand_format: ClassVar[Format | None] = NVFP4()
-
-    @property
-    def device(self) -> torch.device:
-        return self.a_codes.device
-
-    def check(self) -> None:
-        check_tensor("a_codes", self.a_codes, dtypes=_BYTE, ndim=(2,))
-        rows, depth = self.a_codes.shape[0], self.depth
-        check_b("a_codes", depth, self.b_codes, self.b_scales, self.b_amax)
-        groups, cols, _ = self.b_codes.shape
-        check_offs(self.offs, groups)
-        tiles = (num_slot_tiles(rows, groups), scale_tiles(depth, _BLOCK), SF_TILE_BYTES)
-        check_tensor("a_scales", self.a_scales, dtypes=_BYTE, shape=tiles)
-        factors = (rows,) if self.row_scaled else (groups,)
-        check_tensor("a_amax", self.a_amax, dtypes=_FP32, shape=factors)
-        check_vectors(groups, cols, self.bias, self.alpha)
-        check_dtype("out_dtype", self.out_dtype or torch.bfloat16, INPUT_DTYPES)
-        same_device("a_codes", self.device, **self.tensors())
-
-    def outputs(self) -> list[OutputSpec | None]:
-        shape = (self.a_codes.shape[0], self.b_codes.shape[1])
-        return [OutputSpec(shape, self.out_dtype or torch.bfloat16, zeroed=True)]
-
-    def capability(self) -> tuple[str, Format | None]:
-        return "grouped_gemm", NVFP4(row_scaled=self.row_scaled)
-
-    @property
-    def depth(self) -> int:
-        """K."""
-        return self.a_codes.shape[1] * 2
-
-    def operands(self) -> tuple[Parts, Parts]:
-        return (self.a_codes, self.a_scales, self.a_amax), (
-            self.b_codes,
-            self.b_scales,
-            self.b_amax,
-        )
-
-    def kernels(self, launch: Launcher) -> Runner:
-        return gemm_kernels.m_grouped(self, launch)
-
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (out,) = outputs
-        assert out is not None
-        reference.m_grouped_gemm_nvfp4(
-            self.a_codes,
-            self.a_scales,
-            self.a_amax,
-            unpack(self.b_codes) if self.prepacked else self.b_codes,
-            self.b_scales,
-            self.b_amax,
-            Groups.ragged(self.offs, self.a_codes.shape[0]),
-            out,
-            row_scaled=self.row_scaled,
-            alpha=self.alpha,
-            bias=self.bias,
-            accumulate=options.get("accumulate", False),
-            tensor_core=_tensor_core(self.a_codes),
-        )
-
-
-@dataclasses.dataclass
-class MixedInputGemm(GroupedGemm):
-    """What the GEMMs of a plain A and a quantized B share."""
-
-    a: Tensor
-    b_codes: Tensor
-    b_scales: Tensor
-    b_amax: Tensor
-    offs: Tensor
-    bias: Tensor | None = None
-    alpha: Tensor | None = None
-
-    transpose_b: ClassVar[bool] = False
-    fills_fresh: ClassVar[bool] = True
-    operand_format: ClassVar[Format | None] = NVFP4()
-    a_dtypes: ClassVar[tuple[torch.dtype, ...]]
-
-    @property
-    @abc.abstractmethod
-    def result_dtype(self) -> torch.dtype:
-        """``out_dtype``, or what stands for None."""
-
-    @property
-    def device(self) -> torch.device:
-        return self.a.device
-
-    def check(self) -> None:
-        check_tensor("a", self.a, dtypes=self.a_dtypes, ndim=(2,))
-        check_b("a", self.depth, self.b_codes, self.b_scales, self.b_amax)
-        groups, cols, _ = self.b_codes.shape
-        check_offs(self.offs, groups)
-        check_vectors(groups, cols, self.bias, self.alpha)
-        check_dtype("out_dtype", self.result_dtype, INPUT_DTYPES)
-        same_device("a", self.device, **self.tensors())
-
-    def outputs(self) -> list[OutputSpec | None]:
-        shape = (self.a.shape[0], self.b_codes.shape[1])
-        return [OutputSpec(shape, self.result_dtype, zeroed=True)]
-
-    @property
-    def depth(self) -> int:
-        """K."""
-        return self.a.shape[1]
-
-    def operands(self) -> tuple[Parts, Parts]:
-        return (self.a, None, None), (self.b_codes, self.b_scales, self.b_amax)
-
-
-@register
-@dataclasses.dataclass
-class MGroupedGemmW4A16(MixedInputGemm):
-    """Rows of each group of a plain A times its quantized matrix of B (NVFP4 weights, W4A16).
-
-    Args:
-        a: (T, K) bf16 or fp16.
-        b_codes: (G, N, K / 2) uint8, the rowwise copy of a uniform tensor (fprop); or (G, N, 64 *
-            ceil(K / 128)), its columnwise copy (dgrad).
-        b_scales: its (G, ceil(N / 128), tiles, 512) uint8 scale tiles.
-        b_amax: its (G,) fp32 second level.
-        offs: (G,) int32 end rows.
-        bias: (G, N), added in fp32.
-        alpha: (G,) fp32 factors.
-        out_dtype: bf16, fp16 or fp32; the dtype of ``a`` by default.
-
-    Returns:
-        (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
-    """
-
-    out_dtype: torch.dtype | None = None
-
-    row_scaled: ClassVar[bool] = False
-    name: ClassVar[str] = "m_grouped_gemm_w4a16"
-    a_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
-
-    @property
-    def result_dtype(self) -> torch.dtype:
-        return self.out_dtype or self.a.dtype
-
-    def capability(self) -> tuple[str, Format | None]:
-        return "grouped_gemm_w4a16", NVFP4()
-
-    def kernels(self, launch: Launcher) -> Runner:
-        return gemm_kernels.m_grouped(self, launch)
-
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (out,) = outputs
-        assert out is not None
-        tensor_core = _tensor_core(self.a)
-        if tensor_core == "sm_100a":
-            require(*self.capability(), tensor_core)
-        reference.m_grouped_gemm_w4a16(
-            self.a,
-            self.b_codes,
-            self.b_scales,
-            self.b_amax,
-            Groups.ragged(self.offs, self.a.shape[0]),
-            out,
-            alpha=self.alpha,
-            bias=self.bias,
-            accumulate=options.get("accumulate", False),
-            tensor_core=tensor_core,
-        )
-
-
-@register
-@dataclasses.dataclass
-class KGroupedGemmNVFP4(GroupedGemm):
-    """Rows of each group of a quantized A, transposed, times those of a quantized B.
-
-    Args:
-        a_codes_t: (N, 64 * tiles) uint8, the columnwise copy of a ragged tensor, with tiles =
-            T // 128 + G.
-        a_scales_t: its (ceil(N / 128), 2 * tiles, 512) uint8 scale tiles.
-        a_amax_t: its (G,) fp32 second level.
-        b_codes_t: (K, 64 * tiles) uint8, the columnwise copy of a tensor with the same offs.
-        b_scales_t: its (ceil(K / 128), 2 * tiles, 512) uint8 scale tiles.
-        b_amax_t: its (G,) fp32 second level.
-        offs: (G,) int32 end rows.
-        alpha: (G,) fp32 factors.
-        out_dtype: bf16, fp16 or fp32; bf16 by default.
-
-    Returns:
-        (G, N, K); zeros for an empty group. The ``_out`` form leaves those alone when accumulating.
-    """
-
-    a_codes_t: Tensor
-    a_scales_t: Tensor
-    a_amax_t: Tensor
-    b_codes_t: Tensor
-    b_scales_t: Tensor
-    b_amax_t: Tensor
-    offs: Tensor
-    alpha: Tensor | None = None
-    out_dtype: torch.dtype | None = None
-
-    name: ClassVar[str] = "k_grouped_gemm_nvfp4"
-    operand_format: ClassVar[Format | None] = NVFP4()
-
-    @property
-    def device(self) -> torch.device:
-        return self.a_codes_t.device
-
-    def check(self) -> None:
-        check_offs(self.offs)
-        groups = self.offs.shape[0]
-        check_tensor("a_codes_t", self.a_codes_t, dtypes=_BYTE, ndim=(2,))
-        width = self.a_codes_t.shape[1]
-        check_multiple("slot bytes", width, TILE_ROWS // 2, "a_codes_t is (N, 64 * tiles)")
-        if width * 2 // TILE_ROWS < groups:
-            raise ValueError(
-                f"a_codes_t must have at least one tile for each of the {groups} groups of offs, "
-                f"got shape {tuple(self.a_codes_t.shape)}"
-            )
-        tiles = scale_tiles(width * 2, _BLOCK)
-        for side in "ab":
-            codes = getattr(self, f"{side}_codes_t")
-            check_tensor(f"{side}_codes_t", codes, dtypes=_BYTE, shape=(None, width))
-            shape = (ceil_div(codes.shape[0], SF_TILE_ROWS), tiles, SF_TILE_BYTES)
-            name = f"{side}_scales_t"
-            check_tensor(name, getattr(self, name), dtypes=_BYTE, shape=shape)
-            name = f"{side}_amax_t"
-            check_tensor(name, getattr(self, name), dtypes=_FP32, shape=(groups,))
-        check_vectors(groups, 0, None, self.alpha)
-        check_dtype("out_dtype", self.out_dtype or torch.bfloat16, INPUT_DTYPES)
-        same_device("a_codes_t", self.device, **self.tensors())
-
-    def outputs(self) -> list[OutputSpec | None]:
-        shape = (self.offs.shape[0], self.a_codes_t.shape[0], self.b_codes_t.shape[0])
-        return [OutputSpec(shape, self.out_dtype or torch.bfloat16)]
-
-    @property
-    def rows(self) -> int:
-        """The most rows that the slots hold; T itself is not known here, and has the same slots."""
-        tiles = self.a_codes_t.shape[1] * 2 // TILE_ROWS
-        return (tiles - self.offs.shape[0] + 1) * TILE_ROWS - 1
-
-    def operands(self) -> tuple[Parts, Parts]:
-        return (self.a_codes_t, self.a_scales_t, self.a_amax_t), (
-            self.b_codes_t,
-            self.b_scales_t,
-            self.b_amax_t,
-        )
-
-    def kernels(self, launch: Launcher) -> Runner:
-        return gemm_kernels.k_grouped(self, launch)
-
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (out,) = outputs
-        assert out is not None
-        reference.k_grouped_gemm_nvfp4(
-            self.a_codes_t,
-            self.a_scales_t,
-            self.a_amax_t,
-            self.b_codes_t,
-            self.b_scales_t,
-            self.b_amax_t,
-            Groups.ragged(self.offs, self.rows),
-            out,
-            alpha=self.alpha,
-            accumulate=options.get("accumulate", False),
-            tensor_core=_tensor_core(self.a_codes_t),
-        )
+        return da, db, *(None,) * 7

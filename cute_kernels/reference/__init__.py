@@ -5,25 +5,17 @@ the layout contract says is written. They run on any device; grouped GEMM and th
 read ``offs`` on the host, which on a GPU means a synchronization.
 """
 
-from cute_kernels.reference.gemm import (
-    k_grouped_gemm,
-    k_grouped_gemm_nvfp4,
-    m_grouped_gemm,
-    m_grouped_gemm_nvfp4,
-    m_grouped_gemm_w4a16,
-)
-from cute_kernels.reference.nvfp4 import dequantize_nvfp4, quantize_nvfp4
+from cute_kernels.reference.gemm import Operand, k_grouped_gemm, m_grouped_gemm
+from cute_kernels.reference.quantize import dequantize, quantize
 from cute_kernels.reference.reductions import compute_offsets, grouped_amax, grouped_dbias
 
 __all__ = [
+    "Operand",
     "compute_offsets",
-    "dequantize_nvfp4",
+    "dequantize",
     "grouped_amax",
     "grouped_dbias",
     "k_grouped_gemm",
-    "k_grouped_gemm_nvfp4",
     "m_grouped_gemm",
-    "m_grouped_gemm_nvfp4",
-    "m_grouped_gemm_w4a16",
-    "quantize_nvfp4",
+    "quantize",
 ]

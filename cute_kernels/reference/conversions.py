@@ -1,4 +1,4 @@
-"""Conversions between fp32 and E2M1 / E4M3, and the packing of E2M1 codes.
+"""Conversions between fp32 and the element types, and the packing of E2M1 codes.
 
 All of them round to nearest even and saturate, as the ``cvt.rn.satfinite`` instructions do.
 """
@@ -8,9 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import E2M1, E4M3
+from cute_kernels.formats import E2M1, E4M3, ElementType
 
-__all__ = ["decode_e4m3", "encode_e2m1", "encode_e4m3", "pack_codes", "unpack_codes"]
+__all__ = [
+    "decode",
+    "decode_e4m3",
+    "encode",
+    "encode_e2m1",
+    "encode_e4m3",
+    "f32",
+    "pack",
+    "pack_codes",
+    "unpack_codes",
+]
 
 #: Magnitude of E2M1 codes 0..7; bit 3 is the sign.
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -18,6 +28,29 @@ _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MANTISSA_BITS = 23
 _ONE = 127 << _MANTISSA_BITS  # the bits of 1.0
 _EXPONENT_MASK = 0xFF << _MANTISSA_BITS
+
+
+def f32(value: float) -> float:
+    """``value`` rounded to fp32."""
+    return float(torch.tensor(value, dtype=torch.float32).item())
+
+
+def encode(element: ElementType, y: Tensor) -> Tensor:
+    """Round fp32 to codes (uint8), one a byte whatever their width.
+
+    NaN gives 0x7F, and in E2M1, which has none, +6.
+    """
+    return encode_e2m1(y) if element == E2M1 else _encode_fp8(element, y)
+
+
+def decode(element: ElementType, codes: Tensor) -> Tensor:
+    """Exact fp32 values of codes as they are stored: packed if they share bytes."""
+    return unpack_codes(codes) if element == E2M1 else codes.view(element.dtype).float()
+
+
+def pack(element: ElementType, codes: Tensor) -> Tensor:
+    """Codes of ``encode`` as they are stored, uint8."""
+    return pack_codes(codes) if element == E2M1 else codes
 
 
 def encode_e2m1(y: Tensor) -> Tensor:
@@ -39,11 +72,16 @@ def encode_e2m1(y: Tensor) -> Tensor:
     return code.bitwise_or_(sign).to(torch.uint8)
 
 
+def _encode_fp8(element: ElementType, v: Tensor) -> Tensor:
+    """Round fp32 to FP8 bytes (uint8), to nearest even, saturating; NaN gives 0x7F."""
+    # Not every torch version saturates in this cast, so clamp first. A clamp keeps NaN.
+    rounded = v.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8)
+    return rounded.masked_fill_(v.isnan(), 0x7F)
+
+
 def encode_e4m3(v: Tensor) -> Tensor:
     """Round fp32 to E4M3 bytes (uint8), to nearest even, saturating at 448; NaN gives 0x7F."""
-    # Not every torch version saturates in this cast, so clamp first. A clamp keeps NaN.
-    rounded = v.clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn).view(torch.uint8)
-    return rounded.masked_fill_(v.isnan(), 0x7F)
+    return _encode_fp8(E4M3, v)
 
 
 def decode_e4m3(codes: Tensor) -> Tensor:

@@ -33,50 +33,71 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import NVFP4
-from cute_kernels.reference.nvfp4 import (
-    RCP_TENSOR_MAX,
-    block_values,
-    linear_column_scales,
-    linear_row_scales,
-)
-from cute_kernels.reference.tensor_core import tensor_core_gemm
 from cute_kernels.layout.shapes import PIECE_K, TILE_ROWS, ceil_div, scale_tiles
+from cute_kernels.reference.codecs import codec_of
+from cute_kernels.reference.conversions import f32
+from cute_kernels.reference.quantize import linear_column_scales, linear_row_scales
+from cute_kernels.reference.tensor_core import tensor_core_gemm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cute_kernels.formats import Format
     from cute_kernels.reference.groups import Groups
 
-__all__ = [
-    "k_grouped_gemm",
-    "k_grouped_gemm_nvfp4",
-    "m_grouped_gemm",
-    "m_grouped_gemm_nvfp4",
-    "m_grouped_gemm_w4a16",
-]
-
-_BLOCK = NVFP4.sf_vec_size
-#: Scale tiles side by side in a columnwise copy for one slot tile.
-_SCALE_TILES = scale_tiles(TILE_ROWS, _BLOCK)
+__all__ = ["Operand", "k_grouped_gemm", "m_grouped_gemm"]
 
 #: By the type that is multiplied, what kernels for sm_90a multiply the values of the side by that
 #: they decode.
 _HOPPER_DECODED = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-7}
 
 
-class _Blocks(NamedTuple):
-    """Rows of an NVFP4 operand: codes (R, K / 2) and scale bytes (R, K / 16)."""
+class Operand(NamedTuple):
+    """One operand of a product: a plain tensor, or one direction of a quantized one.
+
+    Attributes:
+        codes: the plain values, or the codes.
+        fmt: the format; None if plain.
+        scales: the block scales.
+        level: the vector of the second level that decodes.
+        per_row: it has one entry a row.
+    """
 
     codes: Tensor
-    scales: Tensor
+    fmt: Format | None = None
+    scales: Tensor | None = None
+    level: Tensor | None = None
+    per_row: bool = False
+
+    def factor(self, group: int, rows: slice) -> Tensor | None:
+        """The second level of a group, or of rows of it, as the epilogue multiplies by it."""
+        if self.fmt is None or self.level is None:
+            return None
+        second = self.fmt.second_level
+        assert second is not None
+        level = self.level[rows, None] if self.per_row else self.level[group]
+        return level * f32(second.factor)
 
 
-def _dot_blocks(a: Tensor, b: Tensor) -> Tensor:
+class _Rows(NamedTuple):
+    """Rows that a product contracts: (R, K) as they are stored, and (R, K / block) scales."""
+
+    codes: Tensor
+    fmt: Format | None = None
+    scales: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """(R, K), block scales included, exact in fp32."""
+        if self.fmt is None:
+            return self.codes.float()
+        return codec_of(self.fmt).values(self.codes, self.scales)
+
+
+def _dot_blocks(a: Tensor, b: Tensor, block: int) -> Tensor:
     """A (M, K) @ B (N, K)^T of NVFP4 values: exact blocks of 16, added in fp32 ascending."""
     acc = torch.zeros(len(a), len(b), dtype=torch.float32, device=a.device)
-    for start in range(0, a.shape[1], _BLOCK):
-        acc += a[:, start : start + _BLOCK] @ b[:, start : start + _BLOCK].T
+    for start in range(0, a.shape[1], block):
+        acc += a[:, start : start + block] @ b[:, start : start + block].T
     return acc
 
 
@@ -88,22 +109,38 @@ def _hopper_order(values: Tensor) -> Tensor:
     return split.permute(0, 1, 3, 4, 6, 2, 5, 7).flatten(1)
 
 
-def _dot_nvfp4(
-    a: _Blocks, b: _Blocks, tensor_core: str | None, decoded: Literal["a", "b"]
-) -> Tensor:
-    """A (M, K) @ B (N, K)^T of NVFP4 values, block scales included, fp32.
+def _dot(a: _Rows, b: _Rows, tensor_core: str | None, decoded: Literal["a", "b"]) -> Tensor:
+    """A (M, K) @ B (N, K)^T, block scales included, fp32.
 
-    ``decoded`` is the side that kernels for sm_90a decode in registers.
+    ``decoded`` is the side that kernels for sm_90a decode in registers, where one is quantized.
     """
+    if a.fmt is None and b.fmt is None:
+        return _dot_plain(a.codes, b.codes, tensor_core)
+    if a.fmt is None or b.fmt is None:
+        if tensor_core is None:
+            return _dot_plain(a.values(), b.values(), None)
+        plain = a if a.fmt is None else b
+        return _dot_hopper(a.values(), b.values(), plain.codes.dtype)
     if tensor_core == "sm_100a":
-        a_scales, b_scales = (x.scales.view(torch.float8_e4m3fn) for x in (a, b))
-        return tensor_core_gemm(tensor_core, a.codes, b.codes, a_scales=a_scales, b_scales=b_scales)
-    left, right = block_values(*a), block_values(*b)
+        return _dot_block_scaled(a, b, tensor_core)
+    left, right = a.values(), b.values()
     if tensor_core is None:
-        return _dot_blocks(left, right)
+        assert a.fmt.scale is not None
+        return _dot_blocks(left, right, a.fmt.scale.vec_size)
     if decoded == "a":
         return _dot_hopper(right, left, torch.float16).T
     return _dot_hopper(left, right, torch.float16)
+
+
+def _dot_block_scaled(a: _Rows, b: _Rows, tensor_core: str) -> Tensor:
+    """As a tensor core multiplies that takes block scales."""
+    scales = []
+    for rows in (a, b):
+        assert rows.fmt is not None and rows.fmt.scale is not None and rows.scales is not None
+        scales.append(rows.scales.view(rows.fmt.scale.element.dtype))
+    return tensor_core_gemm(
+        tensor_core, a.codes, b.codes, a_scales=scales[0], b_scales=scales[1]
+    )
 
 
 def _dot_hopper(other: Tensor, decoded: Tensor, dtype: torch.dtype) -> Tensor:
@@ -145,29 +182,9 @@ def _spans(groups: Groups) -> list[tuple[int, int, int]]:
     return [(g, s, s + m) for g, (s, m) in enumerate(zip(starts, rows, strict=True)) if m > 0]
 
 
-def _m_grouped(
-    groups: Groups,
-    out: Tensor,
-    product: Callable[[int, int, int], Tensor],
-    factor: Callable[[int, int, int], Tensor | None],
-    alpha: Tensor | None,
-    bias: Tensor | None,
-    accumulate: bool,
-) -> None:
-    for g, start, end in _spans(groups):
-        _store(
-            out[start:end],
-            product(g, start, end),
-            factor(g, start, end),
-            None if alpha is None else alpha[g],
-            None if bias is None else bias[g],
-            accumulate,
-        )
-
-
 def m_grouped_gemm(
-    a: Tensor,
-    b: Tensor,
+    a: Operand,
+    b: Operand,
     groups: Groups,
     out: Tensor,
     *,
@@ -177,128 +194,70 @@ def m_grouped_gemm(
     accumulate: bool,
     tensor_core: str | None,
 ) -> None:
-    """Rows of group g of ``a`` (T, K) times ``b[g]`` (N, K)^T into ``out`` (T, N).
-
-    With ``transpose_b`` b[g] is (K, N). Rows of empty groups and of the tail are not written.
-    ``tensor_core`` is None, or the architecture whose tensor core gives the accumulator's bits; it
-    takes bf16 and fp16.
-    """
-
-    def product(g: int, start: int, end: int) -> Tensor:
-        return _dot_plain(a[start:end], b[g].T if transpose_b else b[g], tensor_core)
-
-    _m_grouped(groups, out, product, lambda *_: None, alpha, bias, accumulate)
-
-
-def m_grouped_gemm_nvfp4(
-    a_codes: Tensor,
-    a_scales: Tensor,
-    a_amax: Tensor,
-    b_codes: Tensor,
-    b_scales: Tensor,
-    b_amax: Tensor,
-    groups: Groups,
-    out: Tensor,
-    *,
-    row_scaled: bool,
-    alpha: Tensor | None,
-    bias: Tensor | None,
-    accumulate: bool,
-    tensor_core: str | None,
-) -> None:
     """Rows of group g of A times B[g]^T into ``out`` (T, N).
 
+    Rows of empty groups and of the tail are not written.
+
     Args:
-        a_codes: (T, K / 2) uint8, a rowwise ragged copy.
-        a_scales: (tiles, ceil(K / 64), 512) uint8.
-        a_amax: (G,) fp32, or (T,) when ``row_scaled``.
-        b_codes: (G, N, >= K / 2) uint8, blocks along the last dimension: a uniform tensor's rowwise
-            copy, or its columnwise copy, whose padding past K is left out.
-        b_scales: (G, ceil(N / 128), >= ceil(K / 64), 512) uint8.
-        b_amax: (G,) fp32.
+        a: (T, K), plain or a rowwise ragged copy.
+        b: (G, N, K), or (G, K, N) with ``transpose_b``; or the copy of a uniform tensor whose
+            blocks run along K, whose padding past K is left out.
         groups: where the groups lie.
         out: (T, N), any floating dtype.
-        row_scaled: ``a_amax`` is per row.
+        transpose_b: contract over the second dimension of a plain B.
         alpha: (G,) fp32.
         bias: (G, N).
         accumulate: add to what ``out`` holds.
         tensor_core: None, or the architecture whose tensor core gives the accumulator's bits.
     """
-    row, slot = groups.slot_of_row()
-    slot_of = torch.zeros(groups.num_rows, dtype=torch.int64, device=a_codes.device)
-    slot_of[row] = slot
-    width = a_codes.shape[1]
-    scale_width = a_scales.shape[1]
+    if a.fmt is not None:
+        row, slot = groups.slot_of_row()
+        slot_of = torch.zeros(groups.num_rows, dtype=torch.int64, device=out.device)
+        slot_of[row] = slot
+    depth = a.codes.shape[1]
+    if a.fmt is not None:
+        depth = depth * a.codes.element_size() * 8 // a.fmt.element.bits
 
-    def product(g: int, start: int, end: int) -> Tensor:
-        rows = torch.arange(start, end, device=a_codes.device)
-        left = _Blocks(a_codes[rows], linear_row_scales(a_scales, slot_of[start:end], 2 * width))
-        out_rows = torch.arange(b_codes.shape[1], device=a_codes.device)
-        right = _Blocks(
-            b_codes[g, :, :width],
-            linear_row_scales(b_scales[g, :, :scale_width], out_rows, 2 * width),
-        )
-        return _dot_nvfp4(left, right, tensor_core, decoded="b")
+    def left(start: int, end: int) -> _Rows:
+        if a.fmt is None:
+            return _Rows(a.codes[start:end])
+        scale, scales = a.fmt.scale, None
+        if scale is not None and a.scales is not None:
+            scales = linear_row_scales(scale, a.scales, slot_of[start:end], depth)
+        return _Rows(a.codes[start:end], a.fmt, scales)
 
-    def factor(g: int, start: int, end: int) -> Tensor:
-        first = a_amax[start:end, None] if row_scaled else a_amax[g]
-        return (first * RCP_TENSOR_MAX) * (b_amax[g] * RCP_TENSOR_MAX)
+    def right(g: int) -> _Rows:
+        if b.fmt is None:
+            return _Rows(b.codes[g].T if transpose_b else b.codes[g])
+        scale, scales = b.fmt.scale, None
+        if scale is not None and b.scales is not None:
+            tiles = b.scales[g, :, : scale_tiles(depth, scale.vec_size)]
+            rows = torch.arange(b.codes.shape[1], device=out.device)
+            scales = linear_row_scales(scale, tiles, rows, depth)
+        width = depth * b.fmt.element.bits // (b.codes.element_size() * 8)
+        return _Rows(b.codes[g, :, :width], b.fmt, scales)
 
-    _m_grouped(groups, out, product, factor, alpha, bias, accumulate)
-
-
-def m_grouped_gemm_w4a16(
-    a: Tensor,
-    b_codes: Tensor,
-    b_scales: Tensor,
-    b_amax: Tensor,
-    groups: Groups,
-    out: Tensor,
-    *,
-    alpha: Tensor | None,
-    bias: Tensor | None,
-    accumulate: bool,
-    tensor_core: str | None,
-) -> None:
-    """Rows of group g of plain ``a`` (T, K) times NVFP4 B[g]^T into ``out`` (T, N).
-
-    B is as for ``m_grouped_gemm_nvfp4``. ``tensor_core`` is None or ``"sm_90a"``; the first adds in
-    fp64 and rounds once.
-    """
-    scale_width = scale_tiles(a.shape[1], _BLOCK)
-
-    def product(g: int, start: int, end: int) -> Tensor:
-        rows = torch.arange(b_codes.shape[1], device=a.device)
-        scales = linear_row_scales(b_scales[g, :, :scale_width], rows, a.shape[1])
-        values = block_values(b_codes[g, :, : a.shape[1] // 2], scales)
-        if tensor_core is None:
-            return _dot_plain(a[start:end], values, None)
-        return _dot_hopper(a[start:end].float(), values, a.dtype)
-
-    def factor(g: int, start: int, end: int) -> Tensor:
-        return b_amax[g] * RCP_TENSOR_MAX
-
-    _m_grouped(groups, out, product, factor, alpha, bias, accumulate)
-
-
-def _k_grouped(
-    groups: Groups,
-    out: Tensor,
-    product: Callable[[int, int, int], Tensor],
-    factor: Callable[[int], Tensor | None],
-    alpha: Tensor | None,
-    accumulate: bool,
-) -> None:
-    if not accumulate:
-        out[groups.rows == 0] = 0
     for g, start, end in _spans(groups):
-        scale = None if alpha is None else alpha[g]
-        _store(out[g], product(g, start, end), factor(g), scale, None, accumulate)
+        rows = slice(start, end)
+        _store(
+            out[rows],
+            _dot(left(start, end), right(g), tensor_core, decoded="b"),
+            _product(a.factor(g, rows), b.factor(g, rows)),
+            None if alpha is None else alpha[g],
+            None if bias is None else bias[g],
+            accumulate,
+        )
+
+
+def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first * second
 
 
 def k_grouped_gemm(
-    a: Tensor,
-    b: Tensor,
+    a: Operand,
+    b: Operand,
     groups: Groups,
     out: Tensor,
     *,
@@ -306,42 +265,14 @@ def k_grouped_gemm(
     accumulate: bool,
     tensor_core: str | None,
 ) -> None:
-    """Rows of g of ``a`` (m, N), transposed, times those of ``b`` (m, K) into ``out[g]`` (N, K).
+    """A's group g (m, N), transposed, times B's group g (m, K) into ``out[g]`` (N, K).
 
     An empty group gives zeros, or leaves ``out[g]`` alone when accumulating. With ``tensor_core``
-    (as for ``m_grouped_gemm``) instructions start at the group's first row, and rows past its last
-    count as zeros.
-    """
-
-    def product(g: int, start: int, end: int) -> Tensor:
-        return _dot_plain(a[start:end].T, b[start:end].T, tensor_core)
-
-    _k_grouped(groups, out, product, lambda _: None, alpha, accumulate)
-
-
-def k_grouped_gemm_nvfp4(
-    a_codes_t: Tensor,
-    a_scales_t: Tensor,
-    a_amax: Tensor,
-    b_codes_t: Tensor,
-    b_scales_t: Tensor,
-    b_amax: Tensor,
-    groups: Groups,
-    out: Tensor,
-    *,
-    alpha: Tensor | None,
-    accumulate: bool,
-    tensor_core: str | None,
-) -> None:
-    """A's group g (m, N)^T times B's group g (m, K) into ``out[g]`` (N, K), both columnwise copies.
+    instructions start at the group's first row, and rows past its last count as zeros.
 
     Args:
-        a_codes_t: (N, 64 * tiles) uint8, a ragged columnwise copy.
-        a_scales_t: (ceil(N / 128), 2 * tiles, 512) uint8.
-        a_amax: (G,) fp32.
-        b_codes_t: (K, 64 * tiles) uint8, in the same slots.
-        b_scales_t: (ceil(K / 128), 2 * tiles, 512) uint8.
-        b_amax: (G,) fp32.
+        a: (T, N), plain or a columnwise ragged copy.
+        b: (T, K), likewise, in the same slots.
         groups: where the groups lie.
         out: (G, N, K), any floating dtype.
         alpha: (G,) fp32.
@@ -350,20 +281,37 @@ def k_grouped_gemm_nvfp4(
     """
     first_tile = groups.first_tile.tolist()
 
-    def blocks(codes_t: Tensor, scales_t: Tensor, g: int, rows: int) -> _Blocks:
-        tiles = slice(first_tile[g], first_tile[g] + ceil_div(rows, TILE_ROWS))
-        codes = codes_t.unflatten(1, (-1, TILE_ROWS // 2))[:, tiles].flatten(1)
-        scales = scales_t.unflatten(1, (-1, _SCALE_TILES))[:, tiles].flatten(1, 2)
-        used = ceil_div(rows, _BLOCK)
-        linear = linear_column_scales(codes, scales)[:, :used]
-        return _Blocks(codes[:, : used * _BLOCK // 2], linear)
+    def rows_of(x: Operand, g: int, start: int, end: int) -> _Rows:
+        if x.fmt is None:
+            return _Rows(x.codes[start:end].T)
+        first, count = first_tile[g], end - start
+        return _slot_columns(x, first, first + ceil_div(count, TILE_ROWS), count)
 
-    def product(g: int, start: int, end: int) -> Tensor:
-        left = blocks(a_codes_t, a_scales_t, g, end - start)
-        right = blocks(b_codes_t, b_scales_t, g, end - start)
-        return _dot_nvfp4(left, right, tensor_core, decoded="a")
+    if not accumulate:
+        out[groups.rows == 0] = 0
+    for g, start, end in _spans(groups):
+        _store(
+            out[g],
+            _dot(rows_of(a, g, start, end), rows_of(b, g, start, end), tensor_core, decoded="a"),
+            _product(a.factor(g, slice(start, end)), b.factor(g, slice(start, end))),
+            None if alpha is None else alpha[g],
+            None,
+            accumulate,
+        )
 
-    def factor(g: int) -> Tensor:
-        return (a_amax[g] * RCP_TENSOR_MAX) * (b_amax[g] * RCP_TENSOR_MAX)
 
-    _k_grouped(groups, out, product, factor, alpha, accumulate)
+def _slot_columns(x: Operand, first: int, end: int, rows: int) -> _Rows:
+    """The part of a transposed columnwise copy in slot tiles [first, end), up to ``rows`` rows."""
+    assert x.fmt is not None
+    scale, bits = x.fmt.scale, x.fmt.element.bits
+    per_byte = x.codes.element_size() * 8 // bits
+    codes = x.codes.unflatten(1, (-1, TILE_ROWS // per_byte))[:, first:end].flatten(1)
+    used, scales = rows, None
+    if scale is not None and x.scales is not None:
+        tiles = x.scales.unflatten(1, (-1, scale_tiles(TILE_ROWS, scale.vec_size)))
+        tiles = tiles[:, first:end].flatten(1, 2)
+        blocks = ceil_div(rows, scale.vec_size)
+        used = blocks * scale.vec_size
+        slots = (end - first) * TILE_ROWS
+        scales = linear_column_scales(scale, tiles, len(codes), slots)[:, :blocks]
+    return _Rows(codes[:, : ceil_div(used, per_byte)], x.fmt, scales)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from cute_kernels.layout.shapes import (
     num_slot_tiles,
     uniform_tiles,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["Groups", "tile_scales", "untile_scales"]
 
@@ -62,6 +66,13 @@ class Groups:
             num_groups * tiles,
             is_uniform=True,
         )
+
+    @classmethod
+    def of(cls, shape: Sequence[int], offs: Tensor | None, device: torch.device) -> Groups:
+        """The groups of a (T, ...) tensor cut at ``offs``, or of a (G, N, ...) one without."""
+        if offs is None:
+            return cls.uniform(shape[0], shape[1], device)
+        return cls.ragged(offs, shape[0])
 
     def __len__(self) -> int:
         return len(self.starts)

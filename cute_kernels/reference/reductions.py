@@ -37,8 +37,8 @@ def group_amax(per_row: Tensor, groups: Groups) -> Tensor:
 
 
 def grouped_amax(x: Tensor, groups: Groups, out: Tensor) -> None:
-    """Write max |x| of each group to ``out`` (G,) fp32; 0 for an empty group."""
-    out.copy_(group_amax(absmax(x), groups))
+    """Write max |x| of each group of (T, K) or (G, N, K) to ``out`` (G,) fp32; 0 if it is empty."""
+    out.copy_(group_amax(absmax(x).flatten(), groups))
 
 
 def grouped_dbias(dy: Tensor, groups: Groups, out: Tensor) -> None:

@@ -1,0 +1,159 @@
+"""Ops that reduce or count: end offsets of groups, amaxes and column sums."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from cute_kernels import reference
+from cute_kernels.layout.buffers import BufferSpec
+from cute_kernels.ops.checks import (
+    check_dtype,
+    check_input,
+    check_tensor,
+)
+from cute_kernels.ops.launch import quantize as launch_quantize
+from cute_kernels.ops.registry import Op, register
+from cute_kernels.reference.groups import Groups
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cute_kernels.formats import Format
+    from cute_kernels.ops.registry import Runner
+    from cute_kernels.runtime.launch import Launcher
+
+__all__ = ["ComputeOffsets", "GroupedAmax", "GroupedDbias"]
+
+
+@register
+@dataclasses.dataclass
+class ComputeOffsets(Op):
+    """End offset of each group: the inclusive sum of ``splits`` times ``multiplier``.
+
+    Args:
+        splits: (G,) int32 or int64 sizes.
+        multiplier: elements counted for each unit of ``splits``.
+        dtype: int32 or int64.
+
+    Returns:
+        (G,) offsets.
+    """
+
+    splits: Tensor
+    multiplier: int = 1
+    dtype: torch.dtype | None = None
+
+    name: ClassVar[str] = "compute_offsets"
+    output_names: ClassVar[tuple[str, ...]] = ("offs",)
+
+    @property
+    def device(self) -> torch.device:
+        return self.splits.device
+
+    def check(self) -> None:
+        integers = (torch.int32, torch.int64)
+        check_tensor("splits", self.splits, dtypes=integers, ndim=(1,))
+        check_dtype("dtype", self.dtype or torch.int32, integers)
+
+    def outputs(self) -> list[BufferSpec | None]:
+        return [BufferSpec(tuple(self.splits.shape), self.dtype or torch.int32)]
+
+    def capability(self) -> tuple[str, Format | None]:
+        return "compute_offsets", None
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return launch_quantize.compute_offsets(self, launch)
+
+    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
+        (offs,) = outputs
+        assert offs is not None
+        reference.compute_offsets(self.splits, self.multiplier, offs)
+
+
+@register
+@dataclasses.dataclass
+class GroupedAmax(Op):
+    """Largest magnitude of each group; NaN is passed over.
+
+    Args:
+        x: (T, K) with ``offs``, or (G, N, K) without; bf16, fp16 or fp32.
+        offs: (G,) int32 end rows.
+
+    Returns:
+        (G,) fp32, 0 for an empty group.
+    """
+
+    x: Tensor
+    offs: Tensor | None = None
+
+    name: ClassVar[str] = "grouped_amax"
+    output_names: ClassVar[tuple[str, ...]] = ("amax",)
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def check(self) -> None:
+        check_input("x", self.x, self.offs)
+
+    def outputs(self) -> list[BufferSpec | None]:
+        groups = self.x.shape[0] if self.offs is None else self.offs.shape[0]
+        return [BufferSpec((groups,), torch.float32)]
+
+    def capability(self) -> tuple[str, Format | None]:
+        return "grouped_amax", None
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return launch_quantize.grouped_amax(self, launch)
+
+    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
+        (amax,) = outputs
+        assert amax is not None
+        groups = Groups.of(self.x.shape, self.offs, self.device)
+        reference.grouped_amax(self.x, groups, amax)
+
+
+@register
+@dataclasses.dataclass
+class GroupedDbias(Op):
+    """Column sums of each group in fp32, in a fixed order.
+
+    Args:
+        dy: (T, N) bf16, fp16 or fp32.
+        offs: (G,) int32 end rows.
+
+    Returns:
+        (G, N) fp32, zeros for an empty group.
+    """
+
+    dy: Tensor
+    offs: Tensor
+
+    name: ClassVar[str] = "grouped_dbias"
+    output_names: ClassVar[tuple[str, ...]] = ("dbias",)
+
+    @property
+    def device(self) -> torch.device:
+        return self.dy.device
+
+    def check(self) -> None:
+        check_input("dy", self.dy, self.offs)
+
+    def outputs(self) -> list[BufferSpec | None]:
+        return [BufferSpec((self.offs.shape[0], self.dy.shape[1]), torch.float32)]
+
+    def capability(self) -> tuple[str, Format | None]:
+        return "grouped_dbias", None
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return launch_quantize.grouped_dbias(self, launch)
+
+    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
+        (dbias,) = outputs
+        assert dbias is not None
+        groups = Groups.of(self.dy.shape, self.offs, self.device)
+        reference.grouped_dbias(self.dy, groups, dbias)

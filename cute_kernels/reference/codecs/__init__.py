@@ -1,0 +1,21 @@
+"""The arithmetic of each format, one file a format."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cute_kernels.reference.codecs.base import Codec
+from cute_kernels.reference.codecs.nvfp4 import NVFP4Codec
+
+if TYPE_CHECKING:
+    from cute_kernels.formats import Format
+
+__all__ = ["CODECS", "Codec", "codec_of"]
+
+#: Codecs by the name of their format.
+CODECS: dict[str, type[Codec]] = {c.format.name: c for c in (NVFP4Codec,)}
+
+
+def codec_of(fmt: Format) -> Codec:
+    """The codec of a format that the capability table lists."""
+    return CODECS[fmt.name](fmt)

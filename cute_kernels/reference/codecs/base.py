@@ -1,0 +1,90 @@
+"""What the reference backend asks of a format beside its record: how its scales come about."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from cute_kernels.formats import Format
+from cute_kernels.reference.conversions import decode, encode, f32
+
+if TYPE_CHECKING:
+    from cute_kernels.formats import BlockScale
+
+__all__ = ["Codec"]
+
+
+class Codec(abc.ABC):
+    """The arithmetic of one format, each step rounded to fp32; it knows no layout.
+
+    Blocks are the last dimension of what ``encode`` takes; amaxes and scales have the shape of
+    what is left. Where the format has no blocks, all elements of a group in a row are one.
+
+    Args:
+        fmt: the format's record.
+    """
+
+    #: The class of the records that it serves.
+    format: ClassVar[type[Format]]
+
+    def __init__(self, fmt: Format) -> None:
+        self.fmt = fmt
+
+    def level(self, amax: Tensor) -> tuple[Tensor, ...]:
+        """The vectors of the second level, as the record names them, from amaxes."""
+        return ()
+
+    @abc.abstractmethod
+    def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor | None, Tensor]:
+        """What blocks are encoded with.
+
+        Args:
+            a: amaxes of the blocks.
+            g: amaxes of their rows or groups, for the second level; broadcast to ``a``.
+
+        Returns:
+            The block scales as they are stored, None if there are none; and the fp32 factors that
+            elements are multiplied by.
+        """
+
+    def encode(self, blocks: Tensor, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Codes of fp32 ``blocks``, one an element and not yet packed, and stored scales."""
+        stored, enc = self.factors(a, g)
+        return encode(self.fmt.element, blocks * enc.unsqueeze(-1)), stored
+
+    @abc.abstractmethod
+    def scale_values(self, stored: Tensor) -> Tensor:
+        """Exact fp32 values of stored block scales."""
+
+    def decode_factor(self, stored: Tensor | None, level: Tensor | None) -> Tensor:
+        """What codes are multiplied by to decode.
+
+        Args:
+            stored: block scales as they are stored, where the format has them.
+            level: the first vector of the second level, where the format has one, broadcast.
+        """
+        factor = None if stored is None else self.scale_values(stored)
+        if level is None:
+            assert factor is not None
+            return factor
+        second = self.fmt.second_level
+        assert second is not None
+        if factor is not None:
+            level = factor * level
+        return level if second.factor == 1.0 else level * f32(second.factor)
+
+    def values(self, codes: Tensor, stored: Tensor | None) -> Tensor:
+        """Code times block scale (R, K), exact in fp32: what tensor cores multiply.
+
+        Args:
+            codes: (R, K) codes as they are stored.
+            stored: (R, K / block) block scales as they are stored, where the format has them.
+        """
+        values = decode(self.fmt.element, codes)
+        scale: BlockScale | None = self.fmt.scale
+        if scale is None or stored is None:
+            return values
+        blocks: Tensor = values.unflatten(1, (-1, scale.vec_size))
+        return (blocks * self.scale_values(stored).unsqueeze(-1)).flatten(1)

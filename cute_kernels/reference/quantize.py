@@ -1,0 +1,293 @@
+"""Quantization of grouped rows and its inverse, for every format: codecs compute, this lays out.
+
+Rows are converted with blocks along K, slot tiles of 128 rows with blocks along the rows. Square
+blocks are converted by slot tiles for both directions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cute_kernels.layout.shapes import SF_TILE_ROWS, TILE_ROWS, ceil_div, round_up, scale_tiles
+from cute_kernels.reference.codecs import Codec, codec_of
+from cute_kernels.reference.conversions import decode, pack
+from cute_kernels.reference.groups import Groups, tile_scales, untile_scales
+from cute_kernels.reference.reductions import absmax, group_amax
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from cute_kernels.formats import BlockScale, Format
+
+__all__ = ["dequantize", "linear_column_scales", "linear_row_scales", "quantize"]
+
+#: Elements that are converted at a time: bounds the memory, and stays in the cache.
+_CHUNK = 1 << 19
+
+
+def _chunks(count: int, elements_each: int) -> Iterator[slice]:
+    step = max(1, _CHUNK // max(1, elements_each))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def quantize(
+    x: Tensor,
+    groups: Groups,
+    fmt: Format,
+    out: Mapping[str, Tensor],
+    given_amax: Tensor | None = None,
+) -> None:
+    """Quantize the groups of ``x`` into the buffers of one or both directions.
+
+    Args:
+        x: (T, K), or (G, N, K) of uniform groups; bf16, fp16 or fp32.
+        groups: where the groups lie.
+        fmt: the format.
+        out: buffers by name, as ``layout.buffers`` has them for the directions that are asked for.
+        given_amax: (G,) fp32 amax per group to use instead of computing it.
+    """
+    codec, x = codec_of(fmt), x.flatten(0, -2)
+    rowwise, columnwise = (_named(fmt, out, direction) for direction in (False, True))
+    if rowwise and groups.is_uniform:
+        # The rows of all groups are equally far apart, so these are views.
+        rowwise = {name: rows_first(t, fmt, name) for name, t in rowwise.items()}
+    per_row = absmax(x)
+    per_group = group_amax(per_row, groups) if given_amax is None else given_amax
+    for is_columnwise, copy in ((False, rowwise), (True, columnwise)):
+        if copy:
+            _store_level(codec, groups, copy, per_row, per_group, is_columnwise)
+    if rowwise and not fmt.is_2d:
+        level = fmt.second_level
+        if level is not None and level.per == "row":
+            g = per_row
+        else:
+            g = per_group[groups.group_of_row().clamp_max_(max(0, len(groups) - 1))]
+        _quantize_rows(codec, x, groups, g, rowwise)
+    if columnwise or (rowwise and fmt.is_2d):
+        _quantize_tiles(codec, x, groups, per_group, rowwise if fmt.is_2d else {}, columnwise)
+
+
+def _named(fmt: Format, out: Mapping[str, Tensor], columnwise: bool) -> dict[str, Tensor]:
+    """The buffers of one direction by their rowwise names; none if it is not asked for."""
+    if ("codes_t" if columnwise else "codes") not in out:
+        return {}
+    return _by_name(fmt, [out[name] for name in fmt.buffer_names(columnwise)])
+
+
+def _by_name(fmt: Format, copy: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Buffers by their rowwise names. Codes are bytes: few ops of torch take FP8 dtypes."""
+    buffers = dict(zip(fmt.buffer_names(False), copy, strict=True))
+    buffers["codes"] = buffers["codes"].view(torch.uint8)
+    return buffers
+
+
+def rows_first(buffer: Tensor, fmt: Format, name: str) -> Tensor:
+    """A rowwise buffer of uniform groups with the groups one after the other.
+
+    A view of buffers that are written: their rows are equally far apart in all groups.
+
+    Args:
+        buffer: codes or scales, (G, N, ...), or a vector of the second level.
+        fmt: the format.
+        name: which of them.
+    """
+    level = fmt.second_level
+    if level is not None and name in level.buffers:
+        return buffer.flatten()
+    return buffer.flatten(0, 1)
+
+
+def _store_level(
+    codec: Codec,
+    groups: Groups,
+    copy: Mapping[str, Tensor],
+    per_row: Tensor,
+    per_group: Tensor,
+    columnwise: bool,
+) -> None:
+    level = codec.fmt.level(columnwise)
+    if level is None:
+        return
+    if level.per == "group":
+        for name, vector in zip(level.buffers, codec.level(per_group), strict=True):
+            copy[name].copy_(vector)
+        return
+    live = groups.group_of_row() < len(groups)
+    for name, vector in zip(level.buffers, codec.level(per_row), strict=True):
+        copy[name][live] = vector[live]
+
+
+def _quantize_rows(
+    codec: Codec, x: Tensor, groups: Groups, g: Tensor, copy: Mapping[str, Tensor]
+) -> None:
+    """The rowwise copy, blocks along K; ``g`` is the amax of each row, or of its group."""
+    fmt, scale = codec.fmt, codec.fmt.scale
+    vec = x.shape[1] if scale is None else scale.vec_size
+    _, slot = groups.slot_of_row()
+    linear = None
+    if scale is not None:
+        shape = groups.num_tiles * TILE_ROWS, x.shape[1] // vec
+        linear = torch.zeros(shape, dtype=scale.dtype, device=x.device)
+    for part in _chunks(len(slot), x.shape[1]):  # the live rows are the first ones
+        blocks = x[part].float().unflatten(1, (-1, vec))
+        encoded, stored = codec.encode(blocks, absmax(blocks), g[part, None])
+        copy["codes"][part] = pack(fmt.element, encoded.flatten(1))
+        if linear is not None and stored is not None:
+            linear[slot[part]] = stored
+    if linear is not None:
+        tile, _, _ = groups.used_tiles()
+        by_tile = linear.view(groups.num_tiles, TILE_ROWS, linear.shape[1])
+        copy["scales"][tile] = tile_scales(by_tile[tile]).squeeze(1)
+
+
+def _quantize_tiles(
+    codec: Codec,
+    x: Tensor,
+    groups: Groups,
+    per_group: Tensor,
+    rowwise: Mapping[str, Tensor],
+    columnwise: Mapping[str, Tensor],
+) -> None:
+    """The columnwise copy, and the rowwise one of square blocks, slot tile by slot tile."""
+    fmt, scale, cols = codec.fmt, codec.fmt.scale, x.shape[1]
+    vec = TILE_ROWS if scale is None else scale.vec_size
+    all_tiles, all_groups, all_rows = groups.used_tiles()
+    for part in _chunks(len(all_tiles), TILE_ROWS * cols):
+        tile, row = all_tiles[part], all_rows[part]
+        live = row >= 0
+        values = x[row.clamp_min(0)].float().masked_fill_(~live.unsqueeze(-1), 0.0)  # (t, 128, K)
+        blocks = values.unflatten(1, (-1, vec)).movedim(2, -1)  # (t, 128 / vec, K, vec)
+        a = absmax(blocks)
+        if fmt.is_2d:
+            a = absmax(a.unflatten(2, (-1, vec))).repeat_interleave(vec, dim=2)
+        encoded, stored = codec.encode(blocks, a, per_group[all_groups[part], None, None])
+        codes = encoded.movedim(-1, 2).flatten(1, 2)  # (t, 128, K)
+        codes = codes.masked_fill(~live.unsqueeze(-1), 0)
+        if columnwise:
+            index = _tile_index(groups, tile)
+            code_tiles = _code_tiles(fmt, columnwise["codes"])
+            code_tiles[index] = pack(fmt.element, codes.mT)
+            if scale is not None and stored is not None:
+                columns = torch.nn.functional.pad(stored.mT, (0, 0, 0, -cols % SF_TILE_ROWS))
+                block_tiles = _scale_tiles(scale, columnwise["scales"])
+                block_tiles[index] = tile_scales(columns).permute(0, 2, 1, 3)
+        if rowwise:
+            rowwise["codes"][row[live]] = pack(fmt.element, codes[live])
+            if stored is not None:
+                by_row = stored[..., ::vec].repeat_interleave(vec, dim=1)  # (t, 128, K / vec)
+                by_row = by_row.masked_fill(~live.unsqueeze(-1), 0)
+                rowwise["scales"][tile] = tile_scales(by_row).squeeze(1)
+
+
+def _code_tiles(fmt: Format, codes_t: Tensor) -> Tensor:
+    """Columnwise codes with the slot tile first: ([G,] tiles, K, codes of 128 rows)."""
+    per_tile = TILE_ROWS * fmt.element.bits // (codes_t.element_size() * 8)
+    return codes_t.unflatten(-1, (-1, per_tile)).movedim(-2, -3)
+
+
+def _scale_tiles(scale: BlockScale, scales_t: Tensor) -> Tensor:
+    """Columnwise scales with the slot tile first: ([G,] tiles, tiles of it, ceil(K / 128), 512)."""
+    per_tile = scale_tiles(TILE_ROWS, scale.vec_size)
+    return scales_t.unflatten(-2, (-1, per_tile)).movedim(-4, -2)
+
+
+def _tile_index(groups: Groups, tile: Tensor) -> tuple[Tensor, ...]:
+    """Index of slot tiles into the views above."""
+    if not groups.is_uniform:
+        return (tile,)
+    each = groups.num_tiles // len(groups)
+    return (tile // each, tile % each)
+
+
+def linear_row_scales(scale: BlockScale, scales: Tensor, slots: Tensor, cols: int) -> Tensor:
+    """Scales (R, cols / block) of the slot rows ``slots``."""
+    tile, first = slots // TILE_ROWS, slots % TILE_ROWS
+    used, where = torch.unique(tile, return_inverse=True)
+    linear = untile_scales(scales[used].unsqueeze(1), ceil_div(cols, scale.vec_size))
+    return linear[where, first]
+
+
+def linear_column_scales(scale: BlockScale, scales_t: Tensor, cols: int, rows: int) -> Tensor:
+    """Scales (cols, rows / block) of a columnwise copy.
+
+    Args:
+        scale: the format's block scale.
+        scales_t: (ceil(cols / 128), tiles along the rows, 512).
+        cols: K.
+        rows: slot rows that the tiles cover.
+    """
+    return untile_scales(scales_t, rows // scale.vec_size)[:cols]
+
+
+def dequantize(
+    groups: Groups, fmt: Format, copy: Sequence[Tensor], columnwise: bool, out: Tensor
+) -> None:
+    """Decode one direction into ``out``; rows of the tail are left as they are.
+
+    Args:
+        groups: where the groups lie.
+        fmt: the format.
+        copy: the direction's buffers, in the order of ``fmt.buffer_names``.
+        columnwise: which direction it is.
+        out: (T, K) or (G, N, K), any floating dtype; one rounding from fp32.
+    """
+    codec, out = codec_of(fmt), out.flatten(0, -2)
+    buffers = _by_name(fmt, copy)
+    if columnwise:
+        _dequantize_tiles(codec, groups, buffers, out)
+        return
+    if groups.is_uniform:
+        buffers = {name: rows_first(t, fmt, name) for name, t in buffers.items()}
+    _dequantize_rows(codec, groups, buffers, out)
+
+
+def _dequantize_rows(
+    codec: Codec, groups: Groups, copy: Mapping[str, Tensor], out: Tensor
+) -> None:
+    scale, level, cols = codec.fmt.scale, codec.fmt.second_level, out.shape[1]
+    vec = cols if scale is None else scale.vec_size
+    row, slot = groups.slot_of_row()
+    group = groups.group_of_row()
+    for part in _chunks(len(row), cols):
+        source = row[part]
+        stored = vector = None
+        if scale is not None:
+            stored = linear_row_scales(scale, copy["scales"], slot[part], cols)
+        if level is not None:
+            index = source if level.per == "row" else group[source]
+            vector = copy[level.buffers[0]][index, None]
+        out[source] = _decode(codec, copy["codes"][source], stored, vector, vec).to(out.dtype)
+
+
+def _dequantize_tiles(
+    codec: Codec, groups: Groups, copy: Mapping[str, Tensor], out: Tensor
+) -> None:
+    fmt, scale, cols = codec.fmt, codec.fmt.scale, out.shape[1]
+    level = fmt.columnwise_level
+    vec = TILE_ROWS if scale is None else scale.vec_size
+    code_tiles = _code_tiles(fmt, copy["codes"])
+    tiles, tile_group, rows = groups.used_tiles()
+    for part in _chunks(len(tiles), TILE_ROWS * round_up(cols, SF_TILE_ROWS)):
+        tile, row = tiles[part], rows[part]
+        index = _tile_index(groups, tile)
+        stored = vector = None
+        if scale is not None:
+            block_tiles = _scale_tiles(scale, copy["scales"])[index].movedim(1, 2)
+            stored = untile_scales(block_tiles, TILE_ROWS // vec)[:, :cols]
+        if level is not None:
+            vector = copy[level.buffers[0]][tile_group[part]][:, None, None]
+        values = _decode(codec, code_tiles[index], stored, vector, vec).mT  # (t, 128, K)
+        live = row >= 0
+        out[row[live]] = values[live].to(out.dtype)
+
+
+def _decode(
+    codec: Codec, codes: Tensor, stored: Tensor | None, vector: Tensor | None, vec: int
+) -> Tensor:
+    factor = codec.decode_factor(stored, vector)
+    blocks: Tensor = decode(codec.fmt.element, codes).unflatten(-1, (-1, vec))
+    return (blocks * factor.unsqueeze(-1)).flatten(-2)
