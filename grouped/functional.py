@@ -93,7 +93,8 @@ def quantize(
         columnwise: make the copy with blocks along the rows of each group, which wgrad (ragged) and
             dgrad (weights) read.
         dbias: also return the column sums of each group, fp32 sums cast to the dtype of ``x``.
-        amax: (G,) fp32 second level of each group, instead of computing it.
+        amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so that its
+            sign is dropped.
         out: a tensor of the same shape, format, groups and directions to quantize into.
 
     Returns:

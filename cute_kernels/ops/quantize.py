@@ -235,7 +235,8 @@ class GroupedQuantizeNVFP4(Op):
     Args:
         x: (T, K) with ``offs``, or (G, N, K) without; bf16, fp16 or fp32; K % 16 == 0.
         offs: (G,) int32 end rows. Rows from the last on are neither read nor written.
-        amax: (G,) fp32, the second level of each group, instead of computing it.
+        amax: (G,) fp32, the second level of each group, instead of computing it. It is a magnitude:
+            its sign is dropped. Elements beyond it saturate.
         row_scaled: the second level of the rowwise copy is per row.
         block_2d: 16x16 blocks instead of 1x16.
         rowwise: write the rowwise copy, blocks along K.

@@ -12,14 +12,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import warnings
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from cute_kernels.capability import require, support
-from cute_kernels.runtime.backend import active_backend, chosen_backend
+from cute_kernels.capability import require
+from cute_kernels.runtime.backend import chosen_backend, resolve_backend
 from cute_kernels.runtime.launch import launcher
 from cute_kernels.runtime.plan import PlanCache, plan_key
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT
@@ -229,8 +228,13 @@ class Op(abc.ABC):
         """What the op writes; None for an output that was not asked for."""
 
     @abc.abstractmethod
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        """Compute into ``outputs`` with the reference backend."""
+    def run_reference(self, outputs: Sequence[Tensor | None], **options: Any) -> None:
+        """Compute into ``outputs`` with the reference backend.
+
+        Args:
+            outputs: buffers of zeros, or what the caller gave.
+            **options: ``tensor_core`` of the backend, and ``accumulate``.
+        """
 
     @abc.abstractmethod
     def capability(self) -> tuple[str, Format | None]:
@@ -240,35 +244,31 @@ class Op(abc.ABC):
         """What runs calls with this metadata on kernels; for ops that the table lists with some."""
         raise AssertionError(f"the capability table lists kernels that {self.name} does not have")
 
+    def require(self, backend: Backend) -> None:
+        """Raise UnsupportedError if the backend does not run this call."""
+        require(*self.capability(), backend.arch)
+
     def plan(self, backend: Backend) -> _Plan:
         """Check the arguments and decide what runs; the same for every call with this metadata."""
         self.check()
-        name, fmt = self.capability()
-        arch = backend.arch
-        if backend.is_emulated and not support(name, fmt, arch):
-            arch = "reference"
-            _warn_no_kernel(name, backend.name)
-        require(name, fmt, arch)
-        if arch == "reference":
-            return _Plan(self, self.outputs(), _run_reference, zeroed=True)
+        self.require(backend)
+        if backend.arch == "reference":
+            run = functools.partial(_run_reference, tensor_core=backend.tensor_core)
+            return _Plan(self, self.outputs(), run, zeroed=True)
         run = self.kernels(launcher(backend, self.device))
         return _Plan(self, self.outputs(), run, fills_fresh=self.fills_fresh)
 
     def cached_plan(self) -> _Plan:
         """``plan``, from the cache if a call with the same metadata went before."""
-        key = plan_key(type(self), chosen_backend(), vars(self).values())
-        return _plans.get(key) or _plans.add(key, self.plan(active_backend(self.device)))
+        choice = chosen_backend()
+        key = plan_key(type(self), choice, vars(self).values())
+        return _plans.get(key) or _plans.add(key, self.plan(resolve_backend(choice, self.device)))
 
 
-def _run_reference(op: Op, outputs: Sequence[Tensor | None], **options: bool) -> None:
+def _run_reference(op: Op, outputs: Sequence[Tensor | None], **options: Any) -> None:
     # Autocast would run the fp32 products inside in bf16.
     with torch.autocast(op.device.type, enabled=False):
         op.run_reference(outputs, **options)
-
-
-@functools.cache
-def _warn_no_kernel(name: str, backend: str) -> None:
-    warnings.warn(f"{name} has no kernel yet: {backend} runs it on reference", stacklevel=2)
 
 
 def _check_outputs(
@@ -374,6 +374,7 @@ def register(cls: type[Op]) -> type[Op]:
         (f"{cls.name}_out", out, call_out, fake_out),
     )
     for name, schema, implementation, meta in pairs:
+        _keep_dynamo_out(implementation)
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"cute_kernels::{name}", meta, lib=_LIBRARY)
@@ -385,6 +386,18 @@ def register(cls: type[Op]) -> type[Op]:
     )
     cls.invoke = staticmethod(_invoker(cls))
     return cls
+
+
+def _keep_dynamo_out(function: Any) -> None:
+    """Have the code of an op run as it is where Dynamo left the frame that calls it to Python.
+
+    Else it would trace that code, checks, caches and launches, down to the compiler of kernels.
+    """
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        strategy = frames._FrameExecStrategy(skip, skip)
+        frames.set_code_exec_strategy(function.__code__, strategy)
 
 
 def _invoker(cls: type[Op]) -> Callable[..., Any]:
@@ -399,12 +412,13 @@ def _invoker(cls: type[Op]) -> Callable[..., Any]:
     def invoke(*args: Any) -> Any:
         if is_observed(args):
             return dispatched(*args)
-        key, op = plan_key(cls, chosen_backend(), args), cls(*args)
+        choice = chosen_backend()
+        key, op = plan_key(cls, choice, args), cls(*args)
         plan = _plans.get(key)
         if plan is None:
             if any(isinstance(a, Tensor) and a.is_meta for a in args):
                 return dispatched(*args)
-            plan = _plans.add(key, op.plan(active_backend(op.device)))
+            plan = _plans.add(key, op.plan(resolve_backend(choice, op.device)))
         outputs = plan.compute(op)
         return outputs[0] if len(outputs) == 1 else outputs
 
