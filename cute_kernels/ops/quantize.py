@@ -76,11 +76,11 @@ class ComputeOffsets(Op):
 
     Args:
         splits: (G,) int32 or int64 sizes.
-        multiplier: elements counted for each unit of ``splits``.
+        multiplier: elements counted for each unit of ``splits``, at least 1 and in ``dtype``.
         dtype: int32 or int64.
 
     Returns:
-        (G,) offsets.
+        (G,) offsets. Those that ``dtype`` cannot hold saturate: they are its largest number.
     """
 
     splits: Tensor
@@ -98,6 +98,13 @@ class ComputeOffsets(Op):
         integers = (torch.int32, torch.int64)
         check_tensor("splits", self.splits, dtypes=integers, ndim=(1,))
         check_dtype("dtype", self.dtype or torch.int32, integers)
+        if not isinstance(self.multiplier, (int, torch.SymInt)):
+            raise TypeError(f"multiplier must be an integer, got {self.multiplier!r}")
+        largest = torch.iinfo(self.dtype or torch.int32).max
+        if not 1 <= self.multiplier <= largest:
+            raise ValueError(
+                f"multiplier must be in [1, {largest}], the offsets' dtype, got {self.multiplier}"
+            )
 
     def outputs(self) -> list[OutputSpec | None]:
         return [OutputSpec(tuple(self.splits.shape), self.dtype or torch.int32)]
