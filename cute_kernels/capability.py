@@ -7,6 +7,9 @@ runs. An architecture is ``"reference"`` (exact PyTorch, any device), ``"sm_90a"
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+import torch
 
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 
@@ -31,24 +34,33 @@ OPS = (
     "grouped_gemm",
     "grouped_gemm_w4a16",
 )
-_PLAIN_OPS = ("compute_offsets", "grouped_amax", "grouped_dbias", "grouped_gemm")
-_NVFP4_OPS = ("grouped_quantize", "grouped_dequantize", "grouped_gemm", "grouped_gemm_w4a16")
-#: The ops that have CuTe DSL kernels, for every format that they take at all.
-_KERNELS = {
-    ("compute_offsets", "sm_90a"),
-    ("compute_offsets", "sm_100a"),
-    ("grouped_amax", "sm_90a"),
-    ("grouped_amax", "sm_100a"),
-    ("grouped_dbias", "sm_90a"),
-    ("grouped_dbias", "sm_100a"),
-    ("grouped_dequantize", "sm_90a"),
-    ("grouped_dequantize", "sm_100a"),
-    ("grouped_gemm", "sm_90a"),
-    ("grouped_gemm", "sm_100a"),
-    ("grouped_gemm_w4a16", "sm_90a"),
-    ("grouped_quantize", "sm_90a"),
-    ("grouped_quantize", "sm_100a"),
+_INTEGERS = (torch.int32, torch.int64)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+#: Dtypes of the plain operands of each op: of its input, or of the result of dequantizing.
+_DTYPES = dict.fromkeys(OPS, _FLOATS) | {
+    "compute_offsets": _INTEGERS,
+    "grouped_gemm_w4a16": (torch.bfloat16, torch.float16),
 }
+#: What runs: architectures by op and name of the format, None if plain.
+_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
+    ("compute_offsets", None): ARCHITECTURES,
+    ("grouped_amax", None): ARCHITECTURES,
+    ("grouped_dbias", None): ARCHITECTURES,
+    ("grouped_gemm", None): ARCHITECTURES,
+    ("grouped_quantize", "nvfp4"): ARCHITECTURES,
+    ("grouped_dequantize", "nvfp4"): ARCHITECTURES,
+    ("grouped_gemm", "nvfp4"): ARCHITECTURES,
+    ("grouped_gemm_w4a16", "nvfp4"): ("reference", "sm_90a"),
+}
+#: Ops and formats of which some architectures run the rowwise copy only.
+_COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
+#: Values of a record's fields that nothing runs yet, by the name of the format.
+_NOT_BUILT: dict[str, dict[str, object]] = {
+    "nvfp4": {"hadamard": True, "stochastic_rounding": True, "four_over_six": True},
+    "fp8": {"scaling": "delayed"},
+}
+#: Architectures that take the order of bits of ``cute_kernels.prepack``.
+_PREPACKED = ("reference", "sm_90a")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,20 +81,36 @@ class UnsupportedError(NotImplementedError):
 _YES = Support(True)
 
 
-def support(op: str, fmt: Format | type[Format] | None, arch: str) -> Support:
+def support(
+    op: str,
+    fmt: Format | type[Format] | None,
+    arch: str,
+    *,
+    dtype: torch.dtype | None = None,
+    columnwise: bool = False,
+    prepacked: bool = False,
+) -> Support:
     """Say whether ``op`` runs for ``fmt`` on ``arch``.
+
+    Of ops with several operands ``fmt`` is that of any of them: a GEMM of row-scaled activations
+    and prepacked weights needs a yes to both.
 
     Args:
         op: one of ``OPS``.
         fmt: a format record such as ``NVFP4(row_scaled=True)``, a format class for its defaults, or
             None for plain bf16, fp16 or fp32 operands.
         arch: one of ``ARCHITECTURES``.
+        dtype: dtype of the plain operands, of what is quantized, or of the decoded result; None for
+            one that the op takes everywhere, such as bf16.
+        columnwise: the columnwise copy is asked for, alone or with the rowwise one.
+        prepacked: the weights have the order of bits of ``cute_kernels.prepack``.
 
     Returns:
         A ``Support``, true if it runs, otherwise with the reason.
 
     Raises:
         ValueError: ``op`` or ``arch`` is not a known name.
+        TypeError: ``fmt`` is no format.
     """
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
@@ -90,56 +118,115 @@ def support(op: str, fmt: Format | type[Format] | None, arch: str) -> Support:
         raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
     if isinstance(fmt, type):
         fmt = fmt()
-    if fmt is None:
-        if op not in _PLAIN_OPS:
-            return Support(False, f"{op} needs a format")
-    elif isinstance(fmt, NVFP4):
-        if op not in _NVFP4_OPS:
-            return Support(False, f"{op} takes plain tensors, not NVFP4")
-        for flag in ("hadamard", "stochastic_rounding", "four_over_six"):
-            if getattr(fmt, flag):
-                return Support(False, f"NVFP4({flag}=True) is not built yet")
-        if op == "grouped_gemm_w4a16" and fmt.row_scaled:
-            return Support(False, "weights have one second-level scale a group")
-    elif isinstance(fmt, (MXFP8, FP8Block, FP8)):
-        return Support(False, f"{type(fmt).__name__} is not built yet")
-    else:
+    if not (fmt is None or isinstance(fmt, Format)):
         raise TypeError(f"fmt must be a format record or None, got {fmt!r}")
-    if arch == "reference" or (op, arch) in _KERNELS:
-        return _YES
-    return Support(False, f"no {arch} kernel of {op} yet")
+    reason = (
+        _why_not_format(op, fmt)
+        or _why_not_arch(op, fmt, arch, columnwise)
+        or _why_not_dtype(op, fmt, arch, dtype)
+    )
+    if prepacked and not reason:
+        reason = _why_not_prepacked(op, arch)
+    return Support(False, reason) if reason else _YES
 
 
-def require(op: str, fmt: Format | None, arch: str) -> None:
-    """Raise ``UnsupportedError`` with the reason unless ``op`` runs for ``fmt`` on ``arch``."""
-    status = support(op, fmt, arch)
+def _why_not_format(op: str, fmt: Format | None) -> str:
+    """Why ``op`` runs for ``fmt`` nowhere; empty if nothing is against it."""
+    if fmt is None:
+        return "" if (op, None) in _RUNS else f"{op} needs a format"
+    kind = type(fmt).__name__
+    if all(name != fmt.name for _, name in _RUNS):
+        return f"{kind} is not built yet"
+    if (op, fmt.name) not in _RUNS:
+        takes_formats = any(other == op and name is not None for other, name in _RUNS)
+        return f"no {op} of {kind} yet" if takes_formats else f"{op} takes plain tensors, not {kind}"
+    for field, value in _NOT_BUILT.get(fmt.name, {}).items():
+        if getattr(fmt, field) == value:
+            return f"{kind}({field}={value!r}) is not built yet"
+    level = fmt.second_level
+    if op == "grouped_gemm_w4a16" and level is not None and level.per == "row":
+        return "weights have one second-level scale a group"
+    return ""
+
+
+def _why_not_arch(op: str, fmt: Format | None, arch: str, columnwise: bool) -> str:
+    key = op, None if fmt is None else fmt.name
+    if arch not in _RUNS[key]:
+        return f"no {arch} kernel of {op} yet"
+    if columnwise and arch not in _COLUMNWISE_RUNS.get(key, ARCHITECTURES):
+        return f"no {arch} kernel of {op} for the columnwise copy yet"
+    return ""
+
+
+def _why_not_dtype(op: str, fmt: Format | None, arch: str, dtype: torch.dtype | None) -> str:
+    """Why ``op`` does not take plain operands of ``dtype``; empty if nothing is against it."""
+    if dtype is None:
+        return ""
+    if dtype not in _DTYPES[op]:
+        names = " or ".join(str(d).removeprefix("torch.") for d in _DTYPES[op])
+        return f"{op} takes {names}, not {str(dtype).removeprefix('torch.')}"
+    # Quantized on the way, fp32 activations are no operands of a tensor core.
+    if op == "grouped_gemm" and fmt is None and dtype == torch.float32 and arch != "reference":
+        return (
+            "a tensor core cuts float32 to tf32 before it multiplies: use bf16 or fp16 operands, "
+            "or the backend reference"
+        )
+    return ""
+
+
+def _why_not_prepacked(op: str, arch: str) -> str:
+    if op == "grouped_gemm_w4a16":
+        return "prepacked weights multiply quantized activations: unpack() them"
+    if op == "grouped_gemm" and arch not in _PREPACKED:
+        return f"prepacked weights are for sm_90a, not {arch}: unpack() them"
+    return ""
+
+
+def require(op: str, fmt: Format | None, arch: str, **facts: Any) -> None:
+    """Raise ``UnsupportedError`` with the reason unless ``op`` runs for ``fmt`` on ``arch``.
+
+    ``facts`` are the other arguments of ``support``.
+    """
+    status = support(op, fmt, arch, **facts)
     if not status:
         raise UnsupportedError(f"{op} with {fmt or 'plain tensors'} on {arch}: {status.reason}")
 
 
 def markdown_table() -> str:
     """The support table of the README, in Markdown: formats that run alike share a row."""
-    plain = {"compute_offsets": "int32, int64", "grouped_gemm": "bf16, fp16"}
-    formats: tuple[tuple[str, Format], ...] = (
-        ("NVFP4", NVFP4()),
-        ("row-scaled NVFP4", NVFP4(row_scaled=True)),
-        ("16x16 NVFP4", NVFP4(block=(16, 16))),
-        ("MXFP8", MXFP8()),
-        ("FP8Block", FP8Block()),
-        ("FP8", FP8()),
+    plain: dict[str, dict[str, torch.dtype]] = {
+        "compute_offsets": {"int32, int64": torch.int32},
+        "grouped_gemm": {"bf16, fp16": torch.bfloat16, "fp32": torch.float32},
+    }
+    floats = {"bf16, fp16, fp32": torch.float32}
+    formats: tuple[tuple[str, Format, bool], ...] = (
+        ("NVFP4", NVFP4(), False),
+        ("row-scaled NVFP4", NVFP4(row_scaled=True), False),
+        ("16x16 NVFP4", NVFP4(block=(16, 16)), False),
+        ("prepacked NVFP4", NVFP4(), True),
+        ("MXFP8", MXFP8(), False),
+        ("FP8Block", FP8Block(), False),
+        ("FP8", FP8(), False),
     )
 
-    def cells(op: str, fmt: Format | None) -> str:
-        return " | ".join("yes" if support(op, fmt, arch) else "-" for arch in ARCHITECTURES)
+    def cell(op: str, fmt: Format | None, arch: str, **facts: Any) -> str:
+        if not support(op, fmt, arch, **facts):
+            return "-"
+        columnwise = support(op, fmt, arch, columnwise=True, **facts)
+        return "yes" if columnwise else "rowwise"
+
+    def cells(op: str, fmt: Format | None, **facts: Any) -> str:
+        return " | ".join(cell(op, fmt, arch, **facts) for arch in ARCHITECTURES)
 
     rows = ["| op | operands | " + " | ".join(ARCHITECTURES) + " |"]
     rows.append("|---|---|" + "---|" * len(ARCHITECTURES))
     for op in OPS:
         titles: dict[str, list[str]] = {}
-        if op in _PLAIN_OPS:
-            titles.setdefault(cells(op, None), []).append(plain.get(op, "bf16, fp16, fp32"))
-        if op in _NVFP4_OPS:
-            for title, fmt in formats:
-                titles.setdefault(cells(op, fmt), []).append(title)
+        if (op, None) in _RUNS:
+            for title, dtype in plain.get(op, floats).items():
+                titles.setdefault(cells(op, None, dtype=dtype), []).append(title)
+        if any(other == op and name is not None for other, name in _RUNS):
+            for title, fmt, prepacked in formats:
+                titles.setdefault(cells(op, fmt, prepacked=prepacked), []).append(title)
         rows += [f"| `{op}` | {', '.join(names)} | {key} |" for key, names in titles.items()]
     return "\n".join(rows)

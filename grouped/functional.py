@@ -34,12 +34,21 @@ def compute_offsets(
 
     Args:
         splits: (G,) int32 or int64 sizes, on the device.
-        multiplier: elements counted for each unit of ``splits``.
+        multiplier: elements counted for each unit of ``splits``; an integer of at least 1 that
+            ``dtype`` holds.
         dtype: int32 or int64.
 
     Returns:
-        (G,) offsets on the device of ``splits``.
+        (G,) offsets on the device of ``splits``. Those that ``dtype`` cannot hold saturate: they are
+        its largest number, and never wrap around.
+
+    Raises:
+        TypeError: a dtype that is not taken, or a multiplier that is no integer.
+        ValueError: ``splits`` is not one-dimensional, or the multiplier is not positive or too large.
     """
+    # Here, too: 2.0 equals 2, so an op that has checked the one takes the other.
+    if not isinstance(multiplier, (int, torch.SymInt)):
+        raise TypeError(f"multiplier must be an integer, got {multiplier!r}")
     out: Tensor = ops.compute_offsets(splits, multiplier, dtype)
     return out
 
@@ -95,7 +104,8 @@ def quantize(
         columnwise: make the copy with blocks along the rows of each group, which wgrad (ragged) and
             dgrad (weights) read.
         dbias: also return the column sums of each group.
-        amax: (G,) fp32 second level of each group, instead of computing it.
+        amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so that its
+            sign is dropped.
         out: a tensor of the same shape, format, groups and directions to quantize into. One that
             requires a gradient only under ``torch.no_grad()``.
 

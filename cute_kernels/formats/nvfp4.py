@@ -33,7 +33,6 @@ class NVFP4(Format):
         hadamard: a random 16x16 Hadamard transform is applied to the columnwise copy.
         stochastic_rounding: codes are rounded stochastically instead of to nearest even.
         four_over_six: each block picks the better of the scales that map its amax to 6 or to 4.
-        prepacked: the bits of every eight codes are in the order of ``cute_kernels.prepack``.
 
     Raises:
         ValueError: a combination that has no meaning, such as ``row_scaled`` with 16x16 blocks.
@@ -44,7 +43,6 @@ class NVFP4(Format):
     hadamard: bool = False
     stochastic_rounding: bool = False
     four_over_six: bool = False
-    prepacked: bool = False
 
     name: ClassVar[str] = "nvfp4"
     element: ClassVar[ElementType] = E2M1
@@ -62,7 +60,7 @@ class NVFP4(Format):
         object.__setattr__(self, "block", tuple(self.block))
         check_choice("block", self.block, self.blocks)
         if self.row_scaled:
-            for flag in ("hadamard", "stochastic_rounding", "prepacked"):
+            for flag in ("hadamard", "stochastic_rounding"):
                 if getattr(self, flag):
                     raise ValueError(f"row_scaled cannot be combined with {flag}")
             if self.is_2d:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,7 +62,6 @@ class GroupedDequantize(Op):
 
     name: ClassVar[str] = "grouped_dequantize"
     fills_fresh: ClassVar[bool] = True
-    output_names: ClassVar[tuple[str, ...]] = ("out",)
 
     @property
     def device(self) -> torch.device:
@@ -111,7 +110,7 @@ class GroupedDequantize(Op):
         check_copy("codes", "scales", copy, fmt, self.shape, self.num_groups, self.columnwise)
         same_device("codes", self.device, **self.tensors())
 
-    def outputs(self) -> list[BufferSpec | None]:
+    def outputs(self) -> list[BufferSpec]:
         return [BufferSpec(self.shape, self.dtype, zeroed=self.offs is not None)]
 
     def capability(self) -> tuple[str, Format | None]:
@@ -120,9 +119,8 @@ class GroupedDequantize(Op):
     def kernels(self, launch: Launcher) -> Runner:
         return launch_quantize.dequantize(self, launch)
 
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
+    def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
         (out,) = outputs
-        assert out is not None
         groups = Groups.of(self.shape, self.offs, self.device)
         copy = (self.codes, *self.scales)
         reference.dequantize(groups, self.record, copy, self.columnwise, out)

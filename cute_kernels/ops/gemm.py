@@ -8,7 +8,6 @@ list beside it; the text of its format says how to read them.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.capability import UnsupportedError, require
+from cute_kernels.capability import require
 from cute_kernels.formats import Format, parse
 from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.layout.prepack import unpack
@@ -30,16 +29,17 @@ from cute_kernels.ops.checks import (
     check_tensor,
     same_device,
 )
+from cute_kernels.ops.derivatives import not_differentiable
 from cute_kernels.ops.launch import gemm as launch_gemm
 from cute_kernels.ops.quantize import GroupedQuantize
-from cute_kernels.ops.registry import Op, register
+from cute_kernels.ops.registry import Allocator, Op, register
 from cute_kernels.reference.groups import Groups
-from cute_kernels.runtime.backend import active_backend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cute_kernels.ops.registry import Runner
+    from cute_kernels.runtime.backend import Backend
     from cute_kernels.runtime.launch import Launcher
 
 __all__ = ["GroupedGemm", "KGroupedGemm", "MGrouped", "MGroupedGemm", "MGroupedQuantizeGemm"]
@@ -59,17 +59,6 @@ def check_vectors(num_groups: int, cols: int, bias: Tensor | None, alpha: Tensor
         check_tensor("alpha", alpha, dtypes=_FP32, shape=(num_groups,))
 
 
-def _tensor_core(operand: Tensor) -> str | None:
-    """The tensor core whose sums the active backend gives; None for the reference's own order."""
-    backend = active_backend(operand.device)
-    if backend.tensor_core is not None and operand.dtype == torch.float32:
-        raise UnsupportedError(
-            f"grouped_gemm with fp32 operands on {backend.name}: a tensor core cuts fp32 to tf32 "
-            "before it multiplies; use bf16 or fp16 operands, or the backend reference"
-        )
-    return backend.tensor_core
-
-
 def _reference_operand(
     codes: Tensor, scales: list[Tensor] | None, fmt: Format | None, columnwise: bool
 ) -> reference.Operand:
@@ -82,12 +71,21 @@ def _reference_operand(
     return reference.Operand(codes, fmt, found.get("scales"), vector, per_row)
 
 
+def _saved(ctx: Any, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What ``setup_context`` saved; nothing of quantized operands."""
+    if not ctx.saved_tensors:
+        not_differentiable(f"{name} of quantized operands")(ctx)
+    saved: tuple[Tensor, Tensor, Tensor, Tensor | None] = ctx.saved_tensors
+    return saved
+
+
 class GroupedGemm(Op):
     """What the GEMMs share."""
 
     accumulates: ClassVar[bool] = True
+    #: Operands that come as codes where they have a format.
+    quantized_sides: ClassVar[str] = "ab"
     alignment: ClassVar[int] = PITCH_ALIGNMENT
-    output_names: ClassVar[tuple[str, ...]] = ("out",)
 
     a: Tensor
     b: Tensor
@@ -96,6 +94,7 @@ class GroupedGemm(Op):
     a_format: str | None
     b_format: str | None
     out_dtype: torch.dtype | None
+    prepacked: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -123,16 +122,24 @@ class GroupedGemm(Op):
         name = "grouped_gemm_w4a16" if is_mixed else "grouped_gemm"
         return name, self.b_record if is_mixed else self.a_record
 
-    @abc.abstractmethod
-    def operands(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def require(self, backend: Backend) -> None:
+        name, fmt = self.capability()
+        # What adds like a tensor core takes what the kernels do that it stands for.
+        arch = backend.tensor_core or backend.arch
+        dtype = None if fmt is not None and name == "grouped_gemm" else self.a.dtype
+        require(name, fmt, arch, dtype=dtype, prepacked=self.prepacked)
+        if self.b_record not in (None, fmt):
+            require(name, self.b_record, arch, prepacked=self.prepacked)
+
+    def operands(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The buffers of A and of B that a kernel reads; plain operands have one."""
+        return (self.a, *(self.a_scales or ())), (self.b, *(self.b_scales or ()))
 
     def _check_formats(self) -> None:
         """Whether the formats can be multiplied at all."""
-        for side in "ab":
-            if (getattr(self, f"{side}_format") is None) != (
-                getattr(self, f"{side}_scales") is None
-            ):
+        for side in self.quantized_sides:
+            text, scales = getattr(self, f"{side}_format"), getattr(self, f"{side}_scales")
+            if (text is None) != (scales is None):
                 raise ValueError(f"{side}_scales and {side}_format go together: give both or none")
         a, b = self.a_record, self.b_record
         if a is not None and b is None:
@@ -160,8 +167,10 @@ class MGrouped(GroupedGemm):
         fmt, width = self.a_record, self.a.shape[1]
         return width if fmt is None or self.quantizes_a else fmt.element.count(width)
 
-    #: Whether A is plain and quantized on the way.
-    quantizes_a: ClassVar[bool] = False
+    @property
+    def quantizes_a(self) -> bool:
+        """Whether A is plain and quantized on the way."""
+        return "a" not in self.quantized_sides
 
     @property
     def cols(self) -> int:
@@ -208,21 +217,14 @@ class MGrouped(GroupedGemm):
         mixed = self.b_format is not None and not self.quantizes_a
         return INPUT_DTYPES[:2] if mixed else INPUT_DTYPES
 
-    def outputs(self) -> list[BufferSpec | None]:
+    def outputs(self) -> list[BufferSpec]:
         return [BufferSpec((self.a.shape[0], self.cols), self.result_dtype, zeroed=True)]
-
-    def operands(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        return (self.a, *(self.a_scales or ())), (self.b, *(self.b_scales or ()))
 
     def kernels(self, launch: Launcher) -> Runner:
         return launch_gemm.m_grouped(self, launch)
 
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
+    def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
         (out,) = outputs
-        assert out is not None
-        tensor_core = _tensor_core(self.a)
-        if tensor_core is not None:
-            require(*self.capability(), tensor_core)
         b = unpack(self.b) if self.prepacked else self.b
         reference.m_grouped_gemm(
             _reference_operand(self.a, self.a_scales, self.a_record, columnwise=False),
@@ -233,7 +235,7 @@ class MGrouped(GroupedGemm):
             alpha=self.alpha,
             bias=self.bias,
             accumulate=options.get("accumulate", False),
-            tensor_core=tensor_core,
+            tensor_core=options.get("tensor_core"),
         )
 
 
@@ -286,17 +288,14 @@ class MGroupedGemm(MGrouped):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, offs, bias, alpha, transpose_b, _, a_scales, b_scales, *_ = inputs
         if a_scales is not None or b_scales is not None:
-            raise RuntimeError(
-                "m_grouped_gemm of quantized operands has no derivative; train through grouped.nn, "
-                "or detach its inputs"
-            )
+            return
         ctx.save_for_backward(a, b, offs, alpha)
         ctx.transpose_b = transpose_b
         ctx.bias_dtype = None if bias is None else bias.dtype
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, offs, alpha = ctx.saved_tensors
+        a, b, offs, alpha = _saved(ctx, "m_grouped_gemm")
         if alpha is not None and ctx.needs_input_grad[4]:
             raise RuntimeError("alpha of m_grouped_gemm has no derivative; detach it")
         ops = torch.ops.cute_kernels
@@ -350,22 +349,25 @@ class MGroupedQuantizeGemm(MGrouped):
     prepacked: bool = False
 
     name: ClassVar[str] = "m_grouped_quantize_gemm"
-    quantizes_a: ClassVar[bool] = True
+    quantized_sides: ClassVar[str] = "b"
     a_scales: ClassVar[None] = None
 
-    def _check_formats(self) -> None:
-        dataclasses.replace(self.product_formats(), a_scales=[])._check_formats()
-
     def kernels(self, launch: Launcher) -> Runner:
-        return launch_gemm.quantizing(self, launch) or _one_after_the_other
+        return launch_gemm.quantizing(self, launch) or _one_after_the_other(self, launch)
 
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        self.product().run_reference(outputs, **options)
+    def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+        quantizer = self.quantizer()
+        a = [s.allocate(self.device, True) for s in quantizer.outputs()]
+        quantizer.run_reference(a)
+        self.product(a).run_reference(outputs, **options)
 
-    def product(self) -> MGroupedGemm:
-        """The GEMM of the quantized A."""
-        a = GroupedQuantize.invoke(self.a, self.a_format, self.offs, None, True, False)
-        read = len(parse(self.a_format).operand_names(False))
+    def quantizer(self) -> GroupedQuantize:
+        """What quantizes A."""
+        return GroupedQuantize(self.a, self.a_format, self.offs)
+
+    def product(self, a: Sequence[Tensor]) -> MGroupedGemm:
+        """The GEMM of what the quantizer made of A."""
+        read = len(parse(self.a_format).operand_names(columnwise=False))
         return MGroupedGemm(
             a[0],
             self.b,
@@ -374,7 +376,7 @@ class MGroupedQuantizeGemm(MGrouped):
             self.alpha,
             self.transpose_b,
             self.result_dtype,
-            a[1:read],
+            list(a[1:read]),
             self.b_scales,
             self.a_format,
             self.b_format,
@@ -382,11 +384,19 @@ class MGroupedQuantizeGemm(MGrouped):
         )
 
 
-def _one_after_the_other(
-    op: MGroupedQuantizeGemm, outputs: Sequence[Tensor | None], **options: bool
-) -> None:
-    product = op.product()
-    product.cached_plan().run(product, outputs, **options)
+def _one_after_the_other(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner:
+    """Quantizing to codes in memory, and the GEMM of those."""
+    quantizer = op.quantizer()
+    quantize = quantizer.kernels(launch)
+    codes = Allocator(quantizer.outputs(), op.device)
+    multiply = op.product(codes.make()).kernels(launch)
+
+    def run(op: MGroupedQuantizeGemm, outputs: Sequence[Tensor], **options: bool) -> None:
+        a = codes.make()
+        quantize(op.quantizer(), a)
+        multiply(op.product(a), outputs, **options)
+
+    return run
 
 
 @register
@@ -474,19 +484,15 @@ class KGroupedGemm(GroupedGemm):
         if self.a_format is None and self.b_format is not None:
             raise ValueError(f"a must be quantized if b is, got b_format={self.b_format!r} alone")
 
-    def outputs(self) -> list[BufferSpec | None]:
+    def outputs(self) -> list[BufferSpec]:
         shape = (self.offs.shape[0], self._cols("a"), self._cols("b"))
         return [BufferSpec(shape, self.result_dtype)]
-
-    def operands(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        return (self.a, *(self.a_scales or ())), (self.b, *(self.b_scales or ()))
 
     def kernels(self, launch: Launcher) -> Runner:
         return launch_gemm.k_grouped(self, launch)
 
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
+    def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
         (out,) = outputs
-        assert out is not None
         reference.k_grouped_gemm(
             _reference_operand(self.a, self.a_scales, self.a_record, columnwise=True),
             _reference_operand(self.b, self.b_scales, self.b_record, columnwise=True),
@@ -494,22 +500,19 @@ class KGroupedGemm(GroupedGemm):
             out,
             alpha=self.alpha,
             accumulate=options.get("accumulate", False),
-            tensor_core=_tensor_core(self.a),
+            tensor_core=options.get("tensor_core"),
         )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, offs, alpha, _, a_scales, *_ = inputs
         if a_scales is not None:
-            raise RuntimeError(
-                "k_grouped_gemm of quantized operands has no derivative; train through grouped.nn, "
-                "or detach its inputs"
-            )
+            return
         ctx.save_for_backward(a, b, offs, alpha)
 
     @staticmethod
     def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, offs, alpha = ctx.saved_tensors
+        a, b, offs, alpha = _saved(ctx, "k_grouped_gemm")
         if alpha is not None and ctx.needs_input_grad[3]:
             raise RuntimeError("alpha of k_grouped_gemm has no derivative; detach it")
         ops = torch.ops.cute_kernels

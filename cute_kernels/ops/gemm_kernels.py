@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 
 from cute_kernels.capability import UnsupportedError
-from cute_kernels.gemm.config import OPERANDS, GemmConfig, GemmProblem
+from cute_kernels.gemm.config import GemmConfig, GemmProblem
 from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
 from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperGemmConfig
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.ops import registry
-from cute_kernels.ops.arguments import dense, dtype_name, readable
+from cute_kernels.ops.arguments import aligned, dense, dtype_name, readable
 from cute_kernels.ops.registry import Allocator, OutputSpec
 from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, RowScaledConfig
 from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, ceil_div
@@ -81,25 +81,15 @@ def _operand(op: AnyGemm) -> str:
     """Name of the kind of the operands, as GEMM configurations have it."""
     if op.operand_format is not None:
         return op.operand_format.name
-    name = dtype_name(op.operands()[0][0].dtype)
-    if name not in OPERANDS:
-        raise UnsupportedError(
-            f"grouped_gemm kernels take bf16 and fp16 operands, got {name}: a tensor core would "
-            "cut fp32 to tf32; convert them, or use the backend reference"
-        )
-    return name
+    return dtype_name(op.operands()[0][0].dtype)
 
 
-def _hopper_fields(op: AnyMGrouped, arch: str) -> dict[str, Any]:
+def _hopper_fields(op: AnyMGrouped) -> dict[str, Any]:
     """Fields of a configuration that only sm_90a has: of products with NVFP4 weights."""
     a, b = op.operands()
     if (a[1] is None) != (b[1] is None) and not op.quantizes_a:
         return {"activations": dtype_name(a[0].dtype)}
-    if not getattr(op, "prepacked", False):
-        return {}
-    if arch != "sm_90a":
-        raise UnsupportedError(f"prepacked weights are for sm_90a, not {arch}: unpack() them")
-    return {"prepacked": True}
+    return {"prepacked": True} if getattr(op, "prepacked", False) else {}
 
 
 def m_grouped(op: AnyMGrouped, launch: Launcher) -> Runner:
@@ -118,7 +108,7 @@ def m_grouped(op: AnyMGrouped, launch: Launcher) -> Runner:
         bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
         has_alpha=op.alpha is not None,
         transpose_b=op.transpose_b,
-        **_hopper_fields(op, launch.arch),
+        **_hopper_fields(op),
     )
     problem = GemmProblem(
         base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth
@@ -212,6 +202,8 @@ def _runner(op: AnyGemm, config: GemmConfig, launch: Launcher) -> Runner:
         offs, bias, alpha = op.offs, getattr(op, "bias", None), op.alpha
         if not is_dense:
             offs, bias, alpha = offs.contiguous(), dense(bias), dense(alpha)
+        # Parameters may be views of one flat buffer, at any element of it.
+        bias = aligned(bias, PITCH_ALIGNMENT)
         if prepare is not None:
             left, right = prepare(left, right, offs)
         kernel(accumulate, fresh)(*left, *right, offs, bias, alpha, outputs[0], launch.num_sms)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,7 +40,8 @@ class GroupedQuantize(Op):
             format asks for.
         format: the text of the format, such as ``"nvfp4:row_scaled"`` (``Format.text``).
         offs: (G,) int32 end rows. Rows from the last on are neither read nor written.
-        amax: (G,) fp32, the amax of each group, instead of computing it.
+        amax: (G,) fp32, the amax of each group, instead of computing it. It is a magnitude: its
+            sign is dropped. Elements beyond it saturate.
         rowwise: write the rowwise copy, blocks along K.
         columnwise: write the columnwise copy, blocks along the rows of a group.
 
@@ -104,7 +105,7 @@ class GroupedQuantize(Op):
             columnwise=self.columnwise,
         )
 
-    def outputs(self) -> list[BufferSpec | None]:
+    def outputs(self) -> list[BufferSpec]:
         return list(self.specs().values())
 
     def capability(self) -> tuple[str, Format | None]:
@@ -113,7 +114,7 @@ class GroupedQuantize(Op):
     def kernels(self, launch: Launcher) -> Runner:
         return launch_quantize.quantize(self, launch)
 
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        out = {name: t for name, t in zip(self.specs(), outputs, strict=True) if t is not None}
+    def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+        out = dict(zip(self.specs(), outputs, strict=True))
         groups = Groups.of(self.x.shape, self.offs, self.device)
         reference.quantize(self.x, groups, self.record, out, self.amax)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,11 +36,11 @@ class ComputeOffsets(Op):
 
     Args:
         splits: (G,) int32 or int64 sizes.
-        multiplier: elements counted for each unit of ``splits``.
+        multiplier: elements counted for each unit of ``splits``, at least 1 and in ``dtype``.
         dtype: int32 or int64.
 
     Returns:
-        (G,) offsets.
+        (G,) offsets. Those that ``dtype`` cannot hold saturate: they are its largest number.
     """
 
     splits: Tensor
@@ -48,7 +48,7 @@ class ComputeOffsets(Op):
     dtype: torch.dtype | None = None
 
     name: ClassVar[str] = "compute_offsets"
-    output_names: ClassVar[tuple[str, ...]] = ("offs",)
+    out_name: ClassVar[str] = "offs"
 
     @property
     def device(self) -> torch.device:
@@ -58,8 +58,15 @@ class ComputeOffsets(Op):
         integers = (torch.int32, torch.int64)
         check_tensor("splits", self.splits, dtypes=integers, ndim=(1,))
         check_dtype("dtype", self.dtype or torch.int32, integers)
+        if not isinstance(self.multiplier, (int, torch.SymInt)):
+            raise TypeError(f"multiplier must be an integer, got {self.multiplier!r}")
+        largest = torch.iinfo(self.dtype or torch.int32).max
+        if not 1 <= self.multiplier <= largest:
+            raise ValueError(
+                f"multiplier must be in [1, {largest}], the offsets' dtype, got {self.multiplier}"
+            )
 
-    def outputs(self) -> list[BufferSpec | None]:
+    def outputs(self) -> list[BufferSpec]:
         return [BufferSpec(tuple(self.splits.shape), self.dtype or torch.int32)]
 
     def capability(self) -> tuple[str, Format | None]:
@@ -68,9 +75,8 @@ class ComputeOffsets(Op):
     def kernels(self, launch: Launcher) -> Runner:
         return launch_quantize.compute_offsets(self, launch)
 
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
+    def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
         (offs,) = outputs
-        assert offs is not None
         reference.compute_offsets(self.splits, self.multiplier, offs)
 
 
@@ -91,7 +97,7 @@ class GroupedAmax(Op):
     offs: Tensor | None = None
 
     name: ClassVar[str] = "grouped_amax"
-    output_names: ClassVar[tuple[str, ...]] = ("amax",)
+    out_name: ClassVar[str] = "amax"
 
     @property
     def device(self) -> torch.device:
@@ -100,7 +106,7 @@ class GroupedAmax(Op):
     def check(self) -> None:
         check_input("x", self.x, self.offs)
 
-    def outputs(self) -> list[BufferSpec | None]:
+    def outputs(self) -> list[BufferSpec]:
         groups = self.x.shape[0] if self.offs is None else self.offs.shape[0]
         return [BufferSpec((groups,), torch.float32)]
 
@@ -110,9 +116,8 @@ class GroupedAmax(Op):
     def kernels(self, launch: Launcher) -> Runner:
         return launch_quantize.grouped_amax(self, launch)
 
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
+    def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
         (amax,) = outputs
-        assert amax is not None
         groups = Groups.of(self.x.shape, self.offs, self.device)
         reference.grouped_amax(self.x, groups, amax)
 
@@ -134,7 +139,7 @@ class GroupedDbias(Op):
     offs: Tensor
 
     name: ClassVar[str] = "grouped_dbias"
-    output_names: ClassVar[tuple[str, ...]] = ("dbias",)
+    out_name: ClassVar[str] = "dbias"
 
     @property
     def device(self) -> torch.device:
@@ -143,7 +148,7 @@ class GroupedDbias(Op):
     def check(self) -> None:
         check_input("dy", self.dy, self.offs)
 
-    def outputs(self) -> list[BufferSpec | None]:
+    def outputs(self) -> list[BufferSpec]:
         return [BufferSpec((self.offs.shape[0], self.dy.shape[1]), torch.float32)]
 
     def capability(self) -> tuple[str, Format | None]:
@@ -152,8 +157,7 @@ class GroupedDbias(Op):
     def kernels(self, launch: Launcher) -> Runner:
         return launch_quantize.grouped_dbias(self, launch)
 
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
+    def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
         (dbias,) = outputs
-        assert dbias is not None
         groups = Groups.of(self.dy.shape, self.offs, self.device)
         reference.grouped_dbias(self.dy, groups, dbias)

@@ -12,20 +12,20 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import warnings
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from cute_kernels.capability import require, support
+from cute_kernels.capability import require
+from cute_kernels.layout.buffers import BufferSpec
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops.derivatives import not_differentiable, refuse_derivatives, register_autograd
-from cute_kernels.runtime.backend import active_backend, chosen_backend
+from cute_kernels.runtime.backend import chosen_backend, resolve_backend
 from cute_kernels.runtime.launch import launcher
 from cute_kernels.runtime.plan import PlanCache, plan_key
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cute_kernels.runtime.backend import Backend
     from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["Allocator", "Op", "OutputSpec", "forget_plans", "is_observed", "register"]
+__all__ = ["Allocator", "Op", "forget_plans", "is_observed", "register"]
 
 #: How Inductor's code allocates on the current device: 0.8 us on the host of an H200, where
 #: ``torch.empty_strided`` takes 1.4 and ``torch.empty`` 2.3. Unlike them it leaves the memory as it
@@ -46,44 +46,15 @@ _LIBRARY = torch.library.Library("cute_kernels", "DEF")
 _SCHEMA_TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",
+    "list[Tensor]": "Tensor[]",
+    "list[Tensor] | None": "Tensor[]?",
     "bool": "bool",
     "int": "SymInt",
+    "str": "str",
+    "str | None": "str?",
     "torch.dtype": "ScalarType",
     "torch.dtype | None": "ScalarType?",
 }
-
-
-class OutputSpec(NamedTuple):
-    """One output of an op.
-
-    Attributes:
-        shape: its shape.
-        dtype: its dtype.
-        pitch: elements from one row to the next; None if contiguous.
-        zeroed: a fresh one reads as zeros wherever the op does not write. Elsewhere what is not
-            written is unspecified (the reference backend gives zeros there, too).
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    pitch: int | None = None
-    zeroed: bool = False
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Row-major strides, with rows ``pitch`` apart."""
-        strides = [1]
-        for i, size in enumerate(reversed(self.shape[1:])):
-            strides.append(strides[-1] * size if i or self.pitch is None else self.pitch)
-        return tuple(reversed(strides))
-
-    def allocate(self, device: torch.device, zeroed: bool) -> Tensor:
-        """A fresh tensor, of zeros if ``zeroed``."""
-        if self.pitch is None:
-            out = torch.empty(self.shape, dtype=self.dtype, device=device)
-        else:
-            out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
-        return out.zero_() if zeroed else out
 
 
 #: Computes an op into its outputs: (op, outputs, **options). Holds no tensors.
@@ -98,23 +69,21 @@ class Allocator:
         device: where they are made.
     """
 
-    def __init__(self, specs: Iterable[OutputSpec | None], device: torch.device) -> None:
+    def __init__(self, specs: Iterable[BufferSpec], device: torch.device) -> None:
         meta = torch.device("meta")
         self._buffers = [
-            s and (tuple(s.shape), s.allocate(meta, False).stride(), s.dtype) for s in specs
+            (tuple(s.shape), s.allocate(meta, False).stride(), s.dtype) for s in specs
         ]
         self._device = device
         self._cuda_index = device.index if device.type == "cuda" else None
 
-    def make(self) -> list[Tensor | None]:
-        """The tensors; None where the spec is None."""
+    def make(self) -> list[Tensor]:
+        """The tensors, in the order of the specs."""
         is_cuda = self._cuda_index is not None and _empty_strided_cuda is not None
         if is_cuda and torch.cuda.current_device() == self._cuda_index:
-            return [b and _empty_strided_cuda(*b) for b in self._buffers]
+            return [_empty_strided_cuda(*b) for b in self._buffers]
         device = self._device
-        return [
-            b and torch.empty_strided(b[0], b[1], dtype=b[2], device=device) for b in self._buffers
-        ]
+        return [torch.empty_strided(b[0], b[1], dtype=b[2], device=device) for b in self._buffers]
 
 
 class _Plan:
@@ -136,7 +105,7 @@ class _Plan:
     def __init__(
         self,
         op: Op,
-        outputs: Iterable[OutputSpec | None],
+        outputs: Iterable[BufferSpec],
         run: Runner,
         *,
         zeroed: bool = False,
@@ -147,38 +116,36 @@ class _Plan:
         self.options = {"fresh": True} if fills_fresh else {}
         self._allocator = Allocator(self.outputs, op.device)
         self._zeroed = [
-            i
-            for i, s in enumerate(self.outputs)
-            if s is not None and (zeroed or s.zeroed and not fills_fresh)
+            i for i, s in enumerate(self.outputs) if zeroed or s.zeroed and not fills_fresh
         ]
 
-    def compute(self, op: Op) -> list[Tensor | None]:
+    def compute(self, op: Op) -> list[Tensor]:
         """Fresh outputs of ``op``."""
         outputs = self._allocator.make()
         for i in self._zeroed:
-            outputs[i].zero_()  # type: ignore[union-attr]
+            outputs[i].zero_()
         self.run(op, outputs, **self.options)
         return outputs
 
-    def compute_into(self, op: Op, given: Sequence[Tensor | None], **options: bool) -> None:
+    def compute_into(self, op: Op, given: Sequence[Tensor], **options: bool) -> None:
         """Write given outputs; those that kernels cannot write, by way of copies."""
         buffers = [
-            t if t is None or s is None or _is_writable(t, s, op.alignment) else _copy(t, s)
+            t if _is_writable(t, s, op.alignment) else _copy(t, s)
             for t, s in zip(given, self.outputs, strict=True)
         ]
         self.run(op, buffers, **options)
         for tensor, buffer in zip(given, buffers, strict=True):
-            if tensor is not None and buffer is not None and tensor is not buffer:
+            if tensor is not buffer:
                 tensor.copy_(buffer)
 
 
-def _is_writable(given: Tensor, spec: OutputSpec, alignment: int) -> bool:
+def _is_writable(given: Tensor, spec: BufferSpec, alignment: int) -> bool:
     """Whether kernels can write an output where it is; a dense copy of a padded one may not do."""
     pitch_fits = spec.pitch is None or given.stride(-2) * given.itemsize % PITCH_ALIGNMENT == 0
     return pitch_fits and given.data_ptr() % alignment == 0
 
 
-def _copy(given: Tensor, spec: OutputSpec) -> Tensor:
+def _copy(given: Tensor, spec: BufferSpec) -> Tensor:
     """A copy that kernels can write; it has what they leave alone, too."""
     return spec.allocate(given.device, False).copy_(given)
 
@@ -196,20 +163,21 @@ class Op(abc.ABC):
 
     #: Name under ``torch.ops.cute_kernels``.
     name: ClassVar[str]
-    #: Names of the outputs, in order.
-    output_names: ClassVar[tuple[str, ...]]
+    #: Name of the argument of the ``_out`` form that is written.
+    out_name: ClassVar[str] = "out"
+    #: Whether there is a list of outputs, instead of one.
+    returns_list: ClassVar[bool] = False
     #: Whether the ``_out`` form takes ``accumulate``.
     accumulates: ClassVar[bool] = False
     #: Bytes to which its kernels ask outputs to be aligned.
     alignment: ClassVar[int] = 32
-    #: Whether its kernels write the zeros that ``OutputSpec.zeroed`` asks for, when told that the
+    #: Whether its kernels write the zeros that ``BufferSpec.zeroed`` asks for, when told that the
     #: output is fresh.
     fills_fresh: ClassVar[bool] = False
     #: For differentiable ops: what to save, and the gradients of the inputs.
     setup_context: ClassVar[Callable[..., None] | None] = None
     backward: ClassVar[Callable[..., Any] | None] = None
-    #: The functional op, without the dispatcher where nothing observes the call. What was not asked
-    #: for may be None.
+    #: The functional op, without the dispatcher where nothing observes the call.
     invoke: ClassVar[Callable[..., Any]]
 
     @property
@@ -218,22 +186,32 @@ class Op(abc.ABC):
         """Device of the op's operands."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensor arguments that are given, by name."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        values = {field.name: getattr(self, field.name) for field in fields}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        """The tensor arguments that are given, those of lists too, by name."""
+        found: dict[str, Tensor] = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                found[field.name] = value
+            elif isinstance(value, (list, tuple)):
+                found |= {f"{field.name}[{i}]": t for i, t in enumerate(value)}
+        return found
 
     @abc.abstractmethod
     def check(self) -> None:
         """Raise ValueError or TypeError for arguments that break a rule."""
 
     @abc.abstractmethod
-    def outputs(self) -> Sequence[OutputSpec | None]:
-        """What the op writes; None for an output that was not asked for."""
+    def outputs(self) -> Sequence[BufferSpec]:
+        """What the op writes."""
 
     @abc.abstractmethod
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        """Compute into ``outputs`` with the reference backend."""
+    def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+        """Compute into ``outputs`` with the reference backend.
+
+        Args:
+            outputs: buffers of zeros, or what the caller gave.
+            **options: ``tensor_core`` of the backend, and ``accumulate``.
+        """
 
     @abc.abstractmethod
     def capability(self) -> tuple[str, Format | None]:
@@ -243,47 +221,42 @@ class Op(abc.ABC):
         """What runs calls with this metadata on kernels; for ops that the table lists with some."""
         raise AssertionError(f"the capability table lists kernels that {self.name} does not have")
 
+    def require(self, backend: Backend) -> None:
+        """Raise UnsupportedError if the backend does not run this call."""
+        require(*self.capability(), backend.arch)
+
     def plan(self, backend: Backend) -> _Plan:
         """Check the arguments and decide what runs; the same for every call with this metadata."""
         self.check()
-        name, fmt = self.capability()
-        arch = backend.arch
-        if backend.is_emulated and not support(name, fmt, arch):
-            arch = "reference"
-            _warn_no_kernel(name, backend.name)
-        require(name, fmt, arch)
-        if arch == "reference":
-            return _Plan(self, self.outputs(), _run_reference, zeroed=True)
+        self.require(backend)
+        if backend.arch == "reference":
+            run = functools.partial(_run_reference, tensor_core=backend.tensor_core)
+            return _Plan(self, self.outputs(), run, zeroed=True)
         run = self.kernels(launcher(backend, self.device))
         return _Plan(self, self.outputs(), run, fills_fresh=self.fills_fresh)
 
     def cached_plan(self) -> _Plan:
         """``plan``, from the cache if a call with the same metadata went before."""
-        key = plan_key(type(self), chosen_backend(), vars(self).values())
-        return _plans.get(key) or _plans.add(key, self.plan(active_backend(self.device)))
+        choice = chosen_backend()
+        key = plan_key(type(self), choice, vars(self).values())
+        return _plans.get(key) or _plans.add(key, self.plan(resolve_backend(choice, self.device)))
 
 
-def _run_reference(op: Op, outputs: Sequence[Tensor | None], **options: bool) -> None:
+def _run_reference(op: Op, outputs: Sequence[Tensor], **options: Any) -> None:
     # Autocast would run the fp32 products inside in bf16.
     with torch.autocast(op.device.type, enabled=False):
         op.run_reference(outputs, **options)
 
 
-@functools.cache
-def _warn_no_kernel(name: str, backend: str) -> None:
-    warnings.warn(f"{name} has no kernel yet: {backend} runs it on reference", stacklevel=2)
-
-
-def _check_outputs(
-    op: Op, specs: Sequence[OutputSpec | None], given: Sequence[Tensor | None]
-) -> None:
-    for name, spec, tensor in zip(op.output_names, specs, given, strict=True):
-        if spec is None:
-            if tensor is not None:
-                raise ValueError(f"{op.name}_out: {name} is given but was not asked for")
-            continue
-        if tensor is None:
-            raise ValueError(f"{op.name}_out: {name} is missing, of shape {tuple(spec.shape)}")
+def _check_outputs(op: Op, specs: Sequence[BufferSpec], given: Sequence[Tensor]) -> None:
+    if len(given) != len(specs):
+        shapes = ", ".join(str(tuple(spec.shape)) for spec in specs)
+        raise ValueError(
+            f"{op.name}_out: {op.out_name} must be {len(specs)} tensors, of shapes {shapes}; got "
+            f"{len(given)}"
+        )
+    for i, (spec, tensor) in enumerate(zip(specs, given, strict=True)):
+        name = f"{op.out_name}[{i}]" if op.returns_list else op.out_name
         if tensor.dtype != spec.dtype:
             raise TypeError(f"{op.name}_out: {name} must be {spec.dtype}, got {tensor.dtype}")
         if tuple(tensor.shape) != tuple(spec.shape):
@@ -302,14 +275,6 @@ def _check_outputs(
             raise ValueError(f"{op.name}_out: {name} must be on {op.device}, got {tensor.device}")
 
 
-def _unwrap(device: torch.device, outputs: Sequence[Tensor | None]) -> Tensor | tuple[Tensor, ...]:
-    """What a functional op returns: an empty tensor for each output that was not asked for."""
-    given = tuple(
-        torch.empty(0, dtype=torch.uint8, device=device) if t is None else t for t in outputs
-    )
-    return given[0] if len(given) == 1 else given
-
-
 def _schema(cls: type[Op]) -> tuple[str, str]:
     parts = []
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -317,15 +282,11 @@ def _schema(cls: type[Op]) -> tuple[str, str]:
         if field.default is not dataclasses.MISSING:
             text += f"={field.default}"
         parts.append(text)
-    arguments = ", ".join(parts)
-    results = ", ".join("Tensor" for _ in cls.output_names)
-    outs = ", ".join(f"Tensor(o{i}!)? {name}=None" for i, name in enumerate(cls.output_names))
+    arguments, many = ", ".join(parts), "[]" if cls.returns_list else ""
     flag = ", bool accumulate=False" if cls.accumulates else ""
-    if len(cls.output_names) > 1:
-        results = f"({results})"
     return (
-        f"{cls.name}({arguments}) -> {results}",
-        f"{cls.name}_out({arguments}, *, {outs}{flag}) -> ()",
+        f"{cls.name}({arguments}) -> Tensor{many}",
+        f"{cls.name}_out({arguments}, *, Tensor(o!){many} {cls.out_name}{flag}) -> ()",
     )
 
 
@@ -333,21 +294,26 @@ def register(cls: type[Op]) -> type[Op]:
     """Class decorator: register the functional and the ``_out`` form of an op, and their fakes."""
     functional, out = _schema(cls)
 
-    def call(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-        op = cls(*args, **kwargs)
-        return _unwrap(op.device, op.cached_plan().compute(op))
+    def result(outputs: list[Tensor]) -> Tensor | list[Tensor]:
+        return outputs if cls.returns_list else outputs[0]
 
-    def fake(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+    def call(*args: Any, **kwargs: Any) -> Tensor | list[Tensor]:
+        op = cls(*args, **kwargs)
+        return result(op.cached_plan().compute(op))
+
+    def fake(*args: Any, **kwargs: Any) -> Tensor | list[Tensor]:
         op = cls(*args, **kwargs)
         op.check()
-        return _unwrap(op.device, [s and s.allocate(op.device, False) for s in op.outputs()])
+        return result([s.allocate(op.device, False) for s in op.outputs()])
 
-    def split(kwargs: dict[str, Any]) -> tuple[list[Tensor | None], dict[str, bool]]:
+    def split(kwargs: dict[str, Any]) -> tuple[list[Tensor], dict[str, bool]]:
         options = {k: kwargs.pop(k) for k in ("accumulate",) if k in kwargs}
-        return [kwargs.pop(name, None) for name in cls.output_names], options
+        out = kwargs.pop(cls.out_name)
+        return out if cls.returns_list else [out], options
 
-    def refuse(op: Op, outputs: list[Tensor | None]) -> None:
-        named = (*vars(op).items(), *zip(cls.output_names, outputs, strict=True))
+    def refuse(op: Op, outputs: list[Tensor]) -> None:
+        written = ((cls.out_name, out) for out in outputs)
+        named = (*op.tensors().items(), *written)
         refuse_derivatives(f"{cls.name}_out", named, f"call {cls.name}")
 
     def call_out(*args: Any, **kwargs: Any) -> None:
@@ -357,7 +323,7 @@ def register(cls: type[Op]) -> type[Op]:
         _check_outputs(op, plan.outputs, outputs)
         refuse(op, outputs)
         # Nothing else tells autograd, which may hold an output for a backward pass.
-        increment_version([t for t in outputs if t is not None])
+        increment_version(outputs)
         with torch.no_grad():
             plan.compute_into(op, outputs, **options)
 
@@ -373,6 +339,7 @@ def register(cls: type[Op]) -> type[Op]:
         (f"{cls.name}_out", out, call_out, fake_out),
     )
     for name, schema, implementation, meta in pairs:
+        _keep_dynamo_out(implementation)
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"cute_kernels::{name}", meta, lib=_LIBRARY)
@@ -387,6 +354,18 @@ def register(cls: type[Op]) -> type[Op]:
     return cls
 
 
+def _keep_dynamo_out(function: Any) -> None:
+    """Have the code of an op run as it is where Dynamo left the frame that calls it to Python.
+
+    Else it would trace that code, checks, caches and launches, down to the compiler of kernels.
+    """
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        strategy = frames._FrameExecStrategy(skip, skip)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+
+
 def _invoker(cls: type[Op]) -> Callable[..., Any]:
     """The op without the dispatcher, whose Python boundary costs more than a launch.
 
@@ -399,25 +378,26 @@ def _invoker(cls: type[Op]) -> Callable[..., Any]:
     def invoke(*args: Any) -> Any:
         if is_observed(args):
             return dispatched(*args)
-        key, op = plan_key(cls, chosen_backend(), args), cls(*args)
+        choice = chosen_backend()
+        key, op = plan_key(cls, choice, args), cls(*args)
         plan = _plans.get(key)
         if plan is None:
-            if any(isinstance(a, Tensor) and a.is_meta for a in args):
+            if op.device.type == "meta":
                 return dispatched(*args)
-            plan = _plans.add(key, op.plan(active_backend(op.device)))
+            plan = _plans.add(key, op.plan(resolve_backend(choice, op.device)))
         outputs = plan.compute(op)
-        return outputs[0] if len(outputs) == 1 else outputs
+        return outputs if cls.returns_list else outputs[0]
 
     invoke.__name__ = invoke.__qualname__ = cls.name
     invoke.__doc__ = cls.__doc__
     return invoke
 
 
-def is_observed(args: tuple[Any, ...], plain: frozenset[type] = _PLAIN) -> bool:
+def is_observed(args: Sequence[Any], plain: frozenset[type] = _PLAIN) -> bool:
     """Whether something must see a call with these arguments, so it must go to the dispatcher.
 
     Args:
-        args: the arguments.
+        args: the arguments; tensors may be in lists.
         plain: classes of tensors that the callee takes without the dispatcher.
     """
     if (
@@ -432,6 +412,6 @@ def is_observed(args: tuple[Any, ...], plain: frozenset[type] = _PLAIN) -> bool:
         if type(a) in plain:
             if watches and a.requires_grad:
                 return True
-        elif isinstance(a, Tensor):
+        elif isinstance(a, Tensor) or isinstance(a, (list, tuple)) and is_observed(a, plain):
             return True
     return False

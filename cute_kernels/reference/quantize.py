@@ -48,7 +48,7 @@ def quantize(
         groups: where the groups lie.
         fmt: the format.
         out: buffers by name, as ``layout.buffers`` has them for the directions that are asked for.
-        given_amax: (G,) fp32 amax per group to use instead of computing it.
+        given_amax: (G,) fp32 amax per group to use instead of computing it; its sign is dropped.
     """
     codec, x = codec_of(fmt), x.flatten(0, -2)
     rowwise, columnwise = (_named(fmt, out, direction) for direction in (False, True))
@@ -56,7 +56,7 @@ def quantize(
         # The rows of all groups are equally far apart, so these are views.
         rowwise = {name: rows_first(t, fmt, name) for name, t in rowwise.items()}
     per_row = absmax(x)
-    per_group = group_amax(per_row, groups) if given_amax is None else given_amax
+    per_group = group_amax(per_row, groups) if given_amax is None else given_amax.abs()
     for is_columnwise, copy in ((False, rowwise), (True, columnwise)):
         if copy:
             _store_level(codec, groups, copy, per_row, per_group, is_columnwise)

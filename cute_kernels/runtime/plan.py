@@ -28,14 +28,18 @@ def plan_key(op: Hashable, backend: Hashable, arguments: Iterable[object]) -> Ha
     Args:
         op: which op.
         backend: which backend, for tensors on a device.
-        arguments: the op's arguments in order; all but tensors are hashable.
+        arguments: the op's arguments in order: tensors, lists of them, and what is hashable.
     """
     # One expression rather than a function a tensor: this is a quarter of a call's host time.
     return (
         op,
         backend,
         *[
-            (a.dtype, a.device, a.shape, a.stride()) if isinstance(a, Tensor) else a
+            (a.dtype, a.device, a.shape, a.stride())
+            if isinstance(a, Tensor)
+            else tuple([(t.dtype, t.device, t.shape, t.stride()) for t in a])
+            if isinstance(a, (list, tuple))
+            else a
             for a in arguments
         ],
     )
