@@ -1,53 +1,69 @@
-"""One group's part of a quantized tensor, taken out of the buffers that all groups share."""
+"""The buffers of a quantized tensor by name, and one group's part of them."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_kernels.capability import require
-from cute_kernels.formats import NVFP4, Format
 from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, scale_tiles, slot_tile, uniform_tiles
 from cute_kernels.reference.groups import untile_scales
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["GroupSpan", "GroupedMember", "QuantizedCopy", "group_spans", "member", "nvfp4"]
+    from cute_kernels.formats import BlockScale, Format
 
-
-def nvfp4(fmt: Format) -> NVFP4:
-    """``fmt``, which must be of the one format that is built so far.
-
-    Raises:
-        TypeError: it is no format record; a class, perhaps, instead of an instance.
-        cute_kernels.UnsupportedError: it is a record of another format.
-    """
-    if isinstance(fmt, NVFP4):
-        return fmt
-    if isinstance(fmt, Format):
-        require("grouped_quantize", fmt, "reference")
-    raise TypeError(f"fmt must be a format record such as NVFP4(), got {fmt!r}")
+__all__ = ["GroupSpan", "GroupedMember", "QuantizedCopy", "group_spans", "member"]
 
 
-class QuantizedCopy(NamedTuple):
-    """One direction of a quantized tensor: codes, block scales in 128x4 tiles, second level.
+class QuantizedCopy:
+    """One direction of a quantized tensor: its buffers, as attributes and in order.
 
-    The scales are uint8, bytes of an opaque layout for kernels, padding included;
-    ``GroupedMember`` has those of a group as the float8 values that they are.
+    Their names are those of the format's rowwise copy in both directions, ``Format.buffer_names``:
+    of NVFP4 ``codes``, ``scales`` and ``amax``. Scales in 128x4 tiles are uint8, bytes of a layout
+    for kernels, padding included; ``GroupedMember`` has those of a group as the numbers that they
+    are.
+
+    Args:
+        fmt: the format.
+        tensors: all buffers, in the order of their names.
     """
 
-    codes: Tensor
-    scales: Tensor
-    amax: Tensor
+    __slots__ = ("_buffers", "_format")
+
+    def __init__(self, fmt: Format, tensors: Sequence[Tensor]) -> None:
+        self._format = fmt
+        self._buffers = dict(zip(fmt.buffer_names(columnwise=False), tensors, strict=True))
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name in QuantizedCopy.__slots__ or name not in self._buffers:
+            raise AttributeError(f"a QuantizedCopy has no {name!r}")
+        return self._buffers[name]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._buffers.values())
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}={tuple(t.shape)}" for name, t in self._buffers.items())
+        return f"QuantizedCopy({self._format.text}: {shapes})"
+
+    def replace(self, **buffers: Tensor) -> QuantizedCopy:
+        """A copy with other tensors under the given names."""
+        return QuantizedCopy(self._format, list((self._buffers | buffers).values()))
+
+    @property
+    def operand(self) -> tuple[Tensor, list[Tensor]]:
+        """The codes, and what else a reader needs, as ops take them."""
+        codes, *rest = map(self._buffers.__getitem__, self._format.operand_names(columnwise=False))
+        return codes, rest
 
 
-@dataclasses.dataclass(frozen=True)
 class GroupedMember:
-    """One group of m rows, scales linear and without padding; None for an absent direction.
+    """One group of m rows: codes, linear scales without padding, and its second level.
+
+    An attribute of a direction that is not held is None. Of NVFP4:
 
     Attributes:
         codes: (m, K / 2) uint8, two E2M1 codes a byte, the even column in the low nibble.
@@ -56,14 +72,23 @@ class GroupedMember:
         codes_t: (K, ceil(m / 2)) uint8.
         scales_t: (K, ceil(m / 16)) float8_e4m3fn.
         amax_t: fp32 scalar.
+
+    Args:
+        fmt: the format.
+        tensors: what is held, by the names of ``Format.buffer_names``.
     """
 
-    codes: Tensor | None = None
-    scales: Tensor | None = None
-    amax: Tensor | None = None
-    codes_t: Tensor | None = None
-    scales_t: Tensor | None = None
-    amax_t: Tensor | None = None
+    def __init__(self, fmt: Format, tensors: Mapping[str, Tensor]) -> None:
+        names = (*fmt.buffer_names(columnwise=False), *fmt.buffer_names(columnwise=True))
+        self.__dict__.update({name: tensors.get(name) for name in names})
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor | None: ...
+
+    def __repr__(self) -> str:
+        held = ((name, t) for name, t in vars(self).items() if t is not None)
+        return f"GroupedMember({', '.join(f'{name}={tuple(t.shape)}' for name, t in held)})"
 
 
 class GroupSpan(NamedTuple):
@@ -96,43 +121,56 @@ def group_spans(offs: Tensor | None, shape: Sequence[int]) -> list[GroupSpan]:
 
 def member(
     span: GroupSpan,
-    fmt: NVFP4,
+    fmt: Format,
     columns: int,
     rowwise: QuantizedCopy | None,
     columnwise: QuantizedCopy | None,
 ) -> GroupedMember:
     """Take one group out of a tensor of ``columns`` columns."""
-    fields: dict[str, Tensor] = {}
-    if rowwise is not None:
-        fields |= _rowwise(span, fmt, columns, rowwise)
-    if columnwise is not None:
-        fields |= _columnwise(span, fmt, columns, columnwise)
-    return GroupedMember(**fields)
+    found: dict[str, Tensor] = {}
+    for copy, is_columnwise, take in ((rowwise, False, _rowwise), (columnwise, True, _columnwise)):
+        if copy is not None:
+            names = fmt.buffer_names(is_columnwise)
+            found |= zip(names, take(span, fmt, columns, copy), strict=True)
+    return GroupedMember(fmt, found)
 
 
-def _rowwise(span: GroupSpan, fmt: NVFP4, columns: int, copy: QuantizedCopy) -> dict[str, Tensor]:
-    rows = slice(span.start, span.start + span.rows)
-    tiles = copy.scales.flatten(0, -3)[span.tile : span.tile + ceil_div(span.rows, TILE_ROWS)]
-    linear = untile_scales(tiles.unsqueeze(1), ceil_div(columns, fmt.sf_vec_size)).flatten(0, 1)
-    return {
-        "codes": copy.codes.flatten(0, -2)[rows],
-        "scales": linear[: span.rows].view(torch.float8_e4m3fn),
-        "amax": copy.amax.flatten()[rows] if fmt.row_scaled else copy.amax[span.group],
-    }
+def _rowwise(span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy) -> Iterator[Tensor]:
+    rows, level = slice(span.start, span.start + span.rows), fmt.second_level
+    yield copy.codes.flatten(0, -2)[rows]
+    if fmt.scale is not None:
+        tiles = copy.scales.flatten(0, -3)[span.tile : span.tile + ceil_div(span.rows, TILE_ROWS)]
+        blocks = ceil_div(columns, fmt.scale.vec_size)
+        linear = untile_scales(tiles.unsqueeze(1), blocks).flatten(0, 1)
+        yield _numbers(fmt.scale, linear[: span.rows])
+    for name in level.buffers if level is not None else ():
+        vector: Tensor = getattr(copy, name)
+        is_per_row = level is not None and level.per == "row"
+        yield vector.flatten()[rows] if is_per_row else vector[span.group]
 
 
 def _columnwise(
-    span: GroupSpan, fmt: NVFP4, columns: int, copy: QuantizedCopy
-) -> dict[str, Tensor]:
-    codes, scales, tile = copy.codes, copy.scales, span.tile
-    if codes.dim() == 3:  # uniform: each group has tiles of its own
-        codes, scales, tile = codes[span.group], scales[span.group], 0
-    first_byte = tile * TILE_ROWS // 2
-    first_tile = tile * scale_tiles(TILE_ROWS, fmt.sf_vec_size)
-    last_tile = first_tile + scale_tiles(span.rows, fmt.sf_vec_size)
-    linear = untile_scales(scales[:, first_tile:last_tile], ceil_div(span.rows, fmt.sf_vec_size))
-    return {
-        "codes_t": codes[:, first_byte : first_byte + ceil_div(span.rows, 2)],
-        "scales_t": linear[:columns].view(torch.float8_e4m3fn),
-        "amax_t": copy.amax[span.group],
-    }
+    span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy
+) -> Iterator[Tensor]:
+    is_uniform, level = copy.codes.dim() == 3, fmt.columnwise_level
+    # Each group of a uniform tensor has tiles of its own.
+    tile = 0 if is_uniform else span.tile
+    codes = copy.codes[span.group] if is_uniform else copy.codes
+    first, width = fmt.element.width(tile * TILE_ROWS), fmt.element.width(span.rows)
+    if fmt.columnwise == "transposed":
+        yield codes[:, first : first + width]
+    else:
+        yield codes[tile * TILE_ROWS : tile * TILE_ROWS + span.rows]
+    if fmt.scale is not None:
+        scales, vec = copy.scales[span.group] if is_uniform else copy.scales, fmt.scale.vec_size
+        first_tile = tile * scale_tiles(TILE_ROWS, vec)
+        tiles = scales[:, first_tile : first_tile + scale_tiles(span.rows, vec)]
+        yield _numbers(fmt.scale, untile_scales(tiles, ceil_div(span.rows, vec))[:columns])
+    for name in level.buffers if level is not None else ():
+        vector: Tensor = getattr(copy, name)
+        yield vector[span.group]
+
+
+def _numbers(scale: BlockScale, stored: Tensor) -> Tensor:
+    """Scale bytes as the numbers that they are; E8M0 stays bytes, which few ops of torch take."""
+    return stored.view(scale.element.dtype) if scale.element.dtype.is_signed else stored
