@@ -37,7 +37,7 @@ _PLAIN_OPS = ("compute_offsets", "grouped_amax", "grouped_dbias", "grouped_gemm"
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 #: Dtypes of the plain operands of each op: of its input, or of the result of dequantizing.
-_DTYPES = {op: _FLOATS for op in OPS} | {
+_DTYPES = dict.fromkeys(OPS, _FLOATS) | {
     "compute_offsets": _INTEGERS,
     "grouped_gemm_w4a16": (torch.bfloat16, torch.float16),
 }
@@ -153,9 +153,7 @@ def _why_not_dtype(op: str, fmt: Format | None, arch: str, dtype: torch.dtype | 
     return ""
 
 
-def require(
-    op: str, fmt: Format | None, arch: str, *, dtype: torch.dtype | None = None
-) -> None:
+def require(op: str, fmt: Format | None, arch: str, *, dtype: torch.dtype | None = None) -> None:
     """Raise ``UnsupportedError`` with the reason unless ``op`` runs for ``fmt`` on ``arch``."""
     status = support(op, fmt, arch, dtype=dtype)
     if not status:

@@ -37,12 +37,12 @@ def compute_offsets(
         dtype: int32 or int64.
 
     Returns:
-        (G,) offsets on the device of ``splits``. Those that ``dtype`` cannot hold saturate: they are
-        its largest number, and never wrap around.
+        (G,) offsets on the device of ``splits``. Those that ``dtype`` cannot hold saturate: they
+        are its largest number, and never wrap around.
 
     Raises:
         TypeError: a dtype that is not taken, or a multiplier that is no integer.
-        ValueError: ``splits`` is not one-dimensional, or the multiplier is not positive or too large.
+        ValueError: ``splits`` is not one-dimensional, or the multiplier is out of range.
     """
     # Here, too: 2.0 equals 2, so an op that has checked the one takes the other.
     if not isinstance(multiplier, (int, torch.SymInt)):
@@ -102,8 +102,8 @@ def quantize(
         columnwise: make the copy with blocks along the rows of each group, which wgrad (ragged) and
             dgrad (weights) read.
         dbias: also return the column sums of each group, fp32 sums cast to the dtype of ``x``.
-        amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so that its
-            sign is dropped.
+        amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so that
+            its sign is dropped.
         out: a tensor of the same shape, format, groups and directions to quantize into.
 
     Returns:
@@ -189,6 +189,9 @@ def grouped_gemm(
     | ragged (T, N) | uniform (G, N, K), ``transpose_b=True`` | (T, K) | dgrad |
     | ragged (T, N) | ragged (T, K) with the same offs | (G, N, K) | wgrad |
 
+    That the offs of the last have equal values is checked on the CPU. On a GPU nothing reads them,
+    and the product is that of the rows that ``a.offs`` gives.
+
     Args:
         a: a GroupedTensor, or a plain tensor with ``offs``.
         b: likewise, and of the dtype of ``a`` if both are plain. Quantized weights beside plain
@@ -212,6 +215,7 @@ def grouped_gemm(
         TypeError: ``a`` is quantized and ``b`` is not, or a dtype is not taken.
         ValueError: a shape, a device or a combination of arguments that breaks a rule.
         RuntimeError: an operand lacks the direction that this product reads.
+        cute_kernels.UnsupportedError: a product that this backend, or no backend, runs.
     """
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, which is missing")
@@ -364,12 +368,23 @@ def _quantized_operands(
             f"a and b must be cut alike: {a.num_groups} groups of {a.shape[0]} rows and "
             f"{b.num_groups} groups of {b.shape[0]} rows"
         )
+    _check_same_offs(a.offs, b.offs)
     if a.format.hadamard != b.format.hadamard:
         raise ValueError(
             "a and b must agree on hadamard: the transform only cancels if both have it"
         )
     first, second = _operand(a, "a", "columnwise"), _operand(b, "b", "columnwise")
     return "k_grouped_gemm_nvfp4", (*first, *second, a.offs, alpha, dtype)
+
+
+def _check_same_offs(a: Tensor, b: Tensor) -> None:
+    """Raise if two ragged operands are cut at other rows, where that is known without a sync."""
+    is_known = a.device.type == b.device.type == "cpu" and not is_observed((a, b))
+    if is_known and not torch.equal(a, b):
+        raise ValueError(
+            "a and b must be cut at the same rows, but their offs differ: "
+            f"{a.tolist()[:8]} and {b.tolist()[:8]}"
+        )
 
 
 def _w4a16_operands(
@@ -384,10 +399,10 @@ def _w4a16_operands(
     """The operands of the op that multiplies plain activations by quantized weights."""
     if b.offs is not None:
         raise ValueError(f"b must be uniform beside a plain a, got {b!r}")
-    held = _weights(a, b, transpose_b)
     assert isinstance(b.format, NVFP4)
-    if b.format.prepacked:
-        raise ValueError("prepacked weights multiply quantized activations: b.unpack() for W4A16")
+    if b.format.prepacked or (b.format.row_scaled and not transpose_b):
+        require("grouped_gemm_w4a16", b.format, "reference")
+    held = _weights(a, b, transpose_b)
     return a, *held, offs, bias, alpha, dtype
 
 

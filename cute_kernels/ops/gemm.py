@@ -26,7 +26,7 @@ from cute_kernels.ops.checks import (
     check_tensor,
     same_device,
 )
-from cute_kernels.ops.registry import Op, OutputSpec, register
+from cute_kernels.ops.registry import Op, OutputSpec, register, sole
 from cute_kernels.reference.groups import Groups
 from cute_kernels.layout.shapes import (
     PITCH_ALIGNMENT,
@@ -178,8 +178,7 @@ class MGroupedGemm(GroupedGemm):
         return gemm_kernels.m_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: Any) -> None:
-        (out,) = outputs
-        assert out is not None
+        out = sole(outputs)
         reference.m_grouped_gemm(
             self.a,
             self.b,
@@ -269,8 +268,7 @@ class KGroupedGemm(GroupedGemm):
         return gemm_kernels.k_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: Any) -> None:
-        (out,) = outputs
-        assert out is not None
+        out = sole(outputs)
         reference.k_grouped_gemm(
             self.a,
             self.b,
@@ -385,8 +383,7 @@ class MGroupedGemmNVFP4(GroupedGemm):
         return gemm_kernels.m_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: Any) -> None:
-        (out,) = outputs
-        assert out is not None
+        out = sole(outputs)
         reference.m_grouped_gemm_nvfp4(
             self.a_codes,
             self.a_scales,
@@ -489,8 +486,7 @@ class MGroupedGemmW4A16(MixedInputGemm):
         return gemm_kernels.m_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: Any) -> None:
-        (out,) = outputs
-        assert out is not None
+        out = sole(outputs)
         reference.m_grouped_gemm_w4a16(
             self.a,
             self.b_codes,
@@ -588,8 +584,7 @@ class KGroupedGemmNVFP4(GroupedGemm):
         return gemm_kernels.k_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: Any) -> None:
-        (out,) = outputs
-        assert out is not None
+        out = sole(outputs)
         reference.k_grouped_gemm_nvfp4(
             self.a_codes_t,
             self.a_scales_t,

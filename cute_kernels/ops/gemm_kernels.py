@@ -16,7 +16,7 @@ from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperG
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import aligned, dense, dtype_name, readable
-from cute_kernels.ops.registry import Allocator, OutputSpec
+from cute_kernels.ops.registry import Allocator, OutputSpec, sole
 from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, RowScaledConfig
 from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, ceil_div
 
@@ -94,8 +94,7 @@ def _hopper_fields(op: AnyMGrouped) -> dict[str, Any]:
 
 def m_grouped(op: AnyMGrouped, launch: Launcher) -> Runner:
     """How the ``m_grouped`` GEMMs run."""
-    (spec,) = op.outputs()
-    assert spec is not None
+    spec = sole(op.outputs())
     rows, cols = spec.shape
     if rows == 0 or cols == 0:
         return _nothing
@@ -134,8 +133,7 @@ def _values_config(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> RowScaled
 
 def k_grouped(op: KGroupedGemm | KGroupedGemmNVFP4, launch: Launcher) -> Runner:
     """How ``k_grouped_gemm`` and ``k_grouped_gemm_nvfp4`` run."""
-    (spec,) = op.outputs()
-    assert spec is not None
+    spec = sole(op.outputs())
     groups, m, n = spec.shape
     if op.rows == 0 or m == 0 or n == 0:
         return _zero
@@ -224,8 +222,7 @@ def _expander(op: AnyGemm, side: str, launch: Launcher) -> Prepare:
     workspace = Allocator([_pieces(rows, width * 2, torch.float16)], op.device)
 
     def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        (values,) = workspace.make()
-        assert values is not None
+        values = sole(workspace.make())
         if side == "a":
             codes, scales, amax = left
             kernel(codes, scales, offs, values, launch.num_sms)
@@ -239,8 +236,8 @@ def _expander(op: AnyGemm, side: str, launch: Launcher) -> Prepare:
 
 def _quantizer(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Prepare:
     """What quantizes A to fp16 values, in the order that Hopper kernels take."""
-    config = _values_config(op, launch)
-    assert config is not None
+    # There is one: ``quantizing`` has looked.
+    config = cast("RowScaledConfig", _values_config(op, launch))
     kernel = launch.kernel(config)
     amax_kernel = None
     if config.group_amax:
@@ -252,8 +249,8 @@ def _quantizer(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Prepare:
 
     def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
         x = readable(left[0])
-        values, amax = workspace.make()
-        assert values is not None
+        buffers = workspace.make()
+        values, amax = sole(buffers), buffers[1]
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
         kernel(x, offs, amax, values, None, launch.num_sms)
@@ -270,8 +267,7 @@ def _arranger(op: AnyGemm, dtype: str, launch: Launcher) -> Prepare:
     workspace = Allocator([_pieces(rows, depth, x.dtype)], op.device)
 
     def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        (values,) = workspace.make()
-        assert values is not None
+        values = sole(workspace.make())
         kernel(left[0], offs, values, launch.num_sms)
         return (values, None, None), right
 

@@ -19,7 +19,7 @@ from cute_kernels.ops.checks import (
     check_tensor,
     same_device,
 )
-from cute_kernels.ops.registry import Op, OutputSpec, register
+from cute_kernels.ops.registry import Op, OutputSpec, register, sole
 from cute_kernels.reference.groups import Groups
 from cute_kernels.layout.shapes import (
     SF_TILE_BYTES,
@@ -116,8 +116,7 @@ class ComputeOffsets(Op):
         return quantize_kernels.compute_offsets(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (offs,) = outputs
-        assert offs is not None
+        offs = sole(outputs)
         reference.compute_offsets(self.splits, self.multiplier, offs)
 
 
@@ -158,8 +157,7 @@ class GroupedAmax(Op):
         return quantize_kernels.grouped_amax(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (amax,) = outputs
-        assert amax is not None
+        amax = sole(outputs)
         groups = _groups(self.x.shape, self.offs, self.device)
         reference.grouped_amax(_rows_first(self.x), groups, amax)
 
@@ -200,15 +198,14 @@ class GroupedDbias(Op):
         return quantize_kernels.grouped_dbias(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (dbias,) = outputs
-        assert dbias is not None
+        dbias = sole(outputs)
         groups = Groups.ragged(self.offs, self.dy.shape[0])
         reference.grouped_dbias(self.dy, groups, dbias)
 
 
 def _nvfp4_specs(
     shape: Sequence[int], num_groups: int | None, row_scaled: bool
-) -> tuple[list[OutputSpec | None], list[OutputSpec | None]]:
+) -> tuple[list[OutputSpec], list[OutputSpec]]:
     """Codes, scales and amax of the rowwise and of the columnwise copy.
 
     ``shape`` is (T, K), ragged in ``num_groups`` groups, or (G, N, K) if ``num_groups`` is None.
@@ -310,8 +307,11 @@ class GroupedQuantizeNVFP4(Op):
         rowwise, columnwise = _nvfp4_specs(
             self.x.shape, None if self.offs is None else self.num_groups, self.row_scaled
         )
-        absent: list[OutputSpec | None] = [None] * 3
-        return (rowwise if self.rowwise else absent) + (columnwise if self.columnwise else absent)
+        absent = [None] * 3
+        return [
+            *(rowwise if self.rowwise else absent),
+            *(columnwise if self.columnwise else absent),
+        ]
 
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_quantize", self.format
@@ -401,7 +401,6 @@ class GroupedDequantizeNVFP4(Op):
         num_groups = None if self.offs is None else self.offs.shape[0]
         wanted = _nvfp4_specs(self.shape, num_groups, self.row_scaled)[int(self.columnwise)]
         for name, want in zip(("codes", "scales", "amax"), wanted, strict=True):
-            assert want is not None
             check_tensor(name, getattr(self, name), dtypes=(want.dtype,), shape=want.shape)
         same_device("codes", self.device, **self.tensors())
 
@@ -415,8 +414,7 @@ class GroupedDequantizeNVFP4(Op):
         return quantize_kernels.dequantize_nvfp4(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (out,) = outputs
-        assert out is not None
+        out = sole(outputs)
         codes, scales = self.codes, self.scales
         if self.offs is None and not self.columnwise:
             codes, scales = codes.flatten(0, 1), scales.flatten(0, 1)

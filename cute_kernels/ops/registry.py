@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cute_kernels.runtime.backend import Backend
     from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["Allocator", "Op", "OutputSpec", "forget_plans", "is_observed", "register"]
+__all__ = ["Allocator", "Op", "OutputSpec", "forget_plans", "is_observed", "register", "sole"]
 
 #: How Inductor's code allocates on the current device: 0.8 us on the host of an H200, where
 #: ``torch.empty_strided`` takes 1.4 and ``torch.empty`` 2.3. Unlike them it leaves the memory as it
@@ -80,6 +80,14 @@ class OutputSpec(NamedTuple):
         else:
             out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
         return out.zero_() if zeroed else out
+
+
+T = TypeVar("T")
+
+
+def sole(outputs: Sequence[T | None]) -> T:
+    """The first output, or its spec, of an op whose first output is always asked for."""
+    return cast("T", outputs[0])
 
 
 #: Computes an op into its outputs: (op, outputs, **options). Holds no tensors.
@@ -253,8 +261,8 @@ class Op(abc.ABC):
         self.check()
         self.require(backend)
         if backend.arch == "reference":
-            run = functools.partial(_run_reference, tensor_core=backend.tensor_core)
-            return _Plan(self, self.outputs(), run, zeroed=True)
+            reference = functools.partial(_run_reference, tensor_core=backend.tensor_core)
+            return _Plan(self, self.outputs(), reference, zeroed=True)
         run = self.kernels(launcher(backend, self.device))
         return _Plan(self, self.outputs(), run, fills_fresh=self.fills_fresh)
 
