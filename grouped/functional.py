@@ -131,7 +131,9 @@ def quantize(
     arguments = (x, ends, amax, fmt.row_scaled, fmt.is_2d, rowwise, columnwise)
     if out is None:
         parts = ops.grouped_quantize_nvfp4(*arguments)
-        canonical = dataclasses.replace(fmt, prepacked=False)
+        # The block is a constant again where Dynamo took the numbers of ``fmt`` for symbols.
+        block = NVFP4.blocks[1 if fmt.is_2d else 0]
+        canonical = dataclasses.replace(fmt, block=block, prepacked=False)
         out = assemble(x.shape, x.dtype, canonical, ends, parts, rowwise, columnwise)
         out = out.prepack() if fmt.prepacked else out
     else:
