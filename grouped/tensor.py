@@ -3,36 +3,37 @@
 A wrapper subclass: it has the shape and dtype of what was quantized, and its data are the plain
 tensors of ``cute_kernels``. It can be a parameter, be copied, saved and loaded, updated in place by
 an optimizer, and passed to a compiled function. Products of grouped tensors are not differentiable;
-``dequantize()`` is, and ``grouped.nn`` trains.
+``dequantize()`` is, and ``grouped.nn`` trains. What ops of PyTorch do with one: ``handlers``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_map, tree_map_only
 
-from cute_kernels import ops, prepack, unpack
-from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
-from cute_kernels.ops.derivatives import register_autograd
-from grouped.members import GroupedMember, GroupSpan, QuantizedCopy, group_spans, member, nvfp4
-from grouped.updates import adds_update, snapshot, warn_if_lost
+from cute_kernels import prepack, unpack
+from cute_kernels.formats import Format
+from grouped.members import GroupedMember, GroupSpan, QuantizedCopy, group_spans, member
+from grouped.validation import check_parts, saved_format, version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch._ops import OpOverload
 
-__all__ = ["GroupedTensor"]
+__all__ = ["HANDLERS", "GroupedTensor", "assemble", "handler"]
 
-aten = torch.ops.aten
-#: Attributes that hold the plain tensors, in the order of the quantize op's outputs.
-_INNER = ("_codes", "_scales", "_amax", "_codes_t", "_scales_t", "_amax_t", "_offs")
-_FORMATS: dict[str, type[Any]] = {f.name: f for f in (NVFP4, MXFP8, FP8Block, FP8)}
+
+@functools.cache
+def _inner_names(fmt: Format) -> tuple[str, ...]:
+    """Attributes that hold the plain tensors: the format's buffers, and offs."""
+    names = (*fmt.buffer_names(columnwise=False), *fmt.buffer_names(columnwise=True), "offs")
+    return tuple(dict.fromkeys(f"_{name}" for name in names))
 
 
 class GroupedTensor(Tensor):
@@ -56,6 +57,7 @@ class GroupedTensor(Tensor):
 
     Attributes:
         format: the format record; every fact that a reader of the bytes needs.
+        prepacked: the codes have the order of bits of ``prepack``.
         offs: (G,) int32 end rows, or None when uniform.
         num_groups: G.
         rowwise: the copy with blocks along K, or None.
@@ -64,12 +66,7 @@ class GroupedTensor(Tensor):
     """
 
     format: Format
-    _codes: Tensor | None
-    _scales: Tensor | None
-    _amax: Tensor | None
-    _codes_t: Tensor | None
-    _scales_t: Tensor | None
-    _amax_t: Tensor | None
+    prepacked: bool
     _offs: Tensor | None
 
     def __new__(
@@ -81,19 +78,51 @@ class GroupedTensor(Tensor):
         rowwise: QuantizedCopy | None,
         columnwise: QuantizedCopy | None,
         requires_grad: bool = False,
+        *,
+        prepacked: bool = False,
     ) -> GroupedTensor:
-        """Wrap the plain tensors of one or both directions."""
+        """Wrap the plain tensors of one or both directions.
+
+        Raises:
+            TypeError: a dtype that is not what the format has.
+            ValueError: shapes or devices that do not fit each other, or there is no direction.
+            cute_kernels.UnsupportedError: a format that is not built yet.
+        """
+        check_parts(shape, dtype, fmt, offs, rowwise, columnwise, prepacked)
+        self = cls._of(shape, dtype, fmt, offs, rowwise, columnwise, prepacked)
+        self.requires_grad_(requires_grad)
+        return self
+
+    @classmethod
+    def _of(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        fmt: Format,
+        offs: Tensor | None,
+        rowwise: QuantizedCopy | None,
+        columnwise: QuantizedCopy | None,
+        prepacked: bool = False,
+    ) -> GroupedTensor:
+        """The same, unchecked: for parts that ops or PyTorch made from checked ones."""
         held = rowwise or columnwise
         if held is None:
             raise ValueError("rowwise and columnwise are both None: a GroupedTensor holds data")
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=held.codes.device, requires_grad=requires_grad
+        self: GroupedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=held.codes.device
         )
-        self.format = fmt
-        self._codes, self._scales, self._amax = rowwise or (None,) * 3
-        self._codes_t, self._scales_t, self._amax_t = columnwise or (None,) * 3
-        self._offs = offs
+        inner: dict[str, Tensor | None] = {"_offs": offs}
+        for is_columnwise, copy in ((False, rowwise), (True, columnwise)):
+            if copy is not None:
+                names = (f"_{name}" for name in fmt.buffer_names(is_columnwise))
+                inner |= zip(names, copy, strict=True)
+        self._hold(fmt, prepacked, inner)
         return self
+
+    def _hold(self, fmt: Format, prepacked: bool, inner: dict[str, Any]) -> None:
+        self.format, self.prepacked = fmt, prepacked
+        for name in _inner_names(fmt):
+            setattr(self, name, inner.get(name))
 
     # ------------------------------------------------------------------ what it holds
 
@@ -110,24 +139,22 @@ class GroupedTensor(Tensor):
     @property
     def rowwise(self) -> QuantizedCopy | None:
         """The copy with blocks along K."""
-        return _copy_of(self._codes, self._scales, self._amax)
+        return self._copy(columnwise=False)
 
     @property
     def columnwise(self) -> QuantizedCopy | None:
         """The copy with blocks along the rows of each group."""
-        return _copy_of(self._codes_t, self._scales_t, self._amax_t)
+        return self._copy(columnwise=True)
+
+    def _copy(self, columnwise: bool) -> QuantizedCopy | None:
+        codes, *rest = (getattr(self, f"_{n}") for n in self.format.buffer_names(columnwise))
+        return None if codes is None else QuantizedCopy(self.format, [codes, *rest])
 
     @property
-    def amax(self) -> Tensor:  # type: ignore[override]
-        """Second level of the rowwise copy, or of the columnwise one if that is all there is."""
-        return self._first_copy().amax
-
-    def _first_copy(self) -> QuantizedCopy:
-        """The rowwise copy, or the columnwise one if that is all there is."""
+    def amax(self) -> Tensor | None:  # type: ignore[override]
+        """Amaxes of the rowwise copy, or of the columnwise one; None if the format keeps none."""
         held = self.rowwise or self.columnwise
-        if held is None:
-            raise RuntimeError("this GroupedTensor holds neither a rowwise nor a columnwise copy")
-        return held
+        return getattr(held, "amax", None)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -164,9 +191,7 @@ class GroupedTensor(Tensor):
                 f".data must keep the shape {tuple(self.shape)}, got {tuple(other.shape)}"
             )
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
-        self.format = other.format
-        for name in _INNER:
-            setattr(self, name, getattr(other, name))
+        self._hold(other.format, other.prepacked, other._inner())
         # A backward pass that was to read the old values must not take the new ones for them.
         increment_version(self)
 
@@ -194,26 +219,29 @@ class GroupedTensor(Tensor):
         undo it first.
 
         Raises:
-            ValueError: this tensor is ragged or row-scaled, and so no weight.
+            ValueError: this tensor is ragged or row-scaled, and so no weight; or its codes do not
+                share bytes.
         """
         if self._offs is not None:
             raise ValueError(f"only uniform weights can be prepacked, got {self!r}")
-        return self._reordered(True)
+        level = self.format.second_level
+        if self.format.element.per_byte == 1 or (level is not None and level.per == "row"):
+            raise ValueError(f"{self.format} cannot be combined with prepacked")
+        return self if self.prepacked else self._reordered(prepack)
 
     def unpack(self) -> GroupedTensor:
         """This tensor with codes in the order of the layout contract: undoes ``prepack``."""
-        return self._reordered(False)
+        return self._reordered(unpack) if self.prepacked else self
 
-    def _reordered(self, prepacked: bool) -> GroupedTensor:
-        fmt = dataclasses.replace(nvfp4(self.format), prepacked=prepacked)
-        if fmt == self.format:
-            return self
-        change = prepack if prepacked else unpack
+    def _reordered(self, change: Callable[[Tensor], Tensor]) -> GroupedTensor:
         rowwise, columnwise = (
-            held and held._replace(codes=change(held.codes))
+            held and held.replace(codes=change(held.codes))
             for held in (self.rowwise, self.columnwise)
         )
-        return GroupedTensor(self.shape, self.dtype, fmt, self._offs, rowwise, columnwise)
+        return GroupedTensor._of(
+            *(self.shape, self.dtype, self.format, self._offs, rowwise, columnwise),
+            prepacked=not self.prepacked,
+        )
 
     def member(self, group: int) -> GroupedMember:
         """Codes and linear scales of one group, for people and tests.
@@ -236,7 +264,7 @@ class GroupedTensor(Tensor):
 
     def _member(self, span: GroupSpan) -> GroupedMember:
         x = self.unpack()
-        return member(span, nvfp4(x.format), x.shape[-1], x.rowwise, x.columnwise)
+        return member(span, x.format, x.shape[-1], x.rowwise, x.columnwise)
 
     def __matmul__(self, other: Any) -> Tensor:
         raise TypeError(
@@ -253,65 +281,58 @@ class GroupedTensor(Tensor):
 
     def is_shared(self) -> bool:
         """Whether the plain tensors are in shared memory."""
-        return bool(self._first_copy().codes.is_shared())
+        return all(t.is_shared() for t in self._inner().values())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = [d for d in ("rowwise", "columnwise") if getattr(self, d) is not None]
         kind = "uniform" if self._offs is None else "ragged"
         return (
             f"GroupedTensor({tuple(self.shape)}, {kind}, num_groups={self.num_groups}, "
-            f"format={self.format}, {' + '.join(held)}, dtype={self.dtype}, device={self.device})"
+            f"format={self.format}, {' + '.join(held)}{', prepacked' * self.prepacked}, "
+            f"dtype={self.dtype}, device={self.device})"
         )
 
     # ------------------------------------------------------------------ how PyTorch handles it
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Format, torch.dtype]]:
-        return list(self._inner()), (self.format, self.dtype)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Format, torch.dtype, bool]]:
+        return list(self._inner()), (self.format, self.dtype, self.prepacked)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor],
-        context: tuple[Format, torch.dtype],
+        context: tuple[Format, torch.dtype, bool],
         outer_size: Sequence[int],
         outer_stride: Sequence[int],
     ) -> GroupedTensor:
-        fmt, dtype = context
-        parts = [inner.get(name) for name in _INNER]
-        return GroupedTensor(
-            outer_size, dtype, fmt, parts[6], _copy_of(*parts[:3]), _copy_of(*parts[3:6])
-        )
+        fmt, dtype, prepacked = context
+        copies = _copies(fmt, inner)
+        return GroupedTensor._of(outer_size, dtype, fmt, inner.get("_offs"), *copies, prepacked)
 
     def _inner(self) -> dict[str, Tensor]:
         """The plain tensors that it holds, by attribute."""
-        return {n: getattr(self, n) for n in _INNER if getattr(self, n) is not None}
+        named = ((name, getattr(self, name)) for name in _inner_names(self.format))
+        return {name: t for name, t in named if t is not None}
 
     def _apply_inner(
         self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> GroupedTensor:
         """The same tensor over ``function`` of the plain tensors."""
         inner = {name: function(t) for name, t in self._inner().items()}
-        context = (self.format, dtype or self.dtype)
+        context = (self.format, dtype or self.dtype, self.prepacked)
         return self.__tensor_unflatten__(inner, context, self.shape, self.stride())
 
     def _quantize_into(self, x: Tensor, offs: Tensor | None, amax: Tensor | None = None) -> None:
         """Quantize ``x``, of this shape and cut at ``offs``, into this tensor's storage."""
-        fmt = nvfp4(self.format)
-        names = ("out_codes", "out_scales", "out_amax", "out_codes_t", "out_scales_t", "out_amax_t")
-        outs = {name: getattr(self, inner) for name, inner in zip(names, _INNER[:6], strict=True)}
-        torch.ops.cute_kernels.grouped_quantize_nvfp4_out(
-            x,
-            offs,
-            amax,
-            fmt.row_scaled,
-            fmt.is_2d,
-            self._codes is not None,
-            self._codes_t is not None,
-            **outs,
+        copies = (self.rowwise, self.columnwise)
+        directions = [copy is not None for copy in copies]
+        inner = [t for name, t in self._inner().items() if name != "_offs"]
+        torch.ops.cute_kernels.grouped_quantize_out(
+            x, self.format.text, offs, amax, *directions, out=inner
         )
-        if fmt.prepacked:
-            for codes in (self._codes, self._codes_t):
-                if codes is not None:
-                    codes.copy_(prepack(codes))
+        if self.prepacked:
+            for copy in copies:
+                if copy is not None:
+                    copy.codes.copy_(prepack(copy.codes))
         if offs is not None and self._offs is not None and offs is not self._offs:
             self._offs.copy_(offs)
             increment_version(self._offs)
@@ -321,13 +342,10 @@ class GroupedTensor(Tensor):
     def _copy_from(self, source: Tensor) -> None:
         same_bytes = (
             isinstance(source, GroupedTensor)
-            and source.format == self.format
+            and (source.format, source.prepacked) == (self.format, self.prepacked)
             and source.shape == self.shape
             and source.num_groups == self.num_groups
-            and all(
-                (getattr(self, name) is None or getattr(source, name) is not None)
-                for name in _INNER
-            )
+            and self._inner().keys() <= source._inner().keys()
             and (self._offs is None) == (source._offs is None)
         )
         if same_bytes:
@@ -348,37 +366,34 @@ class GroupedTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        known = _HANDLERS.get(func)
-        if known is not None:
-            return known(func, *args, **kwargs)
-        if _decodes(func):
-            return _decode_compute_encode(func, args, kwargs)
-        raise TypeError(
-            f"{func} does not work on a GroupedTensor; decode it first with .dequantize()"
-        )
+        known = HANDLERS.get(func, HANDLERS[None])
+        return known(func, *args, **(kwargs or {}))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        fields = dataclasses.asdict(self.format)
-        inner = self._inner()
-        is_parameter = getattr(self, "_is_param", False)
         return _rebuild, (
             tuple(self.shape),
             self.dtype,
             self.format.name,
-            fields,
-            inner,
+            {**dataclasses.asdict(self.format), "prepacked": self.prepacked},  # type: ignore[call-overload]
+            self._inner(),
             self.requires_grad,
-            is_parameter,
+            getattr(self, "_is_param", False),
+            version(),
         )
 
 
-def _copy_of(
-    codes: Tensor | None, scales: Tensor | None, amax: Tensor | None
-) -> QuantizedCopy | None:
-    if codes is None or scales is None or amax is None:
-        return None
-    return QuantizedCopy(codes, scales, amax)
+def _copies(
+    fmt: Format, inner: dict[str, Tensor]
+) -> tuple[QuantizedCopy | None, QuantizedCopy | None]:
+    """The rowwise and the columnwise copy of plain tensors by attribute."""
+
+    def copy(columnwise: bool) -> QuantizedCopy | None:
+        names = [f"_{name}" for name in fmt.buffer_names(columnwise)]
+        if names[0] not in inner:
+            return None
+        return QuantizedCopy(fmt, [inner[name] for name in names])
+
+    return copy(columnwise=False), copy(columnwise=True)
 
 
 def _rebuild(
@@ -389,11 +404,24 @@ def _rebuild(
     inner: dict[str, Tensor],
     requires_grad: bool,
     is_parameter: bool,
+    written_by: str = "0.1.0 or older",
+    *more: object,
 ) -> GroupedTensor:
     """Make a tensor from what ``torch.save`` wrote."""
-    fmt = _FORMATS[format_name](**fields)
-    self = GroupedTensor.__tensor_unflatten__(inner, (fmt, dtype), shape, ())
-    self.requires_grad_(requires_grad)
+    fields = dict(fields)
+    prepacked = fields.pop("prepacked", False)
+    fmt = saved_format(format_name, fields, written_by)
+    names = set(_inner_names(fmt))
+    unknown = sorted(inner.keys() - names) + [f"{item!r}" for item in more]
+    if unknown:
+        raise ValueError(
+            f"a GroupedTensor has no field {', '.join(unknown)}: the file was written by "
+            f"grouped-kernels {written_by}, this is {version()}"
+        )
+    self = GroupedTensor(
+        *(shape, dtype, fmt, inner.get("_offs"), *_copies(fmt, inner), requires_grad),
+        prepacked=prepacked,
+    )
     if is_parameter:
         self._is_param = True  # type: ignore[attr-defined]
     return self
@@ -408,237 +436,32 @@ def assemble(
     dtype: torch.dtype,
     fmt: Format,
     offs: Tensor | None,
-    parts: Sequence[Tensor],
+    buffers: Sequence[Tensor],
     rowwise: bool,
     columnwise: bool,
 ) -> GroupedTensor:
     """Make a tensor from the outputs of the quantize op; a compiled graph calls it as one node."""
-    first = QuantizedCopy(*parts[:3]) if rowwise else None
-    second = QuantizedCopy(*parts[3:]) if columnwise else None
-    return GroupedTensor(shape, dtype, fmt, offs, first, second)
+    if torch._C._functorch.is_batchedtensor(buffers[0]):
+        raise TypeError(
+            "vmap over grouped.quantize: a GroupedTensor has its groups as the batch; stack x to "
+            "(G, N, K), or call quantize on all rows with offs, outside of vmap"
+        )
+    names: list[str] = []
+    for is_asked, is_columnwise in ((rowwise, False), (columnwise, True)):
+        names += fmt.buffer_names(is_columnwise) if is_asked else ()
+    inner = {f"_{n}": t for n, t in zip(dict.fromkeys(names), buffers, strict=True)}
+    return GroupedTensor._of(shape, dtype, fmt, offs, *_copies(fmt, inner))
 
 
-# ------------------------------------------------------------------------ ops on grouped tensors
-
-# A compiled graph holds these ops as they are. Their handlers run when the graph is lowered to
-# plain tensors, so nothing outside a handler needs to look inside a tensor while tracing.
-_LIBRARY = torch.library.Library("grouped", "DEF")
-_LIBRARY.define("dequantize(Tensor x, ScalarType? dtype, str? direction) -> Tensor")
-
-
-def not_differentiable(ctx: Any, *grads: Any) -> Any:
-    """Backward pass of an op that has none."""
-    raise RuntimeError("a product of GroupedTensors has no derivative; train through grouped.nn")
-
-
-def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return grad.to(ctx.dtype), None, None
-
-
-def _save_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.dtype = inputs[0].dtype
-
-
-register_autograd("dequantize", _straight_through, _save_dtype, _LIBRARY)
+#: What ops do with a GroupedTensor: (op, *args, **kwargs) -> result. None stands for all others.
+HANDLERS: dict[Any, Callable[..., Any]] = {}
 
 
 def handler(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: what an op does when an argument is a GroupedTensor."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _HANDLERS.update(dict.fromkeys(ops, function))
+        HANDLERS.update(dict.fromkeys(ops, function))
         return function
 
     return register
-
-
-_HANDLERS: dict[Any, Callable[..., Any]] = {}
-
-
-@handler(torch.ops.grouped.dequantize.default)
-def _dequantize(
-    func: Any, x: GroupedTensor, dtype: torch.dtype | None, direction: str | None
-) -> Tensor:
-    x = x.unpack()
-    if direction is None:
-        direction = "rowwise" if x.rowwise is not None else "columnwise"
-    held = x.rowwise if direction == "rowwise" else x.columnwise
-    if held is None:
-        raise RuntimeError(f"this GroupedTensor has no {direction} copy: {x!r}")
-    fmt = nvfp4(x.format)
-    out: Tensor = ops.grouped_dequantize_nvfp4(
-        *held,
-        x.offs,
-        x.shape[-2],
-        dtype or x.dtype,
-        direction == "rowwise" and fmt.row_scaled,
-        direction == "columnwise",
-    )
-    return out
-
-
-# -------------------------------------------------------------------------- handlers of aten ops
-
-
-@handler(aten.detach.default, aten.alias.default)
-def _detach(func: Any, x: GroupedTensor) -> GroupedTensor:
-    return x._apply_inner(lambda t: t)
-
-
-@handler(aten.view.default, aten._unsafe_view.default, aten.expand.default)
-def _same_shape(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) -> GroupedTensor:
-    same = len(size) == x.dim() and all(w in (-1, s) for w, s in zip(size, x.shape, strict=True))
-    if not same:
-        raise TypeError(
-            f"{func} to {tuple(size)} does not work on a GroupedTensor of shape {tuple(x.shape)}; "
-            "decode it first with .dequantize()"
-        )
-    return x._apply_inner(lambda t: t)
-
-
-@handler(aten.clone.default)
-def _clone(func: Any, x: GroupedTensor, **kwargs: Any) -> GroupedTensor:
-    return x._apply_inner(lambda t: t.clone(memory_format=torch.preserve_format))
-
-
-@handler(aten._to_copy.default)
-def _to_copy(func: Any, x: GroupedTensor, **kwargs: Any) -> GroupedTensor:
-    dtype = kwargs.get("dtype") or x.dtype
-    ops.checks.check_dtype("dtype", dtype, ops.checks.INPUT_DTYPES)
-    device, non_blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
-    return x._apply_inner(lambda t: t.to(device, non_blocking=non_blocking, copy=True), dtype)
-
-
-@handler(
-    aten.empty_like.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-)
-def _like(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Tensor:
-    plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    out: Tensor = func(plain, *args, **kwargs)
-    return out
-
-
-@handler(aten.new_empty.default)
-def _new_empty(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
-    # The staging of torch.distributed.checkpoint asks for an empty tensor of this shape on the CPU
-    # and then sets each attribute of this one on it. On a plain tensor they would have no effect,
-    # and it would store what happens to be in memory.
-    if tuple(size) == tuple(x.shape) and kwargs.get("device") is not None:
-        device, dtype = torch.device(kwargs["device"]), kwargs.get("dtype") or x.dtype
-        if dtype in ops.checks.INPUT_DTYPES:
-            return x._apply_inner(
-                lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device),
-                dtype,
-            )
-    plain: Tensor = _new(func, x, size, **kwargs)
-    return plain
-
-
-@handler(aten.is_pinned.default)
-def _is_pinned(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> bool:
-    return all(func(t, *args, **kwargs) for t in x._inner().values())
-
-
-@handler(
-    aten.new_empty_strided.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-)
-def _new(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Tensor:
-    out: Tensor = func(torch.empty(0, dtype=x.dtype, device=x.device), *args, **kwargs)
-    return out
-
-
-@handler(aten.copy_.default)
-def _copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if isinstance(target, GroupedTensor):
-        target._copy_from(source)
-        return target
-    dense = source.dequantize() if isinstance(source, GroupedTensor) else source
-    return target.copy_(dense, non_blocking)
-
-
-_ARITHMETIC = ("add", "sub", "mul", "div", "neg", "abs", "lerp", "pow")
-#: Functional ops that optimizers, nn.init and clipping apply to parameters; the result is plain.
-_DECODING = {
-    *(getattr(aten, name) for name in _ARITHMETIC),
-    *(getattr(aten, f"_foreach_{name}") for name in (*_ARITHMETIC, "norm")),
-    aten.rsub,
-    aten.where,
-    aten.linalg_vector_norm,
-    aten.isfinite,
-    aten.isnan,
-    aten.isinf,
-    aten.eq,
-    aten.ne,
-    aten.lt,
-    aten.le,
-    aten.gt,
-    aten.ge,
-    aten.equal,
-}
-#: Ops with an in-place name that change more than values.
-_RESHAPING = (
-    "as_strided_",
-    "resize_",
-    "resize_as_",
-    "set_",
-    "squeeze_",
-    "t_",
-    "transpose_",
-    "unsqueeze_",
-)
-
-
-def _writes(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _decodes(func: Any) -> bool:
-    """Whether ``func`` runs on decoded values: arithmetic, or in place without a new shape."""
-    if not any(map(_writes, func._schema.arguments)):
-        return func.overloadpacket in _DECODING
-    name: str = func._schema.name.split("::")[1]
-    return name.endswith("_") and name not in _RESHAPING
-
-
-def _decode_compute_encode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on decoded operands and quantize what it wrote into the same storage.
-
-    Arguments are matched to the schema by name, and those that ``func`` returns come back as the
-    grouped tensors they were.
-    """
-    schema, name = func._schema.arguments, func._schema.name.split("::")[1]
-    named = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
-    dense: dict[int, Tensor] = {}
-
-    def decode(x: GroupedTensor) -> Tensor:
-        if id(x) not in dense:
-            dense[id(x)] = x.dequantize()
-        return dense[id(x)]
-
-    decoded = tree_map_only(GroupedTensor, decode, named)
-    operands = dict(decoded)
-    positional = [decoded.pop(a.name) for a in schema if not a.kwarg_only and a.name in decoded]
-    result = func(*positional, **decoded)
-    owners: dict[int, GroupedTensor] = {}
-    for argument in schema:
-        value = named.get(argument.name)
-        if not _writes(argument):
-            continue
-        for i, x in enumerate(value if isinstance(value, (list, tuple)) else [value]):
-            if not isinstance(x, GroupedTensor):
-                continue
-            values, watched = dense[id(x)], adds_update(name)
-            before = snapshot(x) if watched else None
-            x._quantize_into(values, x._offs)
-            if watched:
-                warn_if_lost(x, before, name, operands, i, values)
-            owners[id(values)] = x
-    return tree_map(lambda t: owners.get(id(t), t), result)

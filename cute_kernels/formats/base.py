@@ -21,6 +21,7 @@ __all__ = [
     "E8M0",
     "F32",
     "FP8_ELEMENTS",
+    "RECORDS",
     "BlockScale",
     "ElementType",
     "Format",
@@ -200,13 +201,14 @@ class Format(abc.ABC):
 
 
 F = TypeVar("F", bound=type[Format])
-_RECORDS: dict[str, type[Format]] = {}
+#: The classes of records by the name of their format.
+RECORDS: dict[str, type[Format]] = {}
 _DTYPE_NAMES = {e.name: e.dtype for e in (E4M3, E5M2)}
 
 
 def record(cls: F) -> F:
     """Class decorator: ``parse`` makes records of this class."""
-    _RECORDS[cls.name] = cls
+    RECORDS[cls.name] = cls
     return cls
 
 
@@ -218,9 +220,9 @@ def parse(text: str) -> Format:
         ValueError: there is no such format, or it has no such field or value.
     """
     name, _, facts = text.partition(":")
-    if name not in _RECORDS:
-        raise ValueError(f"format must be one of {', '.join(_RECORDS)}, got {text!r}")
-    cls = _RECORDS[name]
+    if name not in RECORDS:
+        raise ValueError(f"format must be one of {', '.join(RECORDS)}, got {text!r}")
+    cls = RECORDS[name]
     defaults = {f.name: f.default for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for fact in facts.split(",") if facts else ():

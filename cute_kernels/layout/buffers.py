@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from cute_kernels.formats import ElementType, Format
 
-__all__ = ["BufferSpec", "buffers"]
+__all__ = ["BufferSpec", "buffers", "code_pitch"]
 
 
 class BufferSpec(NamedTuple):

@@ -22,10 +22,8 @@ __all__ = [
     "SF_TILE_ROWS",
     "TILE_ROWS",
     "ceil_div",
-    "code_pitch",
     "num_slot_tiles",
     "round_up",
-    "scale_offset",
     "scale_tiles",
     "slot_tile",
     "uniform_tiles",
@@ -53,11 +51,6 @@ def round_up(a: int, b: int) -> int:
     return ceil_div(a, b) * b
 
 
-def code_pitch(row_bytes: int) -> int:
-    """Bytes from one row of codes to the next: ``row_bytes``, padded to what TMA takes."""
-    return round_up(row_bytes, PITCH_ALIGNMENT)
-
-
 def slot_tile(start: int, group: int) -> int:
     """First slot tile of group ``group`` whose rows begin at ``start``."""
     return start // TILE_ROWS + group
@@ -76,13 +69,3 @@ def uniform_tiles(rows: int) -> int:
 def scale_tiles(elements: int, sf_vec_size: int) -> int:
     """Scale tiles side by side along the blocked direction of ``elements`` elements."""
     return ceil_div(ceil_div(elements, sf_vec_size), SF_TILE_COLS)
-
-
-def scale_offset(row: int, block: int, tiles_along_k: int) -> int:
-    """Byte of the scale of ``(row, block)`` in a matrix of 128x4 tiles, ``tiles_along_k`` wide.
-
-    ``row`` counts from the first row of the matrix's first tile; ``block`` counts scales along K.
-    """
-    tile = (row // SF_TILE_ROWS) * tiles_along_k + block // SF_TILE_COLS
-    in_tile = (row % 32) * 16 + (row % SF_TILE_ROWS) // 32 * 4 + block % SF_TILE_COLS
-    return tile * SF_TILE_BYTES + in_tile

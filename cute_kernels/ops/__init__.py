@@ -4,33 +4,24 @@ The functions here are those ops, with positional arguments, called without PyTo
 where nothing observes the call (``registry.Op.invoke``). Each op is documented where it is defined.
 """
 
-from cute_kernels.ops import fused, gemm, quantize
+from cute_kernels.ops import dequantize, gemm, quantize, reductions
 
 __all__ = [
     "compute_offsets",
-    "fused",
-    "gemm",
     "grouped_amax",
     "grouped_dbias",
-    "grouped_dequantize_nvfp4",
-    "grouped_quantize_nvfp4",
+    "grouped_dequantize",
+    "grouped_quantize",
     "k_grouped_gemm",
-    "k_grouped_gemm_nvfp4",
     "m_grouped_gemm",
-    "m_grouped_gemm_nvfp4",
-    "m_grouped_gemm_w4a16",
-    "m_grouped_quantize_gemm_nvfp4",
-    "quantize",
+    "m_grouped_quantize_gemm",
 ]
 
-compute_offsets = quantize.ComputeOffsets.invoke
-grouped_amax = quantize.GroupedAmax.invoke
-grouped_dbias = quantize.GroupedDbias.invoke
-grouped_dequantize_nvfp4 = quantize.GroupedDequantizeNVFP4.invoke
-grouped_quantize_nvfp4 = quantize.GroupedQuantizeNVFP4.invoke
+compute_offsets = reductions.ComputeOffsets.invoke
+grouped_amax = reductions.GroupedAmax.invoke
+grouped_dbias = reductions.GroupedDbias.invoke
+grouped_dequantize = dequantize.GroupedDequantize.invoke
+grouped_quantize = quantize.GroupedQuantize.invoke
 k_grouped_gemm = gemm.KGroupedGemm.invoke
-k_grouped_gemm_nvfp4 = gemm.KGroupedGemmNVFP4.invoke
 m_grouped_gemm = gemm.MGroupedGemm.invoke
-m_grouped_gemm_nvfp4 = gemm.MGroupedGemmNVFP4.invoke
-m_grouped_gemm_w4a16 = gemm.MGroupedGemmW4A16.invoke
-m_grouped_quantize_gemm_nvfp4 = fused.MGroupedQuantizeGemmNVFP4.invoke
+m_grouped_quantize_gemm = gemm.MGroupedQuantizeGemm.invoke

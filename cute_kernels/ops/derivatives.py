@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
+from torch._library.utils import fill_defaults
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -41,7 +43,7 @@ def refuse_derivatives(op: str, tensors: Iterable[tuple[str, object]], remedy: s
 def _refuse_tangents(name: str, args: Iterable[object]) -> None:
     if forward_ad._current_level < 0:
         return
-    for a in args:
+    for a in tree_leaves(args):
         if isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None:
             raise NotImplementedError(
                 f"{name} has no forward-mode derivative, so the tangent would be lost: use the "
@@ -69,6 +71,9 @@ def register_autograd(
     kernel = make_autograd_impl(op, Info(backward, setup_context))
 
     def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        # The dispatcher leaves out arguments that have their defaults, but the gradients of an op
+        # that takes lists must have the structure of all of them.
+        args, kwargs = fill_defaults(op._schema, args, kwargs)
         _refuse_tangents(name, args)
         return kernel(keyset, *args, **kwargs)
 

@@ -9,7 +9,7 @@ list beside it; the text of its format says how to read them.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -59,16 +59,26 @@ def check_vectors(num_groups: int, cols: int, bias: Tensor | None, alpha: Tensor
         check_tensor("alpha", alpha, dtypes=_FP32, shape=(num_groups,))
 
 
+#: Codes or plain values, block scales, and the vector of the second level of an operand.
+Parts: TypeAlias = "tuple[Tensor, Tensor | None, Tensor | None]"
+
+
+def _parts(codes: Tensor, scales: list[Tensor] | None, fmt: Format | None) -> Parts:
+    if fmt is None or scales is None:
+        return codes, None, None
+    block_scales = scales[0] if fmt.scale is not None else None
+    return codes, block_scales, scales[-1] if fmt.second_level is not None else None
+
+
 def _reference_operand(
     codes: Tensor, scales: list[Tensor] | None, fmt: Format | None, columnwise: bool
 ) -> reference.Operand:
     if fmt is None:
         return reference.Operand(codes)
+    _, block_scales, vector = _parts(codes, scales, fmt)
     level = fmt.level(columnwise)
-    found = dict(zip(fmt.operand_names(False)[1:], scales or (), strict=True))
-    vector = None if level is None else found[level.buffers[0]]
     per_row = level is not None and level.per == "row"
-    return reference.Operand(codes, fmt, found.get("scales"), vector, per_row)
+    return reference.Operand(codes, fmt, block_scales, vector, per_row)
 
 
 def _saved(ctx: Any, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -112,10 +122,10 @@ class GroupedGemm(Op):
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """``out_dtype``, or what stands for None: the dtype of A, and bf16 where that has codes."""
+        """``out_dtype``, or for None the dtype of a plain A; codes have none: then it is bf16."""
         if self.out_dtype is not None:
             return self.out_dtype
-        return self.a.dtype if self.a.dtype in INPUT_DTYPES else torch.bfloat16
+        return self.a.dtype if self.a_format is None else torch.bfloat16
 
     def capability(self) -> tuple[str, Format | None]:
         is_mixed = self.a_format is None and self.b_format is not None
@@ -131,9 +141,12 @@ class GroupedGemm(Op):
         if self.b_record not in (None, fmt):
             require(name, self.b_record, arch, prepacked=self.prepacked)
 
-    def operands(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The buffers of A and of B that a kernel reads; plain operands have one."""
-        return (self.a, *(self.a_scales or ())), (self.b, *(self.b_scales or ()))
+    def operands(self) -> tuple[Parts, Parts]:
+        """Codes, block scales and second level of A and of B, None where there are none."""
+        return (
+            _parts(self.a, self.a_scales, self.a_record),
+            _parts(self.b, self.b_scales, self.b_record),
+        )
 
     def _check_formats(self) -> None:
         """Whether the formats can be multiplied at all."""
@@ -173,12 +186,21 @@ class MGrouped(GroupedGemm):
         return "a" not in self.quantized_sides
 
     @property
+    def row_scaled(self) -> bool:
+        """Whether the second level of A is one number a row."""
+        level = None if self.a_record is None else self.a_record.second_level
+        return level is not None and level.per == "row"
+
+    @property
+    def is_b_mn_major(self) -> bool:
+        """Whether B is contiguous along N, not along K."""
+        fmt = self.b_record
+        return self.transpose_b and (fmt is None or fmt.columnwise == "untransposed")
+
+    @property
     def cols(self) -> int:
         """N."""
-        fmt = self.b_record
-        if fmt is None or fmt.columnwise == "untransposed":
-            return self.b.shape[2 if self.transpose_b else 1]
-        return self.b.shape[1]
+        return self.b.shape[2 if self.is_b_mn_major else 1]
 
     def check(self) -> None:
         check_tensor("a", self.a, ndim=(2,))
@@ -256,7 +278,8 @@ class MGroupedGemm(MGrouped):
         bias: (G, N), added in fp32.
         alpha: (G,) fp32 factors.
         transpose_b: contract over the rows of the groups of ``b`` (dgrad).
-        out_dtype: bf16, fp16 or fp32; the dtype of ``a`` by default, bf16 if that has codes.
+        out_dtype: bf16, fp16 or fp32; the dtype of a plain ``a`` by default. Codes have no dtype
+            that it could follow: then it is bf16.
         a_scales: what else the copy of ``a`` needs to be read (``Format.operand_names``), such as
             its block scales and second level; None if plain.
         b_scales: likewise of ``b``.
@@ -329,7 +352,7 @@ class MGroupedQuantizeGemm(MGrouped):
         bias: (G, N), added in fp32.
         alpha: (G,) fp32 factors.
         transpose_b: as for ``m_grouped_gemm``.
-        out_dtype: bf16, fp16 or fp32; the dtype of ``a`` by default.
+        out_dtype: bf16, fp16 or fp32; bf16 by default, as in the second of the two ops.
         prepacked: as for ``m_grouped_gemm``.
 
     Returns:
@@ -412,7 +435,8 @@ class KGroupedGemm(GroupedGemm):
             same offs.
         offs: (G,) int32 end rows.
         alpha: (G,) fp32 factors.
-        out_dtype: bf16, fp16 or fp32; the dtype of ``a`` by default, bf16 if that has codes.
+        out_dtype: bf16, fp16 or fp32; the dtype of a plain ``a`` by default. Codes have no dtype
+            that it could follow: then it is bf16.
         a_scales: what else the copy of ``a`` needs to be read (``Format.operand_names``), such as
             its block scales and second level; None if plain.
         b_scales: likewise of ``b``.

@@ -13,7 +13,7 @@ from torch import Tensor
 from cute_kernels import reference
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperGemmConfig
-from cute_kernels.gemm.hopper.prepack import prepack
+from cute_kernels.layout.prepack import prepack
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.runtime import architecture, compile_kernel

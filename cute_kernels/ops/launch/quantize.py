@@ -20,27 +20,25 @@ from cute_kernels.quantize.config import (
     RowScaledConfig,
     TileConfig,
 )
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT, code_pitch
+from cute_kernels.layout.buffers import code_pitch
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cute_kernels.ops.quantize import (
-        ComputeOffsets,
-        GroupedAmax,
-        GroupedDbias,
-        GroupedDequantizeNVFP4,
-        GroupedQuantizeNVFP4,
-    )
+    from cute_kernels.formats import SecondLevel
+    from cute_kernels.ops.dequantize import GroupedDequantize
+    from cute_kernels.ops.quantize import GroupedQuantize
+    from cute_kernels.ops.reductions import ComputeOffsets, GroupedAmax, GroupedDbias
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
 
 __all__ = [
     "compute_offsets",
-    "dequantize_nvfp4",
+    "dequantize",
     "grouped_amax",
     "grouped_dbias",
-    "quantize_nvfp4",
+    "quantize",
 ]
 
 
@@ -50,21 +48,31 @@ def _problem(x: Tensor, offs: Tensor | None) -> QuantizeProblem:
     )
 
 
-def _zero(op: object, outputs: Sequence[Tensor | None]) -> None:
+def _zero(op: object, outputs: Sequence[Tensor]) -> None:
     """All groups are empty: their amaxes are 0, and there is nothing else to write."""
     for out in outputs:
         if out is not None and out.dtype == torch.float32:
             out.zero_()
 
 
-def _no_elements(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
+def _no_elements(op: GroupedQuantize) -> Runner:
     """All groups are empty: their amaxes are 0, or as given, and there is nothing else to write."""
     if op.amax is None:
-        return _zero(op, outputs)
-    _, _, amax, _, _, amax_t = outputs
-    if not op.row_scaled:
-        _give(op.amax, amax)
-    _give(op.amax, amax_t)
+        return _zero
+    levels = [op.record.level(way) for way, on in ((False, op.rowwise), (True, op.columnwise)) if on]
+    per_group = [not _is_per_row(level) for level in levels]
+
+    def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
+        vectors = [out for out in outputs if out.dtype == torch.float32]
+        for vector, is_given in zip(vectors, per_group, strict=True):
+            if is_given and op.amax is not None:
+                _give(op.amax, vector)
+
+    return run
+
+
+def _is_per_row(level: SecondLevel | None) -> bool:
+    return level is not None and level.per == "row"
 
 
 def _give(given: Tensor, amax: Tensor | None) -> None:
@@ -80,7 +88,7 @@ def compute_offsets(op: ComputeOffsets, launch: Launcher) -> Runner:
     out_dtype = op.dtype or torch.int32
     kernel = launch.kernel(OffsetsConfig(dtype_name(op.splits.dtype), dtype_name(out_dtype)))
 
-    def run(op: ComputeOffsets, outputs: Sequence[Tensor | None]) -> None:
+    def run(op: ComputeOffsets, outputs: Sequence[Tensor]) -> None:
         kernel(dense(op.splits), outputs[0], op.multiplier)
 
     return run
@@ -93,22 +101,22 @@ def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
     problem = _problem(op.x, op.offs)
     kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping, arch=launch.arch))
 
-    def run(op: GroupedAmax, outputs: Sequence[Tensor | None]) -> None:
+    def run(op: GroupedAmax, outputs: Sequence[Tensor]) -> None:
         kernel(readable(op.x), dense(op.offs), None, outputs[0], launch.num_sms)
 
     return run
 
 
-def quantize_nvfp4(op: GroupedQuantizeNVFP4, launch: Launcher) -> Runner:
-    """How ``grouped_quantize_nvfp4`` runs."""
+def quantize(op: GroupedQuantize, launch: Launcher) -> Runner:
+    """How ``grouped_quantize`` runs."""
     if not op.x.numel():
-        return _no_elements
-    problem = _problem(op.x, op.offs)
-    if op.row_scaled and op.rowwise and not op.columnwise:
+        return _no_elements(op)
+    problem, fmt = _problem(op.x, op.offs), op.record
+    if _is_per_row(fmt.second_level) and op.rowwise and not op.columnwise:
         rows = RowScaledConfig.choose(problem, launch.arch)
         if rows.can_implement(problem):
             return _rows(rows, launch, given=False)
-    if launch.arch == "sm_90a" and op.rowwise and not (op.columnwise or op.block_2d):
+    if launch.arch == "sm_90a" and op.rowwise and not (op.columnwise or fmt.is_2d):
         # Faster there than tile by tile: 94 instead of 83 % of a copy's rate on an H200.
         rows = RowScaledConfig.choose(problem, launch.arch, group_amax=True)
         if rows.can_implement(problem):
@@ -123,7 +131,7 @@ def _rows(config: RowScaledConfig, launch: Launcher, given: bool) -> Runner:
     if config.group_amax and not given:
         amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch))
 
-    def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
+    def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
         codes, scales, amax = outputs[:3]
         x, offs = readable(op.x), dense(op.offs)
         if amax_kernel is not None:
@@ -135,16 +143,16 @@ def _rows(config: RowScaledConfig, launch: Launcher, given: bool) -> Runner:
     return run
 
 
-def _tiles(op: GroupedQuantizeNVFP4, problem: QuantizeProblem, launch: Launcher) -> Runner:
+def _tiles(op: GroupedQuantize, problem: QuantizeProblem, launch: Launcher) -> Runner:
     """Amaxes first where they are not given, then all copies from one read."""
-    row_scaled = op.row_scaled and op.rowwise
+    row_scaled = _is_per_row(op.record.second_level) and op.rowwise
     config = TileConfig(
         problem.dtype,
         problem.grouping,
         rowwise=op.rowwise,
         columnwise=op.columnwise,
         row_scaled=row_scaled,
-        square_blocks=op.block_2d,
+        square_blocks=op.record.is_2d,
         compute_amax=op.amax is None,
         arch=launch.arch,
     )
@@ -153,9 +161,11 @@ def _tiles(op: GroupedQuantizeNVFP4, problem: QuantizeProblem, launch: Launcher)
     if row_scaled and op.amax is not None:
         rows_only = AmaxConfig(problem.dtype, problem.grouping, True, False, launch.arch)
         row_kernel = launch.kernel(rows_only)
+    names = tuple(op.specs())
 
-    def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
-        codes, scales, amax, codes_t, scales_t, amax_t = outputs
+    def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
+        out = dict(zip(names, outputs, strict=True))
+        amax, amax_t = out.get("amax"), out.get("amax_t")
         x, offs = readable(op.x), dense(op.offs)
         row_amax = _flat(amax) if row_scaled else None
         group_amax = amax_t if row_scaled or amax is None else amax
@@ -163,7 +173,7 @@ def _tiles(op: GroupedQuantizeNVFP4, problem: QuantizeProblem, launch: Launcher)
             _give(op.amax, group_amax)
         if row_kernel is not None:
             row_kernel(x, offs, row_amax, None, launch.num_sms)
-        buffers = (codes, scales, codes_t, scales_t)
+        buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t"))
         kernel(x, offs, row_amax, group_amax, *buffers, launch.num_sms)
         if amax_t is not None and group_amax is not None and amax_t is not group_amax:
             amax_t.copy_(group_amax)
@@ -182,29 +192,30 @@ def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
         return _zero
     kernel = launch.kernel(DbiasConfig.choose(dtype_name(op.dy.dtype), op.dy.shape[1]))
 
-    def run(op: GroupedDbias, outputs: Sequence[Tensor | None]) -> None:
+    def run(op: GroupedDbias, outputs: Sequence[Tensor]) -> None:
         kernel(readable(op.dy), dense(op.offs), outputs[0], launch.num_sms)
 
     return run
 
 
-def dequantize_nvfp4(op: GroupedDequantizeNVFP4, launch: Launcher) -> Runner:
-    """How ``grouped_dequantize_nvfp4`` runs."""
+def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:
+    """How ``grouped_dequantize`` runs."""
     if not op.rows:
         return lambda op, outputs, fresh=False: None
     config = DequantizeConfig(
         dtype_name(op.dtype),
         "uniform" if op.offs is None else "ragged",
-        row_scaled=op.row_scaled,
+        row_scaled=_is_per_row(op.record.level(op.columnwise)),
         columnwise=op.columnwise,
     )
     kernel = launch.kernel(config)
 
     def run(
-        op: GroupedDequantizeNVFP4, outputs: Sequence[Tensor | None], fresh: bool = False
+        op: GroupedDequantize, outputs: Sequence[Tensor], fresh: bool = False
     ) -> None:
         codes = readable(op.codes) if op.columnwise else _readable_rows(op.codes)
-        scales, amax, offs = readable(op.scales), _flat(dense(op.amax)), dense(op.offs)
+        scales, amax = readable(op.scales[0]), _flat(dense(op.scales[1]))
+        offs = dense(op.offs)
         kernel(codes, scales, amax, offs, outputs[0], int(fresh), launch.num_sms)
 
     return run

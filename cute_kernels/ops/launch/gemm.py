@@ -16,7 +16,8 @@ from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperG
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import aligned, dense, dtype_name, readable
-from cute_kernels.ops.registry import Allocator, OutputSpec
+from cute_kernels.layout.buffers import BufferSpec
+from cute_kernels.ops.registry import Allocator
 from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, RowScaledConfig
 from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, ceil_div
 
@@ -26,14 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cute_kernels.gemm.config import TileShape
-    from cute_kernels.ops.fused import MGroupedQuantizeGemmNVFP4
-    from cute_kernels.ops.gemm import (
-        KGroupedGemm,
-        KGroupedGemmNVFP4,
-        MGroupedGemm,
-        MGroupedGemmNVFP4,
-        MGroupedGemmW4A16,
-    )
+    from cute_kernels.ops.gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedQuantizeGemm
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
 
@@ -41,10 +35,6 @@ if TYPE_CHECKING:
     Kernel: TypeAlias = Callable[..., object]
     #: Turns both operands, given with offs, into what the GEMM takes.
     Prepare: TypeAlias = Callable[[Parts, Parts, Tensor], tuple[Parts, Parts]]
-    AnyMGrouped: TypeAlias = (
-        MGroupedGemm | MGroupedGemmNVFP4 | MGroupedGemmW4A16 | MGroupedQuantizeGemmNVFP4
-    )
-    AnyGemm: TypeAlias = AnyMGrouped | KGroupedGemm | KGroupedGemmNVFP4
 
 __all__ = ["force_tile", "k_grouped", "m_grouped", "quantizing"]
 
@@ -77,25 +67,22 @@ def force_tile(tile: TileShape) -> Iterator[None]:
         registry.forget_plans()
 
 
-def _operand(op: AnyGemm) -> str:
+def _operand(op: GroupedGemm) -> str:
     """Name of the kind of the operands, as GEMM configurations have it."""
-    if op.operand_format is not None:
-        return op.operand_format.name
-    return dtype_name(op.operands()[0][0].dtype)
+    fmt = op.b_record
+    return dtype_name(op.a.dtype) if fmt is None else fmt.name
 
 
-def _hopper_fields(op: AnyMGrouped) -> dict[str, Any]:
+def _hopper_fields(op: MGrouped) -> dict[str, Any]:
     """Fields of a configuration that only sm_90a has: of products with NVFP4 weights."""
-    a, b = op.operands()
-    if (a[1] is None) != (b[1] is None) and not op.quantizes_a:
-        return {"activations": dtype_name(a[0].dtype)}
+    if op.a_format is None and op.b_format is not None:
+        return {"activations": dtype_name(op.a.dtype)}
     return {"prepacked": True} if getattr(op, "prepacked", False) else {}
 
 
-def m_grouped(op: AnyMGrouped, launch: Launcher) -> Runner:
+def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
     """How the ``m_grouped`` GEMMs run."""
-    (spec,) = op.outputs()
-    assert spec is not None
+    spec = op.outputs()[0]
     rows, cols = spec.shape
     if rows == 0 or cols == 0:
         return _nothing
@@ -107,7 +94,7 @@ def m_grouped(op: AnyMGrouped, launch: Launcher) -> Runner:
         row_scaled=op.row_scaled,
         bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
         has_alpha=op.alpha is not None,
-        transpose_b=op.transpose_b,
+        transpose_b=op.is_b_mn_major,
         **_hopper_fields(op),
     )
     problem = GemmProblem(
@@ -116,14 +103,14 @@ def m_grouped(op: AnyMGrouped, launch: Launcher) -> Runner:
     return _runner(op, _choose(base, problem, launch), launch)
 
 
-def quantizing(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Runner | None:
+def quantizing(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner | None:
     """How ``m_grouped_quantize_gemm_nvfp4`` runs where A becomes values; None where it does not."""
     if launch.arch != "sm_90a" or not op.a.numel() or _values_config(op, launch) is None:
         return None
     return m_grouped(op, launch)
 
 
-def _values_config(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> RowScaledConfig | None:
+def _values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> RowScaledConfig | None:
     """The quantizer of A to values; None where no kernel can."""
     problem = QuantizeProblem(dtype_name(op.a.dtype), op.a.shape[1])
     config = RowScaledConfig.choose(
@@ -132,10 +119,9 @@ def _values_config(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> RowScaled
     return config if config.can_implement(problem) else None
 
 
-def k_grouped(op: KGroupedGemm | KGroupedGemmNVFP4, launch: Launcher) -> Runner:
+def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
     """How ``k_grouped_gemm`` and ``k_grouped_gemm_nvfp4`` run."""
-    (spec,) = op.outputs()
-    assert spec is not None
+    spec = op.outputs()[0]
     groups, m, n = spec.shape
     if op.rows == 0 or m == 0 or n == 0:
         return _zero
@@ -152,12 +138,12 @@ def k_grouped(op: KGroupedGemm | KGroupedGemmNVFP4, launch: Launcher) -> Runner:
 
 
 def _nothing(
-    op: object, outputs: Sequence[Tensor | None], accumulate: bool = False, fresh: bool = False
+    op: object, outputs: Sequence[Tensor], accumulate: bool = False, fresh: bool = False
 ) -> None:
     """There is nothing to write."""
 
 
-def _zero(op: object, outputs: Sequence[Tensor | None], accumulate: bool = False) -> None:
+def _zero(op: object, outputs: Sequence[Tensor], accumulate: bool = False) -> None:
     """All groups are empty."""
     if outputs[0] is not None and not accumulate:
         outputs[0].zero_()
@@ -171,10 +157,10 @@ def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmCon
         raise UnsupportedError(str(error)) from None
 
 
-def _runner(op: AnyGemm, config: GemmConfig, launch: Launcher) -> Runner:
+def _runner(op: GroupedGemm, config: GemmConfig, launch: Launcher) -> Runner:
     prepare: Prepare | None = None
     if op.quantizes_a:
-        prepare = _quantizer(cast("MGroupedQuantizeGemmNVFP4", op), launch)
+        prepare = _quantizer(cast("MGroupedQuantizeGemm", op), launch)
     elif config.activations is not None:
         prepare = _arranger(op, config.activations, launch)
     elif config.expanded is not None:
@@ -191,8 +177,8 @@ def _runner(op: AnyGemm, config: GemmConfig, launch: Launcher) -> Runner:
         )
 
     def run(
-        op: AnyGemm,
-        outputs: Sequence[Tensor | None],
+        op: GroupedGemm,
+        outputs: Sequence[Tensor],
         accumulate: bool = False,
         fresh: bool = False,
     ) -> None:
@@ -211,7 +197,7 @@ def _runner(op: AnyGemm, config: GemmConfig, launch: Launcher) -> Runner:
     return run
 
 
-def _expander(op: AnyGemm, side: str, launch: Launcher) -> Prepare:
+def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
     """What turns codes into fp16 values, in the order that Hopper kernels take, of one operand.
 
     Args:
@@ -224,8 +210,7 @@ def _expander(op: AnyGemm, side: str, launch: Launcher) -> Prepare:
     workspace = Allocator([_pieces(rows, width * 2, torch.float16)], op.device)
 
     def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        (values,) = workspace.make()
-        assert values is not None
+        values = workspace.make()[0]
         if side == "a":
             codes, scales, amax = left
             kernel(codes, scales, offs, values, launch.num_sms)
@@ -237,23 +222,22 @@ def _expander(op: AnyGemm, side: str, launch: Launcher) -> Prepare:
     return run
 
 
-def _quantizer(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Prepare:
+def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
     """What quantizes A to fp16 values, in the order that Hopper kernels take."""
-    config = _values_config(op, launch)
-    assert config is not None
+    # There is one: ``quantizing`` has looked.
+    config = cast("RowScaledConfig", _values_config(op, launch))
     kernel = launch.kernel(config)
     amax_kernel = None
     if config.group_amax:
         amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch))
     rows, depth = op.a.shape
     count = op.offs.shape[0] if config.group_amax else rows
-    specs = [_pieces(rows, depth, torch.float16), OutputSpec((count,), torch.float32)]
+    specs = [_pieces(rows, depth, torch.float16), BufferSpec((count,), torch.float32)]
     workspace = Allocator(specs, op.device)
 
     def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
         x = readable(left[0])
         values, amax = workspace.make()
-        assert values is not None
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
         kernel(x, offs, amax, values, None, launch.num_sms)
@@ -262,7 +246,7 @@ def _quantizer(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Prepare:
     return run
 
 
-def _arranger(op: AnyGemm, dtype: str, launch: Launcher) -> Prepare:
+def _arranger(op: GroupedGemm, dtype: str, launch: Launcher) -> Prepare:
     """What puts activations into the order that Hopper kernels take beside NVFP4 weights."""
     kernel = launch.kernel(ArrangeConfig(dtype))
     x = op.operands()[0][0]
@@ -270,17 +254,16 @@ def _arranger(op: AnyGemm, dtype: str, launch: Launcher) -> Prepare:
     workspace = Allocator([_pieces(rows, depth, x.dtype)], op.device)
 
     def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        (values,) = workspace.make()
-        assert values is not None
+        values = workspace.make()[0]
         kernel(left[0], offs, values, launch.num_sms)
         return (values, None, None), right
 
     return run
 
 
-def _pieces(rows: int, depth: int, dtype: torch.dtype) -> OutputSpec:
+def _pieces(rows: int, depth: int, dtype: torch.dtype) -> BufferSpec:
     """A buffer of rows of whole pieces of K."""
-    return OutputSpec((rows, ceil_div(depth, PIECE_K) * PIECE_K), dtype)
+    return BufferSpec((rows, ceil_div(depth, PIECE_K) * PIECE_K), dtype)
 
 
 def _tensors(operands: tuple[Parts, Parts]) -> list[Tensor]:
@@ -291,8 +274,8 @@ def _any_misaligned(parts: Parts) -> bool:
     """Whether TMA cannot address an operand where it is."""
     values, scales, amax = parts
     address = values.data_ptr()
-    if scales is not None and amax is not None:
-        address |= scales.data_ptr() | amax.data_ptr()
+    for part in (scales, amax):
+        address |= 0 if part is None else part.data_ptr()
     return address % PITCH_ALIGNMENT != 0
 
 

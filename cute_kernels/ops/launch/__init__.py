@@ -1,0 +1,1 @@
+"""How ops run on kernels: the choice of a configuration, and buffers as its arguments."""
