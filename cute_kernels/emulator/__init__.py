@@ -81,7 +81,8 @@ first: compiling for the emulator after compiling for a real device is an error 
 ``cutlass_hooks``). A process that never calls ``install`` is not touched. While the emulator is
 installed, the DSL's ``from_dlpack`` takes CPU tensors only. Kernels are recognised by their cubin:
 an object file from a disk cache runs only if ``load_ptx`` got its PTX and cubin in this process
-(``call`` then runs it). The engine is not thread-safe.
+(``call`` then runs it). Threads may use the emulator together: launches wait for each other,
+``options`` are a thread's own, and watched memory and counts are those of all threads.
 """
 
 from cute_kernels.emulator.compilation import build

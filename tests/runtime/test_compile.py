@@ -40,7 +40,7 @@ def traced(monkeypatch):
 
 
 def object_path(spec=SPEC, arch=SM90):
-    return cache.default_cache().load(cache.cache_key(spec, arch))["o"]
+    return cache.default_cache().root / f"{cache.cache_key(spec, arch).name}.o"
 
 
 def test_memory_then_disk_then_compiler(traced):

@@ -39,8 +39,7 @@ def stored(disk):
 
 
 def contents(disk, key=KEY):
-    paths = disk.load(key)
-    return paths and {suffix: path.read_bytes() for suffix, path in paths.items()}
+    return disk.load(key)
 
 
 @pytest.fixture
