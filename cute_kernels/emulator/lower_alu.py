@@ -29,7 +29,7 @@ def _plain(op: Opcode, operands: list[str]) -> None:
     op.emit(op.name.upper(), _values(op, operands))
 
 
-#: Bits 4 to 56: those of a tensor map's global address. Where a kernel makes a tensor map (the DSL's
+#: Bits 4 to 56, those of a tensor map's global address. Where a kernel makes the map (the DSL's
 #: ``make_tiled_tma_atom`` in device code), ordinary instructions encode it, and cut the address so.
 _TENSOR_MAP_ADDRESS_BITS = (1 << 57) - 16
 
