@@ -67,14 +67,17 @@ def read_file(folder: int, name: str) -> bytes:
         PermissionError: another user owns it or can write it.
     """
     # Without O_NONBLOCK, opening a named pipe would wait for a writer.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as file:
-        status = os.fstat(file.fileno())
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{name} is not a regular file")
         if reason := distrust(status):
             raise PermissionError(f"{name} is not used: {reason}")
-        return file.read()
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
 def write_file(path: Path, data: bytes) -> None:
