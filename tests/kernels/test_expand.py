@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from tests.kernels.op_support import ends
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy as np
     from numpy.typing import NDArray
 
 #: Rows of the buffer, K, the end rows of groups and the slot tiles up to the last row of one.
