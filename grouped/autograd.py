@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from cute_kernels import ops
 from cute_kernels.capability import UnsupportedError
@@ -64,7 +63,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, recipe
         raise ValueError(f"weight must have shape (G, N, K), got {tuple(weight.shape)}")
     groups, cols, depth = weight.shape
     rows, ends = rows_and_ends(x, offs, groups, depth)
-    return multiply(rows, weight, bias, ends, recipe).reshape(*x.shape[:-1], cols)
+    y = multiply(rows, weight, bias, ends, recipe)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], cols)
 
 
 def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Tensor, Tensor]:
@@ -254,74 +254,67 @@ def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
         raise RuntimeError(f"weight has no columnwise copy, which dgrad reads: {weight!r}")
 
 
+class _Call(NamedTuple):
+    """What the gradients of a call need to know besides tensors."""
+
+    recipe: Recipe
+    prepacked: bool
+    dtype: torch.dtype
+    weight_dtype: torch.dtype | None
+    bias_dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor | None, bias: Tensor | None, recipe: Recipe) -> _Call:
+        """Of the call with these operands."""
+        dtypes = (t if t is None else t.dtype for t in (x, weight, bias))
+        return cls(recipe, _is_prepacked(weight), *dtypes)
+
+
+def _backward(
+    call: _Call, needs: Sequence[bool], dy: Tensor, offs: Tensor, kept: Parts
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, weight and bias, as far as they are needed."""
+    gradients = _quantized_gradients if call.recipe.is_quantized else _plain_gradients
+    dx, dweight = gradients(call, needs, dy, offs, kept)
+    dbias = ops.grouped_dbias(dy, offs).to(call.bias_dtype) if needs[2] else None
+    return dx, dweight, dbias
+
+
 def _plain_gradients(
-    ctx: Any, dy: Tensor, offs: Tensor, kept: Parts
+    call: _Call, needs: Sequence[bool], dy: Tensor, offs: Tensor, kept: Parts
 ) -> tuple[Tensor | None, Tensor | None]:
     x, weight = kept
+    low = dy.to(torch.float16 if call.dtype == torch.float16 else torch.bfloat16)
     dx = dweight = None
-    if ctx.needs_input_grad[0]:
+    if needs[0]:
         assert weight is not None
-        is_grouped = isinstance(weight, GroupedTensor)
-        low = dy if is_grouped else _low_as(dy, ctx.dtypes[0])
-        weight = weight if is_grouped else weight.to(low.dtype)
-        dx = _plain_product(low, weight, None, offs, True, ctx.dtypes[0])
-    if ctx.needs_input_grad[1]:
+        low_weight = weight if isinstance(weight, GroupedTensor) else weight.to(low.dtype)
+        dx = _plain_product(low, low_weight, None, offs, True, call.dtype)
+    if needs[1]:
         assert x is not None
-        low = _low_as(dy, ctx.dtypes[0])
-        dweight = ops.k_grouped_gemm(low, x.to(low.dtype), offs, None, ctx.dtypes[1])
+        dweight = ops.k_grouped_gemm(low, x.to(low.dtype), offs, None, call.weight_dtype)
     return dx, dweight
 
 
-def _low_as(dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """``dy`` in the dtype in which an x of ``dtype`` multiplied."""
-    return dy.to(torch.float16 if dtype == torch.float16 else torch.bfloat16)
-
-
 def _quantized_gradients(
-    ctx: Any, dy: Tensor, offs: Tensor, kept: Parts
+    call: _Call, needs: Sequence[bool], dy: Tensor, offs: Tensor, kept: Parts
 ) -> tuple[Tensor | None, Tensor | None]:
     x_parts, weight_parts = kept[:3], kept[3:]
-    need_dx, need_dweight = ctx.needs_input_grad[:2]
-    recipe, fmt = ctx.recipe, ctx.recipe.grad_output
+    need_dx, need_dweight = needs[:2]
+    recipe, fmt = call.recipe, call.recipe.grad_output
     dx = dweight = None
     if need_dx:
         dx, dy_parts = _quantize_and_multiply(
-            *(dy, weight_parts, offs, None, fmt, recipe, ctx.dtypes[0], ctx.prepacked),
-            need_dweight,
+            *(dy, weight_parts, offs, None, fmt, recipe, call.dtype, call.prepacked), need_dweight
         )
     elif need_dweight:
         dy_parts = _quantize(dy, offs, fmt, recipe, (False, True))[3:]
     if need_dweight:
-        dweight = ops.k_grouped_gemm_nvfp4(*dy_parts, *x_parts, offs, None, ctx.dtypes[1])
+        dweight = ops.k_grouped_gemm_nvfp4(*dy_parts, *x_parts, offs, None, call.weight_dtype)
     return dx, dweight
 
 
 # ------------------------------------------------------------------------------------- autograd
-
-
-def _remember(
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    offs: Tensor,
-    recipe: Recipe,
-    kept: Parts,
-    prepacked: bool,
-) -> None:
-    ctx.save_for_backward(offs, *kept)
-    ctx.recipe, ctx.prepacked = recipe, prepacked
-    ctx.dtypes = x.dtype, None if weight is None else weight.dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Those of x, weight and bias, and None for the other six arguments."""
-    offs, *kept = ctx.saved_tensors
-    gradients = _quantized_gradients if ctx.recipe.is_quantized else _plain_gradients
-    dx, dweight = gradients(ctx, dy, offs, tuple(kept))
-    dbias = ops.grouped_dbias(dy, offs).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-    return dx, dweight, dbias
 
 
 class _Linear(torch.autograd.Function):
@@ -338,21 +331,42 @@ class _Linear(torch.autograd.Function):
         parts: Parts | None,
     ) -> Tensor:
         y, kept = _forward(x, weight, bias, offs, recipe, parts, ctx.needs_input_grad)
-        _remember(ctx, x, weight, bias, offs, recipe, kept, _is_prepacked(weight))
+        ctx.save_for_backward(offs, *kept)
+        ctx.call = _Call.of(x, weight, bias, recipe)
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_gradients(ctx, dy), None, None, None
+        offs, *kept = ctx.saved_tensors
+        with torch.no_grad():
+            gradients = _backward(ctx.call, ctx.needs_input_grad, dy, offs, tuple(kept))
+        if torch.is_grad_enabled():
+            gradients = _without_derivative(gradients)
+        return *gradients, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         _refuse_forward_mode()
 
 
+def _without_derivative(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients, of which a derivative raises.
+
+    ``once_differentiable`` does this only where dy requires a gradient, though that of the weight
+    depends on x, too.
+    """
+    refuse = torch._C._functions.DelayedError(_TWICE.encode(), len(gradients))
+    refused: tuple[Tensor | None, ...] = refuse(
+        *(t if t is None else t.detach().requires_grad_() for t in gradients)
+    )
+    return refused
+
+
+_TWICE = "grouped.linear cannot be differentiated twice"
+
+
 class _TransformedLinear(torch.autograd.Function):
-    """The same in the form that ``torch.func`` takes, where what is saved is an output."""
+    """The same in the form that ``torch.func`` takes, where what is kept is an output."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -363,25 +377,24 @@ class _TransformedLinear(torch.autograd.Function):
         recipe: Recipe,
         needs: tuple[bool, bool],
     ) -> tuple[Tensor, ...]:
-        if isinstance(weight, GroupedTensor):
-            weight = weight.unpack()
-        y, kept = _forward(x, weight, bias, offs, recipe, None, needs)
+        y, kept = _forward(x, _unpacked(weight), bias, offs, recipe, None, needs)
         if not recipe.is_quantized:
-            return (y,)  # inputs are saved
+            return (y,)  # x and weight are kept.
         return y, *(y.new_empty(0) if part is None else part for part in kept)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, weight, bias, offs, recipe, _ = inputs
-        kept = output[1:] if recipe.is_quantized else (x, weight)
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        _remember(ctx, x, weight, bias, offs, recipe, kept, False)
+        ctx.save_for_backward(x, weight, offs, *output[1:])
+        ctx.call = _Call.of(x, weight, bias, recipe)._replace(prepacked=False)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_gradients(ctx, dy), None, None, None
+        needs = ctx.needs_input_grad[:3]
+        gradients = iter(_TransformedGradients.apply(dy, *ctx.saved_tensors, ctx.call, needs))  # type: ignore[no-untyped-call]
+        return *(next(gradients) if need else None for need in needs), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -389,13 +402,51 @@ class _TransformedLinear(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        raise RuntimeError(
-            "grouped.linear has no vmap: it takes many groups and leading dimensions at once"
-        )
+        _refuse_vmap()
+
+
+class _TransformedGradients(torch.autograd.Function):
+    """The gradients under ``torch.func``, which differentiates again to no end."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        *kept, call, needs = rest
+        if not call.recipe.is_quantized:
+            kept = [x, _unpacked(weight)]
+        gradients = _backward(call, needs, dy, offs, tuple(kept))
+        return tuple(t for t in gradients if t is not None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(_TWICE)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _refuse_forward_mode()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        _refuse_vmap()
+
+
+def _unpacked(weight: Tensor) -> Tensor:
+    return weight.unpack() if isinstance(weight, GroupedTensor) else weight
 
 
 def _refuse_forward_mode() -> None:
     raise RuntimeError("grouped.linear has no forward-mode derivative; use reverse mode")
+
+
+def _refuse_vmap() -> None:
+    raise RuntimeError(
+        "grouped.linear has no vmap: it takes many groups and leading dimensions at once"
+    )
 
 
 def _differentiable(

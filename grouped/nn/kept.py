@@ -49,7 +49,8 @@ class KeptWeight:
     ``.data`` count no version, in all of PyTorch, and are not seen.
 
     Args:
-        sources: the parameters that the weight consists of.
+        sources: the parameters that the weight consists of, and those that it was gathered from:
+            FSDP gathers into one tensor again and again without counting a version.
         recipe: the recipe whose format the copies have.
         parts: the copies.
 
@@ -62,8 +63,9 @@ class KeptWeight:
         self._recipe = recipe
         # Weak: a replaced weight is not kept alive. A weakly held storage is no other's address.
         self._tensors = [weakref.ref(t) for t in sources]
-        self._storages = [StorageWeakRef(t.untyped_storage()) for t in sources]
-        self._state = [_state(t) for t in sources]
+        self._storages = [StorageWeakRef(_local(t).untyped_storage()) for t in sources]
+        self._views = [_view(t) for t in sources]
+        self._versions = [_version(t) for t in sources]
 
     @classmethod
     def of(cls, sources: Sequence[Tensor], recipe: Recipe, parts: Parts) -> KeptWeight | None:
@@ -80,22 +82,34 @@ class KeptWeight:
 
     def change(self, sources: Sequence[Tensor], recipe: Recipe) -> str | None:
         """What differs from the weight that was quantized; None if nothing does."""
-        if (recipe.weight, recipe.propagate_nonfinite) != (
-            self._recipe.weight,
-            self._recipe.propagate_nonfinite,
-        ):
+        if _weight_options(recipe) != _weight_options(self._recipe):
             return f"the recipe is {recipe}, and was {self._recipe}"
-        for t, tensor, storage, state in zip(
-            sources, self._tensors, self._storages, self._state, strict=True
-        ):
-            if tensor() is not t:
+        if len(sources) != len(self._tensors):
+            return "it is another tensor"
+        for i, t in enumerate(sources):
+            if self._tensors[i]() is not t:
                 return "it is another tensor"
-            if t.untyped_storage()._cdata != storage.cdata or state[1:] != _state(t)[1:]:
+            storage = _local(t).untyped_storage()._cdata
+            if storage != self._storages[i].cdata or _view(t) != self._views[i]:
                 return "its data is another tensor (.data = ...)"
-            if t._version != state[0]:
-                return f"it was written {t._version - state[0]} times in place"
+            if _version(t) != self._versions[i]:
+                return "it was written in place"
         return None
 
 
-def _state(t: Tensor) -> tuple[object, ...]:
-    return t._version, t.data_ptr(), t.dtype, t.shape, t.stride()
+def _weight_options(recipe: Recipe) -> tuple[object, ...]:
+    return recipe.weight, recipe.propagate_nonfinite
+
+
+def _local(t: Tensor) -> Tensor:
+    """This rank's part of a DTensor; else the tensor."""
+    return getattr(t, "_local_tensor", t)
+
+
+def _view(t: Tensor) -> tuple[object, ...]:
+    local = _local(t)
+    return local.storage_offset(), local.dtype, local.shape, local.stride()
+
+
+def _version(t: Tensor) -> tuple[int, int]:
+    return t._version, _local(t)._version

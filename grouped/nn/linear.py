@@ -82,6 +82,8 @@ class GroupedLinear(nn.Module):
         self.has_bias = bias
         self.single_parameter = single_parameter
         self._kept: KeptWeight | None = None
+        #: The last DTensor of each parameter: what FSDP gathers the present one from.
+        self._shards: dict[str, Tensor] = {}
         #: What ``grouped.debug.detect_nonfinite`` set up.
         self._nonfinite: Tensor | None = None
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -156,7 +158,8 @@ class GroupedLinear(nn.Module):
         flags = debug.flags_of(self, rows.device)
         if flags is not None:
             y = debug.watch(flags, rows, sources, y, ends)
-        return y.reshape(*x.shape[:-1], self.out_features)
+        # Not a view of itself: FSDP warns of those.
+        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def _sources(self, name: str) -> list[Tensor]:
         """The parameters that ``name`` consists of."""
@@ -184,27 +187,28 @@ class GroupedLinear(nn.Module):
         """The quantized weight of an earlier call or for later ones; None if this is for itself."""
         if not self.recipe.is_quantized or not can_keep(sources):
             return None
+        made_from = [*sources, *self._shards.values()]
         if is_first_microbatch is False:
-            return self._parts_of_first_microbatch(sources, rows)
+            return self._parts_of_first_microbatch(made_from, rows)
         wants_gradients = torch.is_grad_enabled()
         if is_first_microbatch is None:
             if self.training or wants_gradients or not is_static(sources):
                 return None
-            if self._kept is not None and self._kept.change(sources, self.recipe) is None:
+            if self._kept is not None and self._kept.change(made_from, self.recipe) is None:
                 return self._kept.parts
         weight = sources[0] if self.single_parameter else torch.stack(sources)
         # Not where rows require a gradient: a later microbatch may where this one does not.
         parts = quantize_weight(weight, self.recipe, wants_gradients)
-        self._kept = KeptWeight.of(sources, self.recipe, parts)
+        self._kept = KeptWeight.of(made_from, self.recipe, parts)
         return parts
 
-    def _parts_of_first_microbatch(self, sources: list[Tensor], rows: Tensor) -> Parts:
+    def _parts_of_first_microbatch(self, made_from: list[Tensor], rows: Tensor) -> Parts:
         kept = self._kept
         if kept is None:
             raise RuntimeError(
                 "is_first_microbatch=False uses the weight that a call with True kept; none was"
             )
-        change = kept.change(sources, self.recipe)
+        change = kept.change(made_from, self.recipe)
         if change is not None:
             raise RuntimeError(
                 "is_first_microbatch=False uses the weight that a call with True kept, but the "
@@ -231,13 +235,25 @@ class GroupedLinear(nn.Module):
         super().train(mode)
         return self
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP calls this where a class defines it, and else changes what nn.Module holds.
+        self._note_shard(name, value)
+        super().__setattr__(name, value)
+
+    def _note_shard(self, name: str, value: Any) -> None:
+        if name.startswith("weight") and hasattr(value, "_local_tensor"):
+            self._shards[name] = value
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy has other parameters, and a file none at all.
-        return {**self.__dict__, "_kept": None, "_nonfinite": None}
+        return {**self.__dict__, "_kept": None, "_nonfinite": None, "_shards": {}}
 
     def _apply(self, fn: Any, recurse: bool = True) -> GroupedLinear:
         self._kept = None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._shards = {}
+        for name, parameter in self._parameters.items():
+            self._note_shard(name, parameter)
         return self
 
     def _load_from_state_dict(
