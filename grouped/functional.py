@@ -14,6 +14,7 @@ from cute_kernels.ops.derivatives import refuse_derivatives, register_autograd
 from cute_kernels.ops.registry import is_observed
 from grouped.members import nvfp4
 from grouped.offsets import Offsets, as_offs
+from grouped.recipes import check_format
 from grouped.tensor import GroupedTensor, assemble, handler, not_differentiable
 
 if TYPE_CHECKING:
@@ -85,6 +86,10 @@ def quantize(
 ) -> GroupedTensor | tuple[GroupedTensor, Tensor]:
     """Quantize the groups of ``x``.
 
+    Codes hold no NaN and an amax passes over it: a NaN in ``x`` decodes to a finite number. An
+    infinity makes its group's amax, or its row's, infinite, and what they decode to not finite.
+    ``Recipe(propagate_nonfinite=True)`` and ``grouped.debug.detect_nonfinite`` are for training.
+
     Args:
         x: (T, K) with ``offs``, or uniform (G, N, K) without; bf16, fp16 or fp32; K % 16 == 0.
         fmt: the format, such as ``grouped.NVFP4(row_scaled=True)``.
@@ -105,11 +110,12 @@ def quantize(
         them in the fp32 in which they are summed.
 
     Raises:
-        TypeError: a dtype that is not taken.
+        TypeError: ``fmt`` is no format record, or a dtype is not taken.
         ValueError: a shape, a device, offs or a combination of arguments that breaks a rule.
         RuntimeError: ``out`` requires a gradient and gradients are enabled.
         cute_kernels.UnsupportedError: a format that the backend does not run.
     """
+    check_format("fmt", fmt)
     x = x.detach()
     # Formats that no backend runs; what this backend runs is checked by the op.
     require("grouped_quantize", fmt, "reference")
