@@ -124,14 +124,16 @@ def multiply(
 
 
 def _quantize(
-    x: Tensor, offs: Tensor | None, fmt: Format | None, recipe: Recipe, directions: tuple[bool, bool]
+    x: Tensor,
+    offs: Tensor | None,
+    fmt: Format | None,
+    recipe: Recipe,
+    directions: tuple[bool, bool],
 ) -> Parts:
     """Quantize rowwise, columnwise or both."""
     if not isinstance(fmt, NVFP4):
         raise UnsupportedError(f"a linear layer cannot quantize to {fmt}")
-    parts: Parts = ops.grouped_quantize_nvfp4(
-        x, offs, None, fmt.row_scaled, fmt.is_2d, *directions
-    )
+    parts: Parts = ops.grouped_quantize_nvfp4(x, offs, None, fmt.row_scaled, fmt.is_2d, *directions)
     if not recipe.propagate_nonfinite:
         return parts
     rows, groups = _nan_in(x, offs)
