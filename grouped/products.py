@@ -261,12 +261,13 @@ def _w4a16_operands(
 
 def _weights(a: Tensor, b: GroupedTensor, transpose_b: bool) -> tuple[Tensor, list[Tensor]]:
     """The copy of uniform ``b`` whose blocks run along the columns of ``a``."""
+    held = _operand(b, "b", "columnwise" if transpose_b else "rowwise")
     depth = b.shape[1 if transpose_b else 2]
     if a.dim() != 2 or a.shape[1] != depth:
         # The columnwise codes of b may be padded to whole tiles, so the op cannot see this.
         shape = tuple(a.shape)
         raise ValueError(f"a must have as many columns as b contracts, {depth}, got {shape}")
-    return _operand(b, "b", "columnwise" if transpose_b else "rowwise")
+    return held
 
 
 def _operand(x: GroupedTensor, name: str, direction: str) -> tuple[Tensor, list[Tensor]]:

@@ -235,7 +235,7 @@ class GroupedTensor(Tensor):
 
     def _reordered(self, change: Callable[[Tensor], Tensor]) -> GroupedTensor:
         rowwise, columnwise = (
-            held and held.replace(codes=change(held.codes))
+            held and held._replace(codes=change(held.codes))
             for held in (self.rowwise, self.columnwise)
         )
         return GroupedTensor._of(

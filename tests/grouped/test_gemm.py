@@ -278,5 +278,5 @@ def test_a_direction_that_is_missing_is_named():
 
 def test_a_row_scaled_weight_is_refused():
     w = grouped.quantize(sample(3, N, K), FORMATS["row-scaled"])
-    with pytest.raises(ValueError, match="row_scaled=True"):
+    with pytest.raises(ValueError, match="one second-level scale a group, got 'nvfp4:row_scaled'"):
         grouped.grouped_gemm(X, w)
