@@ -14,7 +14,7 @@ from cute_kernels.capability import UnsupportedError
 from cute_kernels.formats import NVFP4, Format
 from grouped.functional import grouped_gemm
 from grouped.offsets import as_offs
-from grouped.recipes import Recipe, parse_format
+from grouped.recipes import ROLES, Recipe, parse_format
 from grouped.tensor import GroupedTensor, handler
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _ABSENT: Parts = (None, None, None)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, recipe: Recipe) -> Tensor:
-    """Rows of each group times its weight: ``y = x W_g^T + b_g``, differentiable in the first three.
+    """Rows of each group times its weight: ``y = x W_g^T + b_g``; differentiable in x, W and b.
 
     What ``grouped.nn.GroupedLinear`` calls. Its gradients are registered with the op that it is, so
     they are there in exported and pipelined modules and under ``torch.func``; there are no second
@@ -48,8 +48,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, recipe
             fp16 if that is what ``x`` is.
 
     Returns:
-        (..., N) of the dtype of ``x``. Rows from ``offs[-1]`` on, the tail of a capacity buffer, are
-        zeros, and so they are in the gradient of ``x``.
+        (..., N) of the dtype of ``x``. Rows from ``offs[-1]`` on, the tail of a capacity buffer,
+        are zeros, and so they are in the gradient of ``x``.
 
     Raises:
         TypeError: ``recipe`` is no Recipe, or a dtype is not taken.
@@ -124,14 +124,16 @@ def multiply(
 
 
 def _quantize(
-    x: Tensor, offs: Tensor | None, fmt: Format | None, recipe: Recipe, directions: tuple[bool, bool]
+    x: Tensor,
+    offs: Tensor | None,
+    fmt: Format | None,
+    recipe: Recipe,
+    directions: tuple[bool, bool],
 ) -> Parts:
     """Quantize rowwise, columnwise or both."""
     if not isinstance(fmt, NVFP4):
         raise UnsupportedError(f"a linear layer cannot quantize to {fmt}")
-    parts: Parts = ops.grouped_quantize_nvfp4(
-        x, offs, None, fmt.row_scaled, fmt.is_2d, *directions
-    )
+    parts: Parts = ops.grouped_quantize_nvfp4(x, offs, None, fmt.row_scaled, fmt.is_2d, *directions)
     if not recipe.propagate_nonfinite:
         return parts
     rows, groups = _nan_in(x, offs)
@@ -266,8 +268,9 @@ class _Call(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, weight: Tensor | None, bias: Tensor | None, recipe: Recipe) -> _Call:
         """Of the call with these operands."""
-        dtypes = (t if t is None else t.dtype for t in (x, weight, bias))
-        return cls(recipe, _is_prepacked(weight), *dtypes)
+        weight_dtype = None if weight is None else weight.dtype
+        bias_dtype = None if bias is None else bias.dtype
+        return cls(recipe, _is_prepacked(weight), x.dtype, weight_dtype, bias_dtype)
 
 
 def _backward(
@@ -340,9 +343,9 @@ class _Linear(torch.autograd.Function):
         offs, *kept = ctx.saved_tensors
         with torch.no_grad():
             gradients = _backward(ctx.call, ctx.needs_input_grad, dy, offs, tuple(kept))
-        if torch.is_grad_enabled():
-            gradients = _without_derivative(gradients)
-        return *gradients, None, None, None
+        # Gradients are on where somebody means to differentiate these again.
+        final = _without_derivative(gradients) if torch.is_grad_enabled() else gradients
+        return *final, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -355,7 +358,7 @@ def _without_derivative(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | 
     ``once_differentiable`` does this only where dy requires a gradient, though that of the weight
     depends on x, too.
     """
-    refuse = torch._C._functions.DelayedError(_TWICE.encode(), len(gradients))
+    refuse: Any = torch._C._functions.DelayedError(_TWICE.encode(), len(gradients))
     refused: tuple[Tensor | None, ...] = refuse(
         *(t if t is None else t.detach().requires_grad_() for t in gradients)
     )
@@ -480,7 +483,8 @@ _LIBRARY.define(
 @functools.cache
 def _recipe(*formats_and_flags: Any) -> Recipe:
     *formats, propagate_nonfinite = formats_and_flags
-    return Recipe(*map(parse_format, formats), propagate_nonfinite=propagate_nonfinite)
+    of_roles = dict(zip(ROLES, map(parse_format, formats), strict=True))
+    return Recipe(**of_roles, propagate_nonfinite=propagate_nonfinite)
 
 
 def _linear_below_autograd(

@@ -163,8 +163,8 @@ def parse_format(text: str | None) -> Format | None:
         if field not in defaults:
             raise ValueError(f"{text!r}: {name} has no {field!r}")
         values[field] = _field_value(defaults[field], value)
-    fmt: Format = _FORMATS[name](**values)
-    return fmt
+    made: Format = _FORMATS[name](**values)
+    return made
 
 
 def _field_value(default: object, text: str) -> object:
@@ -174,4 +174,4 @@ def _field_value(default: object, text: str) -> object:
         return tuple(map(int, text.split("x")))
     if isinstance(default, torch.dtype):
         return getattr(torch, text)
-    return type(default)(text)
+    return float(text) if isinstance(default, float) else text

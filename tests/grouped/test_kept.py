@@ -46,7 +46,6 @@ def data(layer):
     first_weight(layer).data = first_weight(layer).data * 2
 
 
-
 def new_parameter(layer):
     setattr(layer, rename(layer), nn.Parameter(first_weight(layer).detach() * 2))
 

@@ -61,9 +61,7 @@ def output(fmt, role):
 
 
 @pytest.mark.parametrize("role", recipes.ROLES)
-@pytest.mark.parametrize(
-    "flag", ["hadamard", "stochastic_rounding", "four_over_six", "row_scaled"]
-)
+@pytest.mark.parametrize("flag", ["hadamard", "stochastic_rounding", "four_over_six", "row_scaled"])
 def test_a_flag_is_refused_or_honoured(flag, role):
     """It is never dropped: a recipe with the flag does not give the bits of one without."""
     fmt = NVFP4(**{flag: True})
