@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from cute_kernels.formats import parse
 from grouped.offsets import as_offs
 from grouped.passes import Copies, Kept, LinearCall, backward, forward
-from grouped.recipes import Recipe
+from grouped.recipes import ROLES, Recipe
 from grouped.tensor import GroupedTensor, handler
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ __all__ = ["linear", "multiply", "rows_and_ends"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, recipe: Recipe) -> Tensor:
-    """Rows of each group times its weight: ``y = x W_g^T + b_g``, differentiable in the first three.
+    """Rows of each group times its weight: ``y = x W_g^T + b_g``; differentiable in x, W and b.
 
     What ``grouped.nn.GroupedLinear`` calls. Its gradients are registered with the op that it is, so
     they are there in exported and pipelined modules and under ``torch.func``; there are no second
@@ -41,8 +41,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, recipe
             fp16 if that is what ``x`` is.
 
     Returns:
-        (..., N) of the dtype of ``x``. Rows from ``offs[-1]`` on, the tail of a capacity buffer, are
-        zeros, and so they are in the gradient of ``x``.
+        (..., N) of the dtype of ``x``. Rows from ``offs[-1]`` on, the tail of a capacity buffer,
+        are zeros, and so they are in the gradient of ``x``.
 
     Raises:
         TypeError: ``recipe`` is no Recipe, or a dtype is not taken.
@@ -154,9 +154,9 @@ class _Linear(torch.autograd.Function):
         with torch.no_grad():
             operands = _unflat(kept, ctx.call, ctx.needs_input_grad)
             gradients = backward(ctx.call, ctx.needs_input_grad, dy, offs, operands)
-        if torch.is_grad_enabled():
-            gradients = _without_derivative(gradients)
-        return *gradients, None, None, None
+        # Gradients are on where somebody means to differentiate these again.
+        final = _without_derivative(gradients) if torch.is_grad_enabled() else gradients
+        return *final, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -169,7 +169,7 @@ def _without_derivative(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | 
     ``once_differentiable`` does this only where dy requires a gradient, though that of the weight
     depends on x, too.
     """
-    refuse = torch._C._functions.DelayedError(_TWICE.encode(), len(gradients))
+    refuse: Any = torch._C._functions.DelayedError(_TWICE.encode(), len(gradients))
     refused: tuple[Tensor | None, ...] = refuse(
         *(t if t is None else t.detach().requires_grad_() for t in gradients)
     )
@@ -298,7 +298,8 @@ _LIBRARY.define(
 def _recipe(*formats_and_flags: Any) -> Recipe:
     *formats, propagate_nonfinite = formats_and_flags
     records = (None if text is None else parse(text) for text in formats)
-    return Recipe(*records, propagate_nonfinite=propagate_nonfinite)
+    of_roles = dict(zip(ROLES, records, strict=True))
+    return Recipe(**of_roles, propagate_nonfinite=propagate_nonfinite)
 
 
 def _linear_below_autograd(

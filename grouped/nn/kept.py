@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from grouped.passes import Copies
     from grouped.recipes import Recipe
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["KeptWeight", "can_keep", "is_static"]
 
 
-def can_keep(sources: Iterable[Tensor]) -> bool:
+def can_keep(sources: Sequence[Tensor]) -> bool:
     """Whether a change of these weights would be seen, and a copy of them outlive this call.
 
     Not so while something traces or transforms the call, and not for weights made under
@@ -29,7 +29,7 @@ def can_keep(sources: Iterable[Tensor]) -> bool:
     return all(type(t) in (Tensor, nn.Parameter) and not t.is_inference() for t in sources)
 
 
-def is_static(sources: Iterable[Tensor]) -> bool:
+def is_static(sources: Sequence[Tensor]) -> bool:
     """Whether calls may read a copy of these weights though nobody said so.
 
     They are parameters, and the call is not captured or traced to be replayed after they change.
@@ -38,15 +38,16 @@ def is_static(sources: Iterable[Tensor]) -> bool:
         return False
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    on_gpu = any(t.is_cuda for t in sources)
+    return not (on_gpu and torch.cuda.is_current_stream_capturing())
 
 
 class KeptWeight:
     """Quantized copies of a weight.
 
-    A change of the weight is seen on the host, without reading it: it is another tensor, has another
-    storage (``.data = ...``), or was written in place, which its version counts. Writes through
-    ``.data`` count no version, in all of PyTorch, and are not seen.
+    A change of the weight is seen on the host, without reading it: it is another tensor, has
+    another storage (``.data = ...``), or was written in place, which its version counts. Writes
+    through ``.data`` count no version, in all of PyTorch, and are not seen.
 
     Args:
         sources: the parameters that the weight consists of, and those that it was gathered from:

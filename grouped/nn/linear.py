@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from grouped import debug
 from grouped.autograd import multiply, rows_and_ends
 from grouped.nn.kept import KeptWeight, can_keep, is_static
-from grouped.offsets import Offsets
 from grouped.passes import Copies, quantize_weight
 from grouped.recipes import BF16, Recipe
 from grouped.tensor import GroupedTensor
+
+if TYPE_CHECKING:
+    from grouped.offsets import Offsets
 
 __all__ = ["GroupedLinear"]
 
@@ -135,10 +137,10 @@ class GroupedLinear(nn.Module):
         Args:
             x: (..., K) rows sorted by group.
             offs: (G,) end rows: an integer tensor on the device of ``x``, or a host list.
-            is_first_microbatch: for several microbatches a step: True quantizes the weight and keeps
-                it, False uses what was kept. None quantizes it for this call; in ``eval()`` mode
-                and without gradients it keeps it until it changes, is moved or loaded, or until the
-                next ``train()`` or ``eval()``.
+            is_first_microbatch: for several microbatches a step: True quantizes the weight and
+                keeps it, False uses what was kept. None quantizes it for this call; in ``eval()``
+                mode and without gradients it keeps it until it changes, is moved or loaded, or
+                until the next ``train()`` or ``eval()``.
 
         A weight that was kept is used only if it is the same parameter with the same storage and
         version, and the recipe did not change. PyTorch counts no version for writes through
@@ -148,7 +150,7 @@ class GroupedLinear(nn.Module):
         Raises:
             TypeError: a dtype that is not taken.
             ValueError: a shape, a device or offs that break a rule.
-            RuntimeError: ``is_first_microbatch=False``, and no weight was kept, or it changed since.
+            RuntimeError: ``is_first_microbatch=False``, and no weight was kept, or it changed.
         """
         rows, ends = rows_and_ends(x, offs, self.num_groups, self.in_features)
         sources = self._sources("weight")
