@@ -1,4 +1,4 @@
-"""What a GroupedTensor may be made of, what files may hold, and errors that name the alternative."""
+"""What a GroupedTensor may be made of, what files hold, and errors that name the alternative."""
 
 import io
 import pickle
