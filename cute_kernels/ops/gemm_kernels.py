@@ -14,11 +14,11 @@ from cute_kernels.gemm.config import OPERANDS, GemmConfig, GemmProblem
 from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
 from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperGemmConfig
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
+from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, ceil_div
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import dense, dtype_name, readable
 from cute_kernels.ops.registry import Allocator, OutputSpec
 from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, RowScaledConfig
-from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -190,7 +190,7 @@ def _runner(op: AnyGemm, config: GemmConfig, launch: Launcher) -> Runner:
     elif config.expanded is not None:
         prepare = _expander(op, config.expanded, launch)
     # Strides are the same in every call; addresses are not.
-    has_pitches = all(map(_has_pitches, _tensors(op.operands())))
+    is_addressable = all(map(_is_addressable, op.operands()))
     vectors = (op.offs, getattr(op, "bias", None), op.alpha)
     is_dense = all(v is None or v.is_contiguous() for v in vectors)
 
@@ -207,7 +207,7 @@ def _runner(op: AnyGemm, config: GemmConfig, launch: Launcher) -> Runner:
         fresh: bool = False,
     ) -> None:
         left, right = op.operands()
-        if not has_pitches or _any_misaligned(left) or _any_misaligned(right):
+        if not is_addressable or _any_misaligned(left) or _any_misaligned(right):
             left, right = _addressable_parts(left), _addressable_parts(right)
         offs, bias, alpha = op.offs, getattr(op, "bias", None), op.alpha
         if not is_dense:
@@ -291,10 +291,6 @@ def _pieces(rows: int, depth: int, dtype: torch.dtype) -> OutputSpec:
     return OutputSpec((rows, ceil_div(depth, PIECE_K) * PIECE_K), dtype)
 
 
-def _tensors(operands: tuple[Parts, Parts]) -> list[Tensor]:
-    return [x for parts in operands for x in parts if x is not None]
-
-
 def _any_misaligned(parts: Parts) -> bool:
     """Whether TMA cannot address an operand where it is."""
     values, scales, amax = parts
@@ -302,6 +298,12 @@ def _any_misaligned(parts: Parts) -> bool:
     if scales is not None and amax is not None:
         address |= scales.data_ptr() | amax.data_ptr()
     return address % PITCH_ALIGNMENT != 0
+
+
+def _is_addressable(parts: Parts) -> bool:
+    """Whether kernels can address an operand with its strides: scale tiles follow each other."""
+    values, *rest = parts
+    return _has_pitches(values) and all(x is None or x.is_contiguous() for x in rest)
 
 
 def _has_pitches(x: Tensor) -> bool:
@@ -312,7 +314,7 @@ def _has_pitches(x: Tensor) -> bool:
 
 def _addressable_parts(parts: Parts) -> Parts:
     values, *rest = parts
-    scales, amax = (None if x is None else _addressable(x) for x in rest)
+    scales, amax = (None if x is None else readable(x) for x in rest)
     return _addressable(values), scales, amax
 
 
