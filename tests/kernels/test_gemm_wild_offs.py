@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from cute_kernels import emulator
-from cute_kernels.gemm.config import GemmConfig
 from tests.kernels import test_gemm_hopper as sm90
 from tests.kernels import test_gemm_nvfp4 as sm100
 from tests.kernels import test_gemm_plain as sm100_plain
 from tests.kernels.gemm_support import k_grouped, m_grouped
 from tests.kernels.op_support import ends
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.config import GemmConfig
 
 SMALLEST, LARGEST = -(2**31), 2**31 - 1
 #: For groups of 130, 10 and 60 rows in a buffer of 211.

@@ -69,7 +69,7 @@ def cases():
             yield pytest.param(arch, grouping, tile, id=f"{arch} {grouping} {tile}")
 
 
-@pytest.mark.parametrize(("arch", "grouping", "tile"), cases())
+@pytest.mark.parametrize(("arch", "grouping", "tile"), [*cases()])
 def test_hundreds_of_groups(arch, grouping, tile):
     call, want = problem(grouping, arch)
     with force_tile(tile):

@@ -166,7 +166,7 @@ def _runner(op: GroupedGemm, config: GemmConfig, launch: Launcher) -> Runner:
     elif config.expanded is not None:
         prepare = _expander(op, config.expanded, launch)
     # Strides are the same in every call; addresses are not.
-    has_pitches = all(map(_has_pitches, _tensors(op.operands())))
+    is_addressable = all(map(_is_addressable, op.operands()))
     vectors = (op.offs, getattr(op, "bias", None), op.alpha)
     is_dense = all(v is None or v.is_contiguous() for v in vectors)
 
@@ -183,7 +183,7 @@ def _runner(op: GroupedGemm, config: GemmConfig, launch: Launcher) -> Runner:
         fresh: bool = False,
     ) -> None:
         left, right = op.operands()
-        if not has_pitches or _any_misaligned(left) or _any_misaligned(right):
+        if not is_addressable or _any_misaligned(left) or _any_misaligned(right):
             left, right = _addressable_parts(left), _addressable_parts(right)
         offs, bias, alpha = op.offs, getattr(op, "bias", None), op.alpha
         if not is_dense:
@@ -266,10 +266,6 @@ def _pieces(rows: int, depth: int, dtype: torch.dtype) -> BufferSpec:
     return BufferSpec((rows, ceil_div(depth, PIECE_K) * PIECE_K), dtype)
 
 
-def _tensors(operands: tuple[Parts, Parts]) -> list[Tensor]:
-    return [x for parts in operands for x in parts if x is not None]
-
-
 def _any_misaligned(parts: Parts) -> bool:
     """Whether TMA cannot address an operand where it is."""
     values, scales, amax = parts
@@ -277,6 +273,12 @@ def _any_misaligned(parts: Parts) -> bool:
     for part in (scales, amax):
         address |= 0 if part is None else part.data_ptr()
     return address % PITCH_ALIGNMENT != 0
+
+
+def _is_addressable(parts: Parts) -> bool:
+    """Whether kernels can address an operand with its strides: scale tiles follow each other."""
+    values, *rest = parts
+    return _has_pitches(values) and all(x is None or x.is_contiguous() for x in rest)
 
 
 def _has_pitches(x: Tensor) -> bool:
@@ -287,7 +289,7 @@ def _has_pitches(x: Tensor) -> bool:
 
 def _addressable_parts(parts: Parts) -> Parts:
     values, *rest = parts
-    scales, amax = (None if x is None else _addressable(x) for x in rest)
+    scales, amax = (None if x is None else readable(x) for x in rest)
     return _addressable(values), scales, amax
 
 

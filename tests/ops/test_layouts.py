@@ -1,0 +1,217 @@
+"""Every op on operands as trainers hold them: any view gives the bits of a dense copy."""
+
+import pytest
+import torch
+
+import cute_kernels
+from cute_kernels.ops import registry
+from tests.helpers import assert_same_bytes, offsets, ops, sample
+
+pytest.importorskip("cutlass")
+
+OFFS = offsets((5, 0, 28, 7))
+ROWS, K, N = 43, 64, 48  # three rows of tail
+GROUPS = len(OFFS)
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+# ------------------------------------------------------------------ layouts, of any tensor
+
+
+def placed(x, strides, offset):
+    """The values of ``x`` in a buffer of its own, between bytes that are no one's."""
+    extent = sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True)) + 1
+    buffer = torch.full(((offset + extent + 7) * x.itemsize,), 0x5A, dtype=torch.uint8)
+    return buffer.view(x.dtype).as_strided(x.shape, strides, offset).copy_(x)
+
+
+def dense(x):
+    return x.contiguous().stride()
+
+
+def spread(x, gap):
+    """Strides with ``gap`` more elements from one row to the next."""
+    if x.dim() < 2:
+        return (2,)
+    strides = [1, x.shape[-1] + gap]
+    for size in x.shape[-2:0:-1]:
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))
+
+
+def every_second(x):
+    """Strides of ``y[::2]``."""
+    first, *rest = dense(x)
+    return (2 * first, *rest)
+
+
+def flat(tensors):
+    """Slices of one buffer for each dtype, which begin at an odd element: flat parameters."""
+    sizes = {}
+    for x in tensors:
+        sizes[x.dtype] = sizes.get(x.dtype, 1) + x.numel()
+    buffers = {dtype: torch.full((size,), 3).to(dtype) for dtype, size in sizes.items()}
+    at, out = dict.fromkeys(sizes, 1), []
+    for x in tensors:
+        part = buffers[x.dtype][at[x.dtype] : at[x.dtype] + x.numel()].view(x.shape)
+        at[x.dtype] += x.numel()
+        out.append(part.copy_(x))
+    return out
+
+
+def each(change):
+    return lambda tensors: [change(x) for x in tensors]
+
+
+LAYOUTS = {
+    "aligned": each(lambda x: placed(x, dense(x), 64)),
+    "misaligned": each(lambda x: placed(x, dense(x), 1)),
+    "flat parameters": flat,
+    "wider rows": each(lambda x: placed(x, spread(x, 32), 0)),
+    "odd pitch, misaligned": each(lambda x: placed(x, spread(x, 1), 3)),
+    "every second": each(lambda x: placed(x, every_second(x), 0)),
+    "transposed": each(lambda x: x.mT.contiguous().mT if x.dim() > 1 else x),
+    "expanded": each(lambda x: x[:1].expand(x.shape) if x.dim() > 1 else x),
+    "expanded from one": each(
+        lambda x: x.flatten()[:1].expand(x.shape) if x.is_floating_point() else x
+    ),
+}
+
+
+# ------------------------------------------------------------------ calls
+
+
+def codes(x, offs=OFFS, row_scaled=False, columnwise=False):
+    """One direction of a quantized tensor."""
+    with cute_kernels.backend("reference"):
+        parts = ops.grouped_quantize_nvfp4(
+            x, offs, None, row_scaled, False, not columnwise, columnwise
+        )
+    return parts[3:] if columnwise else parts[:3]
+
+
+def x(cols=K, dtype=BF16):
+    return sample(ROWS, cols, dtype=dtype)
+
+
+def w(n=N, k=K):
+    return sample(GROUPS, n, k)
+
+
+def bias(n=N, dtype=BF16):
+    return torch.randn(GROUPS, n).to(dtype)
+
+
+def alpha():
+    return torch.rand(GROUPS)
+
+
+CALLS = {
+    "offsets": ("compute_offsets", lambda: (torch.tensor([3, 0, 4]), 2)),
+    "amax": ("grouped_amax", lambda: (x(), OFFS)),
+    "uniform amax": ("grouped_amax", lambda: (w(),)),
+    "dbias": ("grouped_dbias", lambda: (x(37), OFFS)),
+    "fp32 dbias": ("grouped_dbias", lambda: (x(dtype=F32), OFFS)),
+    "quantize": ("grouped_quantize_nvfp4", lambda: (x(), OFFS, None, False, False, True, True)),
+    "quantize rows": ("grouped_quantize_nvfp4", lambda: (x(dtype=F16), OFFS, None, True)),
+    "quantize with amax": ("grouped_quantize_nvfp4", lambda: (x(), OFFS, alpha())),
+    "quantize weights": (
+        "grouped_quantize_nvfp4",
+        lambda: (w(), None, None, False, True, True, True),
+    ),
+    "dequantize": ("grouped_dequantize_nvfp4", lambda: (*codes(x()), OFFS, ROWS, BF16)),
+    "dequantize rows": (
+        "grouped_dequantize_nvfp4",
+        lambda: (*codes(x(), OFFS, True), OFFS, ROWS, F32, True),
+    ),
+    "dequantize columns": (
+        "grouped_dequantize_nvfp4",
+        lambda: (*codes(x(), OFFS, False, True), OFFS, ROWS, BF16, False, True),
+    ),
+    "dequantize weights": ("grouped_dequantize_nvfp4", lambda: (*codes(w(), None), None, N, BF16)),
+    "fprop": ("m_grouped_gemm", lambda: (x(), w(), OFFS, bias(), alpha())),
+    "fprop, fp32 bias": ("m_grouped_gemm", lambda: (x(), w(), OFFS, bias(dtype=F32))),
+    "dgrad": ("m_grouped_gemm", lambda: (x(N), w(), OFFS, None, None, True)),
+    "wgrad": ("k_grouped_gemm", lambda: (x(N), x(), OFFS, alpha(), F32)),
+    "nvfp4 fprop": (
+        "m_grouped_gemm_nvfp4",
+        lambda: (*codes(x()), *codes(w(), None), OFFS, bias(), alpha()),
+    ),
+    "nvfp4 dgrad": (
+        "m_grouped_gemm_nvfp4",
+        lambda: (
+            *codes(x(N), OFFS, True),
+            *codes(w(), None, False, True),
+            *(OFFS, bias(K, F32), None, True, F32),
+        ),
+    ),
+    "nvfp4 wgrad": (
+        "k_grouped_gemm_nvfp4",
+        lambda: (
+            *codes(x(N), OFFS, False, True),
+            *codes(x(), OFFS, False, True),
+            OFFS,
+            alpha(),
+        ),
+    ),
+    "w4a16": (
+        "m_grouped_gemm_w4a16",
+        lambda: (x(), *codes(w(), None), OFFS, bias(), alpha()),
+    ),
+    "quantizing fprop": (
+        "m_grouped_quantize_gemm_nvfp4",
+        lambda: (x(), *codes(w(), None), OFFS, bias(), alpha(), True),
+    ),
+}
+BACKENDS = ("reference", "emulated:sm_90a", "emulated:sm_100a")
+
+
+def test_every_op_has_a_call():
+    names = {n.split("::")[1] for n in registry._LIBRARY._op_defs}
+    assert {op for op, _ in CALLS.values()} == {n for n in names if not n.endswith("_out")}
+
+
+@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS)
+def layout(request):
+    """Gives tensors the layout, all of one call at once."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def same_garbage():
+    """Fresh memory holds the same everywhere, also where an op writes nothing."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def storage_bytes(tensor):
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
+
+
+def call(op, arguments):
+    results = getattr(ops, op)(*arguments)
+    return results if isinstance(results, tuple) else (results,)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_any_layout_gives_the_bits_of_a_dense_copy(name, layout, backend):
+    op, make = CALLS[name]
+    if (op, backend) == ("m_grouped_gemm_w4a16", "emulated:sm_100a"):
+        pytest.skip("no such kernel")
+    arguments = list(make())
+    at = [i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)]
+    for i, tensor in zip(at, layout([arguments[i] for i in at]), strict=True):
+        arguments[i] = tensor
+    before = [storage_bytes(arguments[i]) for i in at]
+    copies = list(arguments)
+    for i in at:
+        copies[i] = arguments[i].clone(memory_format=torch.contiguous_format)
+    with cute_kernels.backend(backend):
+        want = call(op, copies)
+        got = call(op, arguments)
+    for a, b in zip(got, want, strict=True):
+        assert_same_bytes(a, b)
+    for i, old in zip(at, before, strict=True):
+        assert torch.equal(storage_bytes(arguments[i]), old), f"argument {i} was written"
