@@ -183,13 +183,13 @@ each_case = pytest.mark.parametrize(
 )
 
 
-def outputs_like(name, results):
-    """Poisoned buffers for the out form, by the name of its argument."""
+def outputs_like(name, results, make=poisoned):
+    """Buffers for the out form, poisoned ones, by the name of its argument."""
     schema = getattr(ops, f"{name}_out").default._schema
     (out,) = (a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
     if isinstance(results, torch.Tensor):
-        return {out: poisoned(results.detach())}
-    return {out: [poisoned(t.detach()) for t in results]}
+        return {out: make(results.detach())}
+    return {out: [make(t.detach()) for t in results]}
 
 
 def mapped(function, arguments):
