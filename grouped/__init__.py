@@ -7,8 +7,9 @@ gives the end row of each group) or the weights of each expert (uniform: (G, N, 
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from grouped import debug, nn, recipes
 from grouped.autograd import linear
-from grouped.functional import compute_offsets, grouped_gemm, quantize
+from grouped.functional import compute_offsets, quantize
 from grouped.members import GroupedMember, QuantizedCopy
+from grouped.products import grouped_gemm
 from grouped.tensor import GroupedTensor
 
 __all__ = [

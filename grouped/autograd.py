@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
-from cute_kernels import ops
-from cute_kernels.capability import UnsupportedError
-from cute_kernels.formats import NVFP4, Format
-from grouped.functional import grouped_gemm
+from cute_kernels.formats import parse
 from grouped.offsets import as_offs
-from grouped.recipes import Recipe, parse_format
+from grouped.passes import Copies, Kept, LinearCall, backward, forward
+from grouped.recipes import Recipe
 from grouped.tensor import GroupedTensor, handler
 
 if TYPE_CHECKING:
@@ -23,12 +20,7 @@ if TYPE_CHECKING:
 
     from grouped.offsets import Offsets
 
-__all__ = ["Parts", "linear", "multiply", "quantize_weight", "rows_and_ends"]
-
-#: Codes, scales and amax, rowwise then columnwise, as the quantize op gives them. Those of a
-#: direction that was not asked for are None or empty.
-Parts: TypeAlias = "tuple[Tensor | None, ...]"
-_ABSENT: Parts = (None, None, None)
+__all__ = ["linear", "multiply", "rows_and_ends"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, recipe: Recipe) -> Tensor:
@@ -64,7 +56,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, recipe
         raise ValueError(f"weight must have shape (G, N, K), got {tuple(weight.shape)}")
     groups, cols, depth = weight.shape
     rows, ends = rows_and_ends(x, offs, groups, depth)
-    return multiply(rows, weight, bias, ends, recipe).reshape(*x.shape[:-1], cols)
+    y = multiply(rows, weight, bias, ends, recipe)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], cols)
 
 
 def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Tensor, Tensor]:
@@ -100,228 +93,41 @@ def multiply(
     bias: Tensor | None,
     offs: Tensor,
     recipe: Recipe,
-    parts: Parts | None = None,
+    copies: Copies | None = None,
 ) -> Tensor:
     """``linear`` of (T, K) rows and of offs as the kernels take them.
 
     Args:
         x: (T, K).
-        weight: (G, N, K); None if there are ``parts`` and nobody asks for its gradient.
+        weight: (G, N, K); None if there are ``copies`` and nobody asks for its gradient.
         bias: (G, N), or None.
         offs: (G,) int32.
         recipe: the format of each operand.
-        parts: the quantized weight, if there is one already. Not while something traces this.
+        copies: the quantized weight, if there is one already. Not while something traces this.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
         y: Tensor = torch.ops.grouped.linear(
             x, weight, bias, offs, *recipe.texts, recipe.propagate_nonfinite
         )
         return y
-    return _differentiable(x, weight, bias, offs, recipe, parts)
-
-
-# ------------------------------------------------------------------- what runs, on plain tensors
-
-
-def _quantize(
-    x: Tensor, offs: Tensor | None, fmt: Format | None, recipe: Recipe, directions: tuple[bool, bool]
-) -> Parts:
-    """Quantize rowwise, columnwise or both."""
-    if not isinstance(fmt, NVFP4):
-        raise UnsupportedError(f"a linear layer cannot quantize to {fmt}")
-    parts: Parts = ops.grouped_quantize_nvfp4(
-        x, offs, None, fmt.row_scaled, fmt.is_2d, *directions
-    )
-    if not recipe.propagate_nonfinite:
-        return parts
-    rows, groups = _nan_in(x, offs)
-    spread = list(parts)
-    for index, asked in zip((2, 5), directions, strict=True):
-        amax = parts[index]
-        if asked and amax is not None:
-            holds_nan = rows if index == 2 and fmt.row_scaled else groups
-            spread[index] = amax.masked_fill(holds_nan, torch.nan)
-    return tuple(spread)
-
-
-def _nan_in(x: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Whether each row, and each group, of ``x`` holds a NaN."""
-    rows = x.amax(dim=-1).isnan()
-    if offs is None:
-        return rows, rows.any(dim=-1)
-    # How many rows before each one hold a NaN; those of the tail are in no difference.
-    before = torch.nn.functional.pad(rows.cumsum(0), (1, 0))
-    at_end = before[offs.clamp(0, rows.shape[0]).long()]
-    return rows, at_end > torch.nn.functional.pad(at_end[:-1], (1, 0))
-
-
-def quantize_weight(weight: Tensor, recipe: Recipe, columnwise: bool) -> Parts:
-    """Quantize (G, N, K) weights, rowwise and if asked for columnwise."""
-    return _quantize(weight.detach(), None, recipe.weight, recipe, (True, columnwise))
-
-
-def _quantize_and_multiply(
-    x: Tensor,
-    weight_parts: Parts,
-    offs: Tensor,
-    bias: Tensor | None,
-    fmt: Format | None,
-    recipe: Recipe,
-    out_dtype: torch.dtype,
-    prepacked: bool,
-    columnwise: bool,
-) -> tuple[Tensor, Parts]:
-    """The product of quantized x and the weight, and x's columnwise copy if asked for."""
-    row_scaled = isinstance(fmt, NVFP4) and fmt.row_scaled
-    options = (offs, bias, None, row_scaled, out_dtype, prepacked)
-    if isinstance(fmt, NVFP4) and not columnwise and not recipe.propagate_nonfinite:
-        return ops.m_grouped_quantize_gemm_nvfp4(x, *weight_parts, *options), _ABSENT
-    parts = _quantize(x, offs, fmt, recipe, (True, columnwise))
-    kept = parts[3:] if columnwise else _ABSENT
-    return ops.m_grouped_gemm_nvfp4(*parts[:3], *weight_parts, *options), kept
-
-
-def _plain_product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    offs: Tensor,
-    transpose_b: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    if isinstance(weight, GroupedTensor):
-        return grouped_gemm(
-            *(x, weight), offs=offs, bias=bias, out_dtype=out_dtype, transpose_b=transpose_b
-        )
-    y: Tensor = ops.m_grouped_gemm(x, weight, offs, bias, None, transpose_b, out_dtype)
-    return y
-
-
-def _low(x: Tensor) -> Tensor:
-    """``x`` in the dtype in which plain operands multiply."""
-    return x if x.dtype == torch.float16 else x.to(torch.bfloat16)
-
-
-def _forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    offs: Tensor,
-    recipe: Recipe,
-    parts: Parts | None,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Parts]:
-    """The product, and what the gradients of x (``needs[0]``) and the weight (``[1]``) read.
-
-    That is, quantized, the columnwise copies of x and of the weight; else x and the weight.
-    """
-    need_dx, need_dweight = needs[:2]
-    if isinstance(weight, GroupedTensor):
-        _check_grouped(weight, need_dx)
-    if not recipe.is_quantized:
-        assert weight is not None
-        is_grouped = isinstance(weight, GroupedTensor)
-        low = x if is_grouped else _low(x)
-        low_weight = weight if is_grouped else weight.to(low.dtype)
-        y = _plain_product(low, low_weight, bias, offs, False, x.dtype)
-        return y, (low if need_dweight else None, low_weight if need_dx else None)
-    if isinstance(weight, GroupedTensor):
-        parts = (*(weight.rowwise or _ABSENT), *(weight.columnwise or _ABSENT))
-    elif parts is None:
-        assert weight is not None
-        parts = quantize_weight(weight, recipe, need_dx)
-    y, kept = _quantize_and_multiply(
-        *(x, parts[:3], offs, bias, recipe.input, recipe, x.dtype, _is_prepacked(weight)),
-        need_dweight,
-    )
-    return y, (*kept, *(parts[3:] if need_dx else _ABSENT))
-
-
-def _is_prepacked(weight: Tensor | None) -> bool:
-    fmt = getattr(weight, "format", None)
-    return isinstance(fmt, NVFP4) and fmt.prepacked
-
-
-def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
-    """Whether a weight that is quantized already has what is read of it."""
-    if weight.offs is not None:
-        raise ValueError(f"weight must be uniform, got {weight!r}")
-    if isinstance(weight.format, NVFP4) and weight.format.row_scaled:
-        raise ValueError("weight must have one second-level scale a group, got row_scaled=True")
-    if weight.rowwise is None:
-        raise RuntimeError(f"weight has no rowwise copy, which fprop reads: {weight!r}")
-    if weight.columnwise is None and need_dx:
-        raise RuntimeError(f"weight has no columnwise copy, which dgrad reads: {weight!r}")
-
-
-def _plain_gradients(
-    ctx: Any, dy: Tensor, offs: Tensor, kept: Parts
-) -> tuple[Tensor | None, Tensor | None]:
-    x, weight = kept
-    dx = dweight = None
-    if ctx.needs_input_grad[0]:
-        assert weight is not None
-        is_grouped = isinstance(weight, GroupedTensor)
-        low = dy if is_grouped else _low_as(dy, ctx.dtypes[0])
-        weight = weight if is_grouped else weight.to(low.dtype)
-        dx = _plain_product(low, weight, None, offs, True, ctx.dtypes[0])
-    if ctx.needs_input_grad[1]:
-        assert x is not None
-        low = _low_as(dy, ctx.dtypes[0])
-        dweight = ops.k_grouped_gemm(low, x.to(low.dtype), offs, None, ctx.dtypes[1])
-    return dx, dweight
-
-
-def _low_as(dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """``dy`` in the dtype in which an x of ``dtype`` multiplied."""
-    return dy.to(torch.float16 if dtype == torch.float16 else torch.bfloat16)
-
-
-def _quantized_gradients(
-    ctx: Any, dy: Tensor, offs: Tensor, kept: Parts
-) -> tuple[Tensor | None, Tensor | None]:
-    x_parts, weight_parts = kept[:3], kept[3:]
-    need_dx, need_dweight = ctx.needs_input_grad[:2]
-    recipe, fmt = ctx.recipe, ctx.recipe.grad_output
-    dx = dweight = None
-    if need_dx:
-        dx, dy_parts = _quantize_and_multiply(
-            *(dy, weight_parts, offs, None, fmt, recipe, ctx.dtypes[0], ctx.prepacked),
-            need_dweight,
-        )
-    elif need_dweight:
-        dy_parts = _quantize(dy, offs, fmt, recipe, (False, True))[3:]
-    if need_dweight:
-        dweight = ops.k_grouped_gemm_nvfp4(*dy_parts, *x_parts, offs, None, ctx.dtypes[1])
-    return dx, dweight
+    return _differentiable(x, weight, bias, offs, recipe, copies)
 
 
 # ------------------------------------------------------------------------------------- autograd
 
 
-def _remember(
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    offs: Tensor,
-    recipe: Recipe,
-    kept: Parts,
-    prepacked: bool,
-) -> None:
-    ctx.save_for_backward(offs, *kept)
-    ctx.recipe, ctx.prepacked = recipe, prepacked
-    ctx.dtypes = x.dtype, None if weight is None else weight.dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
+def _flat(kept: Kept) -> list[Tensor]:
+    return [t for operand in kept for t in operand or ()]
 
 
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Those of x, weight and bias, and None for the other six arguments."""
-    offs, *kept = ctx.saved_tensors
-    gradients = _quantized_gradients if ctx.recipe.is_quantized else _plain_gradients
-    dx, dweight = gradients(ctx, dy, offs, tuple(kept))
-    dbias = ops.grouped_dbias(dy, offs).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-    return dx, dweight, dbias
+def _unflat(flat: Sequence[Tensor], call: LinearCall, needs: Sequence[bool]) -> Kept:
+    """What a call kept that needed the gradients of x and of the weight as ``needs`` says."""
+    count = 0
+    if needs[1]:
+        fmt = call.recipe.input
+        count = 1 if fmt is None else len(fmt.operand_names(columnwise=True))
+    of_x, of_weight = list(flat[:count]), list(flat[count:])
+    return of_x or None, of_weight or None
 
 
 class _Linear(torch.autograd.Function):
@@ -335,24 +141,46 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         offs: Tensor,
         recipe: Recipe,
-        parts: Parts | None,
+        copies: Copies | None,
     ) -> Tensor:
-        y, kept = _forward(x, weight, bias, offs, recipe, parts, ctx.needs_input_grad)
-        _remember(ctx, x, weight, bias, offs, recipe, kept, _is_prepacked(weight))
+        y, kept = forward(x, weight, bias, offs, recipe, copies, ctx.needs_input_grad)
+        ctx.save_for_backward(offs, *_flat(kept))
+        ctx.call = LinearCall.of(x, weight, bias, recipe)
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_gradients(ctx, dy), None, None, None
+        offs, *kept = ctx.saved_tensors
+        with torch.no_grad():
+            operands = _unflat(kept, ctx.call, ctx.needs_input_grad)
+            gradients = backward(ctx.call, ctx.needs_input_grad, dy, offs, operands)
+        if torch.is_grad_enabled():
+            gradients = _without_derivative(gradients)
+        return *gradients, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         _refuse_forward_mode()
 
 
+def _without_derivative(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients, of which a derivative raises.
+
+    ``once_differentiable`` does this only where dy requires a gradient, though that of the weight
+    depends on x, too.
+    """
+    refuse = torch._C._functions.DelayedError(_TWICE.encode(), len(gradients))
+    refused: tuple[Tensor | None, ...] = refuse(
+        *(t if t is None else t.detach().requires_grad_() for t in gradients)
+    )
+    return refused
+
+
+_TWICE = "grouped.linear cannot be differentiated twice"
+
+
 class _TransformedLinear(torch.autograd.Function):
-    """The same in the form that ``torch.func`` takes, where what is saved is an output."""
+    """The same in the form that ``torch.func`` takes, where what is kept is an output."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -363,25 +191,26 @@ class _TransformedLinear(torch.autograd.Function):
         recipe: Recipe,
         needs: tuple[bool, bool],
     ) -> tuple[Tensor, ...]:
-        if isinstance(weight, GroupedTensor):
-            weight = weight.unpack()
-        y, kept = _forward(x, weight, bias, offs, recipe, None, needs)
+        y, kept = forward(x, _unpacked(weight), bias, offs, recipe, None, needs)
         if not recipe.is_quantized:
-            return (y,)  # inputs are saved
-        return y, *(y.new_empty(0) if part is None else part for part in kept)
+            return (y,)  # x and weight are kept.
+        return y, *_flat(kept)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, weight, bias, offs, recipe, _ = inputs
-        kept = output[1:] if recipe.is_quantized else (x, weight)
+        x, weight, bias, offs, recipe, needs = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        _remember(ctx, x, weight, bias, offs, recipe, kept, False)
+        ctx.save_for_backward(x, weight, offs, *output[1:])
+        ctx.call = LinearCall.of(x, weight, bias, recipe)._replace(prepacked=False)
+        ctx.kept_for = needs
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_gradients(ctx, dy), None, None, None
+        needs = ctx.needs_input_grad[:3]
+        options = (ctx.call, ctx.kept_for, needs)
+        gradients = iter(_TransformedGradients.apply(dy, *ctx.saved_tensors, *options))  # type: ignore[no-untyped-call]
+        return *(next(gradients) if need else None for need in needs), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -389,13 +218,52 @@ class _TransformedLinear(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        raise RuntimeError(
-            "grouped.linear has no vmap: it takes many groups and leading dimensions at once"
-        )
+        _refuse_vmap()
+
+
+class _TransformedGradients(torch.autograd.Function):
+    """The gradients under ``torch.func``, which differentiates again to no end."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        *flat, call, kept_for, needs = rest
+        kept: Kept = ([x], [_unpacked(weight)])
+        if call.recipe.is_quantized:
+            kept = _unflat(flat, call, kept_for)
+        gradients = backward(call, needs, dy, offs, kept)
+        return tuple(t for t in gradients if t is not None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(_TWICE)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _refuse_forward_mode()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        _refuse_vmap()
+
+
+def _unpacked(weight: Tensor) -> Tensor:
+    return weight.unpack() if isinstance(weight, GroupedTensor) else weight
 
 
 def _refuse_forward_mode() -> None:
     raise RuntimeError("grouped.linear has no forward-mode derivative; use reverse mode")
+
+
+def _refuse_vmap() -> None:
+    raise RuntimeError(
+        "grouped.linear has no vmap: it takes many groups and leading dimensions at once"
+    )
 
 
 def _differentiable(
@@ -404,16 +272,16 @@ def _differentiable(
     bias: Tensor | None,
     offs: Tensor,
     recipe: Recipe,
-    parts: Parts | None,
+    copies: Copies | None,
 ) -> Tensor:
     operands = (x, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-        return _Linear.apply(x, weight, bias, offs, recipe, parts)  # type: ignore[no-any-return,no-untyped-call]
+        return _Linear.apply(x, weight, bias, offs, recipe, copies)  # type: ignore[no-any-return,no-untyped-call]
     if forward_ad._current_level >= 0:
         for t in operands:
             if t is not None and forward_ad.unpack_dual(t).tangent is not None:
                 _refuse_forward_mode()
-    return _forward(x, weight, bias, offs, recipe, parts, (False, False))[0]
+    return forward(x, weight, bias, offs, recipe, copies, (False, False))[0]
 
 
 # ----------------------------------------------------------------------------------- as an op
@@ -429,13 +297,14 @@ _LIBRARY.define(
 @functools.cache
 def _recipe(*formats_and_flags: Any) -> Recipe:
     *formats, propagate_nonfinite = formats_and_flags
-    return Recipe(*map(parse_format, formats), propagate_nonfinite=propagate_nonfinite)
+    records = (None if text is None else parse(text) for text in formats)
+    return Recipe(*records, propagate_nonfinite=propagate_nonfinite)
 
 
 def _linear_below_autograd(
     x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe: Any
 ) -> Tensor:
-    return _forward(x, weight, bias, offs, _recipe(*recipe), None, (False, False))[0]
+    return forward(x, weight, bias, offs, _recipe(*recipe), None, (False, False))[0]
 
 
 def _linear_autograd(

@@ -26,8 +26,8 @@ _ALTERNATIVES = {
         *("index_select", "take", "masked_select", "chunk"),
     ),
     "grouped.grouped_gemm multiplies it, with transpose_b=True along its other dimension": (
-        *("t", "transpose", "permute", "linear", "mm", "addmm", "bmm", "baddbmm", "matmul"),
-        *("mv", "dot", "einsum", "_grouped_mm", "_scaled_mm"),
+        *("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum", "_grouped_mm"),
+        *("t", "mT", "mH", "numpy_T", "transpose", "permute", "swapaxes", "movedim"),
     ),
 }
 _INSTEAD = {op: text for text, ops_ in _ALTERNATIVES.items() for op in ops_}

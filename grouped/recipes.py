@@ -13,29 +13,16 @@ knows no tile sizes. ``None`` means that the operand stays in bf16.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-from typing import Any, ClassVar
-
-import torch
+from typing import ClassVar
 
 from cute_kernels.capability import UnsupportedError, support
-from cute_kernels.formats import FP8, MXFP8, Format, FP8Block
 from cute_kernels.formats import NVFP4 as _NVFP4
+from cute_kernels.formats import Format
+from grouped.validation import check_format
 
-__all__ = ["BF16", "NVFP4", "NVFP4RowScaled", "Recipe", "check_format"]
+__all__ = ["BF16", "NVFP4", "NVFP4RowScaled", "Recipe"]
 
 ROLES = ("input", "weight", "grad_output")
-_FORMATS: dict[str, type[Any]] = {f.name: f for f in (_NVFP4, MXFP8, FP8Block, FP8)}
-
-
-def check_format(name: str, fmt: object) -> None:
-    """Raise ``TypeError`` unless ``fmt`` is a format record."""
-    if isinstance(fmt, Format):
-        return
-    if inspect.isclass(fmt) and fmt in _FORMATS.values():
-        raise TypeError(f"{name} must be a format record: {fmt.__name__}(), not {fmt.__name__}")
-    raise TypeError(f"{name} must be a format record such as grouped.NVFP4(), got {fmt!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,19 +62,24 @@ class Recipe:
                 check_format(name, fmt)
         if missing and len(missing) < len(roles):
             raise ValueError(f"a recipe quantizes all roles or none; no format for {missing}")
-        if isinstance(self.weight, _NVFP4) and self.weight.row_scaled:
-            raise ValueError("weight must have one second-level scale a group, got row_scaled=True")
+        level = None if self.weight is None else self.weight.second_level
+        if level is not None and level.per == "row":
+            raise ValueError(f"weight must have one second-level scale a group, got {self.weight}")
         for name, fmt in roles.items():
-            if isinstance(fmt, _NVFP4) and fmt.prepacked:
-                raise ValueError(f"{name} cannot be prepacked: that is for weights once quantized")
             if fmt is not None:
                 _require_built(name, fmt)
-        texts = tuple(format_text(fmt) for fmt in roles.values())
+        texts = tuple(fmt and fmt.text for fmt in roles.values())
         # Made once: a compiler that traces a layer would otherwise trace how they are made.
         object.__setattr__(self, "texts", texts)
 
     #: The format of each role as text, as the op ``grouped::linear`` takes it.
     texts: ClassVar[tuple[str | None, ...]]
+
+    @property
+    def multiple(self) -> int:
+        """What the sizes of a layer must be a multiple of, since each is K of a product."""
+        formats = (self.input, self.weight, self.grad_output)
+        return max((fmt.k_multiple for fmt in formats if fmt is not None), default=1)
 
     @property
     def is_quantized(self) -> bool:
@@ -122,56 +114,3 @@ class NVFP4RowScaled(NVFP4):
     """NVFP4 with one second-level scale per token for the rowwise copy of the input."""
 
     input: Format | None = _NVFP4(row_scaled=True)
-
-
-def format_text(fmt: Format | None) -> str | None:
-    """``fmt`` as text, such as ``"nvfp4:row_scaled"``: an argument of ops, and of saved graphs."""
-    if fmt is None:
-        return None
-    changed = [
-        _field_text(field.name, value)
-        for field in dataclasses.fields(fmt)
-        if (value := getattr(fmt, field.name)) != field.default
-    ]
-    return f"{fmt.name}:{','.join(changed)}" if changed else fmt.name
-
-
-def _field_text(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return name if value else f"{name}=no"
-    if isinstance(value, tuple):
-        value = "x".join(map(str, value))
-    return f"{name}={str(value).removeprefix('torch.')}"
-
-
-@functools.cache
-def parse_format(text: str | None) -> Format | None:
-    """The format that ``format_text`` wrote.
-
-    Raises:
-        ValueError: ``text`` names no format, or a field that it does not have.
-    """
-    if text is None:
-        return None
-    name, _, rest = text.partition(":")
-    if name not in _FORMATS:
-        raise ValueError(f"{text!r} names no format: one of {', '.join(_FORMATS)}")
-    defaults = {field.name: field.default for field in dataclasses.fields(_FORMATS[name])}
-    values = {}
-    for part in filter(None, rest.split(",")):
-        field, _, value = part.partition("=")
-        if field not in defaults:
-            raise ValueError(f"{text!r}: {name} has no {field!r}")
-        values[field] = _field_value(defaults[field], value)
-    fmt: Format = _FORMATS[name](**values)
-    return fmt
-
-
-def _field_value(default: object, text: str) -> object:
-    if isinstance(default, bool):
-        return text != "no"
-    if isinstance(default, tuple):
-        return tuple(map(int, text.split("x")))
-    if isinstance(default, torch.dtype):
-        return getattr(torch, text)
-    return type(default)(text)

@@ -27,7 +27,17 @@ if TYPE_CHECKING:
 
     from grouped.members import QuantizedCopy
 
-__all__ = ["check_parts", "saved_format", "version"]
+__all__ = ["check_format", "check_parts", "saved_format", "version"]
+
+def check_format(name: str, fmt: object) -> None:
+    """Raise ``TypeError`` unless ``fmt`` is a format record."""
+    if isinstance(fmt, Format):
+        return
+    for cls in RECORDS.values():
+        if fmt is cls:
+            raise TypeError(f"{name} must be a format record: {cls.__name__}(), not {cls.__name__}")
+    raise TypeError(f"{name} must be a format record such as grouped.NVFP4(), got {fmt!r}")
+
 
 def check_parts(
     shape: Sequence[int],
@@ -45,8 +55,7 @@ def check_parts(
         ValueError: a shape or a device that does not fit.
         cute_kernels.UnsupportedError: a format that is not built yet.
     """
-    if not isinstance(fmt, Format):
-        raise TypeError(f"fmt must be a format record such as NVFP4(), got {fmt!r}")
+    check_format("fmt", fmt)
     require("grouped_quantize", fmt, "reference")
     if rowwise is None and columnwise is None:
         raise ValueError("rowwise and columnwise are both None: a GroupedTensor holds data")

@@ -191,13 +191,15 @@ class Format(abc.ABC):
         level = self.second_level
         return names if level is None else names[: len(names) - len(level.buffers) + 1]
 
-    @property
-    def text(self) -> str:
-        """The one text of this record, such as ``"nvfp4:row_scaled"``; ``parse`` reads it."""
+    #: The one text of this record, such as ``"nvfp4:row_scaled"``; ``parse`` reads it.
+    text: str
+
+    def __post_init__(self) -> None:
+        # Made once: a compiler that traces the use of a record would trace how it is made.
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         changed = [f for f in fields if getattr(self, f.name) != f.default]
         facts = ",".join(_field_text(f.name, getattr(self, f.name)) for f in changed)
-        return f"{self.name}:{facts}" if facts else self.name
+        object.__setattr__(self, "text", f"{self.name}:{facts}" if facts else self.name)
 
 
 F = TypeVar("F", bound=type[Format])

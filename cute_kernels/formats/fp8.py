@@ -45,6 +45,7 @@ class FP8(Format):
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
         check_choice("scaling", self.scaling, ("current", "delayed"))
+        super().__post_init__()
 
     @property
     def element(self) -> ElementType:

@@ -52,6 +52,7 @@ class FP8Block(Format):
         check_flags(self, "pow2_scales")
         if not 0.0 <= self.amax_epsilon < float("inf"):
             raise ValueError(f"amax_epsilon must be finite and >= 0, got {self.amax_epsilon}")
+        super().__post_init__()
 
     @property
     def element(self) -> ElementType:

@@ -44,6 +44,7 @@ class MXFP8(Format):
         object.__setattr__(self, "block", tuple(self.block))
         check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
         check_choice("block", self.block, self.blocks)
+        super().__post_init__()
 
     @property
     def element(self) -> ElementType:

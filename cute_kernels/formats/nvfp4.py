@@ -74,6 +74,7 @@ class NVFP4(Format):
             raise ValueError(
                 "four_over_six cannot be combined with hadamard or stochastic_rounding"
             )
+        super().__post_init__()
 
     @property
     def second_level(self) -> SecondLevel:

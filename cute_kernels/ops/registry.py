@@ -230,8 +230,8 @@ class Op(abc.ABC):
         self.check()
         self.require(backend)
         if backend.arch == "reference":
-            run = functools.partial(_run_reference, tensor_core=backend.tensor_core)
-            return _Plan(self, self.outputs(), run, zeroed=True)
+            reference = functools.partial(_run_reference, tensor_core=backend.tensor_core)
+            return _Plan(self, self.outputs(), reference, zeroed=True)
         run = self.kernels(launcher(backend, self.device))
         return _Plan(self, self.outputs(), run, fills_fresh=self.fills_fresh)
 

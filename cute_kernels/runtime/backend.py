@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from cute_kernels.capability import ARCHITECTURES, UnsupportedError
+from cute_kernels.host.settings import boolean
 from cute_kernels.runtime.arch import device_architecture
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def _parse(text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
                 raise ValueError(f"{_ENVIRONMENT}: {option} must be a number, got {value!r}")
             options[option] = int(value)
         elif option == "races":
-            options[option] = value not in ("", "0")
+            options[option] = boolean(f"{_ENVIRONMENT}: races", value)
         else:
             options[option] = value
     return name, _check_options(name, options)

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from grouped.autograd import Parts
+    from grouped.passes import Copies
     from grouped.recipes import Recipe
 
 __all__ = ["KeptWeight", "can_keep", "is_static"]
@@ -49,53 +49,66 @@ class KeptWeight:
     ``.data`` count no version, in all of PyTorch, and are not seen.
 
     Args:
-        sources: the parameters that the weight consists of.
+        sources: the parameters that the weight consists of, and those that it was gathered from:
+            FSDP gathers into one tensor again and again without counting a version.
         recipe: the recipe whose format the copies have.
-        parts: the copies.
+        copies: the copies.
 
     Attributes:
-        parts: the copies.
+        copies: the copies.
     """
 
-    def __init__(self, sources: Sequence[Tensor], recipe: Recipe, parts: Parts) -> None:
-        self.parts = parts
+    def __init__(self, sources: Sequence[Tensor], recipe: Recipe, copies: Copies) -> None:
+        self.copies = copies
         self._recipe = recipe
         # Weak: a replaced weight is not kept alive. A weakly held storage is no other's address.
         self._tensors = [weakref.ref(t) for t in sources]
-        self._storages = [StorageWeakRef(t.untyped_storage()) for t in sources]
-        self._state = [_state(t) for t in sources]
+        self._storages = [StorageWeakRef(_local(t).untyped_storage()) for t in sources]
+        self._views = [_view(t) for t in sources]
+        self._versions = [_version(t) for t in sources]
 
     @classmethod
-    def of(cls, sources: Sequence[Tensor], recipe: Recipe, parts: Parts) -> KeptWeight | None:
+    def of(cls, sources: Sequence[Tensor], recipe: Recipe, copies: Copies) -> KeptWeight | None:
         """The copies, unless they are no tensors with data of their own (fake ones, say)."""
-        if any(type(t) is not Tensor for t in parts if t is not None):
+        if any(type(t) is not Tensor for copy in copies for t in copy or ()):
             return None
-        return cls(sources, recipe, parts)
+        return cls(sources, recipe, copies)
 
     @property
     def has_columnwise(self) -> bool:
         """Whether the copy that the gradient of the input reads is kept."""
-        codes = self.parts[3]
-        return codes is not None and codes.numel() > 0
+        return self.copies.columnwise is not None
 
     def change(self, sources: Sequence[Tensor], recipe: Recipe) -> str | None:
         """What differs from the weight that was quantized; None if nothing does."""
-        if (recipe.weight, recipe.propagate_nonfinite) != (
-            self._recipe.weight,
-            self._recipe.propagate_nonfinite,
-        ):
+        if _weight_options(recipe) != _weight_options(self._recipe):
             return f"the recipe is {recipe}, and was {self._recipe}"
-        for t, tensor, storage, state in zip(
-            sources, self._tensors, self._storages, self._state, strict=True
-        ):
-            if tensor() is not t:
+        if len(sources) != len(self._tensors):
+            return "it is another tensor"
+        for i, t in enumerate(sources):
+            if self._tensors[i]() is not t:
                 return "it is another tensor"
-            if t.untyped_storage()._cdata != storage.cdata or state[1:] != _state(t)[1:]:
+            storage = _local(t).untyped_storage()._cdata
+            if storage != self._storages[i].cdata or _view(t) != self._views[i]:
                 return "its data is another tensor (.data = ...)"
-            if t._version != state[0]:
-                return f"it was written {t._version - state[0]} times in place"
+            if _version(t) != self._versions[i]:
+                return "it was written in place"
         return None
 
 
-def _state(t: Tensor) -> tuple[object, ...]:
-    return t._version, t.data_ptr(), t.dtype, t.shape, t.stride()
+def _weight_options(recipe: Recipe) -> tuple[object, ...]:
+    return recipe.weight, recipe.propagate_nonfinite
+
+
+def _local(t: Tensor) -> Tensor:
+    """This rank's part of a DTensor; else the tensor."""
+    return getattr(t, "_local_tensor", t)
+
+
+def _view(t: Tensor) -> tuple[object, ...]:
+    local = _local(t)
+    return local.storage_offset(), local.dtype, local.shape, local.stride()
+
+
+def _version(t: Tensor) -> tuple[int, int]:
+    return t._version, _local(t)._version

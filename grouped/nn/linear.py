@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cute_kernels.formats import NVFP4
 from grouped import debug
-from grouped.autograd import Parts, multiply, quantize_weight, rows_and_ends
+from grouped.autograd import multiply, rows_and_ends
 from grouped.nn.kept import KeptWeight, can_keep, is_static
 from grouped.offsets import Offsets
+from grouped.passes import Copies, quantize_weight
 from grouped.recipes import BF16, Recipe
 from grouped.tensor import GroupedTensor
 
@@ -71,9 +71,10 @@ class GroupedLinear(nn.Module):
         ):
             if size < 1:
                 raise ValueError(f"{name} must be positive, got {size}")
-            if self.recipe.is_quantized and name != "num_groups" and size % NVFP4.sf_vec_size:
+            multiple = 1 if name == "num_groups" else self.recipe.multiple
+            if size % multiple:
                 raise ValueError(
-                    f"{name} must be a multiple of {NVFP4.sf_vec_size} for {self.recipe}: it is "
+                    f"{name} must be a multiple of {multiple} for {self.recipe}: it is "
                     f"the blocked dimension of a product, got {size}"
                 )
         self.num_groups = num_groups
@@ -82,6 +83,8 @@ class GroupedLinear(nn.Module):
         self.has_bias = bias
         self.single_parameter = single_parameter
         self._kept: KeptWeight | None = None
+        #: The last DTensor of each parameter: what FSDP gathers the present one from.
+        self._shards: dict[str, Tensor] = {}
         #: What ``grouped.debug.detect_nonfinite`` set up.
         self._nonfinite: Tensor | None = None
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -149,14 +152,15 @@ class GroupedLinear(nn.Module):
         """
         rows, ends = rows_and_ends(x, offs, self.num_groups, self.in_features)
         sources = self._sources("weight")
-        parts = self._kept_parts(sources, is_first_microbatch, rows)
-        weight = self._weight(sources, parts)
+        copies = self._kept_copies(sources, is_first_microbatch, rows)
+        weight = self._weight(sources, copies)
         bias = self._stacked("bias") if self.has_bias else None
-        y = multiply(rows, weight, bias, ends, self.recipe, parts)
+        y = multiply(rows, weight, bias, ends, self.recipe, copies)
         flags = debug.flags_of(self, rows.device)
         if flags is not None:
             y = debug.watch(flags, rows, sources, y, ends)
-        return y.reshape(*x.shape[:-1], self.out_features)
+        # Not a view of itself: FSDP warns of those.
+        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def _sources(self, name: str) -> list[Tensor]:
         """The parameters that ``name`` consists of."""
@@ -168,43 +172,44 @@ class GroupedLinear(nn.Module):
         sources = self._sources(name)
         return sources[0] if self.single_parameter else torch.stack(sources)
 
-    def _weight(self, sources: list[Tensor], parts: Parts | None) -> Tensor | None:
-        """The weight (G, N, K), unless its quantized ``parts`` are all that this call reads."""
+    def _weight(self, sources: list[Tensor], copies: Copies | None) -> Tensor | None:
+        """The weight (G, N, K), unless its quantized ``copies`` are all that this call reads."""
         if not self.single_parameter:
-            return None if parts and not torch.is_grad_enabled() else torch.stack(sources)
+            return None if copies and not torch.is_grad_enabled() else torch.stack(sources)
         weight = sources[0]
         shape = (self.num_groups, self.out_features, self.in_features)
         if isinstance(weight, GroupedTensor) and tuple(weight.shape) != shape:
             raise ValueError(f"weight must be uniform of shape {shape}, got {weight!r}")
         return weight
 
-    def _kept_parts(
+    def _kept_copies(
         self, sources: list[Tensor], is_first_microbatch: bool | None, rows: Tensor
-    ) -> Parts | None:
+    ) -> Copies | None:
         """The quantized weight of an earlier call or for later ones; None if this is for itself."""
         if not self.recipe.is_quantized or not can_keep(sources):
             return None
+        made_from = [*sources, *self._shards.values()]
         if is_first_microbatch is False:
-            return self._parts_of_first_microbatch(sources, rows)
+            return self._copies_of_first_microbatch(made_from, rows)
         wants_gradients = torch.is_grad_enabled()
         if is_first_microbatch is None:
             if self.training or wants_gradients or not is_static(sources):
                 return None
-            if self._kept is not None and self._kept.change(sources, self.recipe) is None:
-                return self._kept.parts
+            if self._kept is not None and self._kept.change(made_from, self.recipe) is None:
+                return self._kept.copies
         weight = sources[0] if self.single_parameter else torch.stack(sources)
         # Not where rows require a gradient: a later microbatch may where this one does not.
-        parts = quantize_weight(weight, self.recipe, wants_gradients)
-        self._kept = KeptWeight.of(sources, self.recipe, parts)
-        return parts
+        copies = quantize_weight(weight, self.recipe, wants_gradients)
+        self._kept = KeptWeight.of(made_from, self.recipe, copies)
+        return copies
 
-    def _parts_of_first_microbatch(self, sources: list[Tensor], rows: Tensor) -> Parts:
+    def _copies_of_first_microbatch(self, made_from: list[Tensor], rows: Tensor) -> Copies:
         kept = self._kept
         if kept is None:
             raise RuntimeError(
                 "is_first_microbatch=False uses the weight that a call with True kept; none was"
             )
-        change = kept.change(sources, self.recipe)
+        change = kept.change(made_from, self.recipe)
         if change is not None:
             raise RuntimeError(
                 "is_first_microbatch=False uses the weight that a call with True kept, but the "
@@ -215,7 +220,7 @@ class GroupedLinear(nn.Module):
                 "is_first_microbatch=False needs the columnwise weight for the gradient of x, "
                 "which the call with True did not keep: it ran under no_grad"
             )
-        return kept.parts
+        return kept.copies
 
     def extra_repr(self) -> str:
         """Sizes and recipe."""
@@ -231,13 +236,25 @@ class GroupedLinear(nn.Module):
         super().train(mode)
         return self
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP calls this where a class defines it, and else changes what nn.Module holds.
+        self._note_shard(name, value)
+        super().__setattr__(name, value)
+
+    def _note_shard(self, name: str, value: Any) -> None:
+        if name.startswith("weight") and hasattr(value, "_local_tensor"):
+            self._shards[name] = value
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy has other parameters, and a file none at all.
-        return {**self.__dict__, "_kept": None, "_nonfinite": None}
+        return {**self.__dict__, "_kept": None, "_nonfinite": None, "_shards": {}}
 
     def _apply(self, fn: Any, recurse: bool = True) -> GroupedLinear:
         self._kept = None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._shards = {}
+        for name, parameter in self._parameters.items():
+            self._note_shard(name, parameter)
         return self
 
     def _load_from_state_dict(

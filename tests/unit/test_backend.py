@@ -83,9 +83,21 @@ def test_environment_gives_options(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("text", "want"),
+    [(text, True) for text in ("1", "true", "Yes", "on")]
+    + [(text, False) for text in ("0", "false", "No", "off")],
+)
+def test_booleans_in_the_environment(monkeypatch, text, want):
+    monkeypatch.setenv(VARIABLE, f"emulated:sm_100a,races={text}")
+    assert active_backend(CPU).emulation == (("races", want),)
+
+
+@pytest.mark.parametrize(
     ("text", "error", "words"),
     [
         ("emulated:sm_100a,seed=x", ValueError, "seed must be a number, got 'x'"),
+        ("emulated:sm_100a,races=maybe", ValueError, "races must be one of .*, got 'maybe'"),
+        ("emulated:sm_100a,races=", ValueError, "races must be one of .*, got ''"),
         ("emulated:sm_100a,chaos", ValueError, "option=value, got 'chaos'"),
         ("emulated:sm_100a,speed=1", TypeError, "got speed"),
         ("reference,seed=1", TypeError, "reference takes no options"),
