@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 import torch
@@ -11,13 +12,26 @@ from torch import Tensor
 
 import cute_kernels  # noqa: F401  (registers the ops)
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    #: A plain operand, or the buffers of one direction of a quantized one, codes first.
+    Operand: TypeAlias = "Tensor | Sequence[Tensor]"
+
 __all__ = [
+    "DTYPES",
+    "NVFP4_TEXTS",
     "SENTINEL",
     "SPLITS",
     "assert_same_bytes",
+    "dequantize_arguments",
     "dtype_ulp",
     "end_rows",
+    "ends",
     "has_compiler",
+    "k_grouped_arguments",
+    "m_grouped_arguments",
+    "many_groups",
     "needs_compiler",
     "offsets",
     "ops",
@@ -27,6 +41,12 @@ __all__ = [
 ]
 
 ops = torch.ops.cute_kernels
+
+#: Dtypes of plain operands, by the names that kernels have for them.
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+#: The texts of NVFP4 by second level and block shape.
+NVFP4_TEXTS = {"1x16": "nvfp4", "16x16": "nvfp4:block=16x16", "row-scaled": "nvfp4:row_scaled"}
 
 
 def has_compiler() -> bool:
@@ -53,14 +73,27 @@ SPLITS = {
 }
 
 
-def end_rows(splits: tuple[int, ...]) -> list[int]:
+def end_rows(splits: Sequence[int]) -> list[int]:
     """End row of each group."""
     return torch.tensor(splits, dtype=torch.int64).cumsum(0).tolist()
 
 
-def offsets(splits: tuple[int, ...]) -> Tensor:
-    """End row of each group, as ops take them."""
-    return torch.tensor(end_rows(splits), dtype=torch.int32)
+def ends(*rows: int) -> Tensor:
+    """End rows as ops take them, of any order and size."""
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def offsets(splits: Sequence[int]) -> Tensor:
+    """End row of each group of ``splits`` rows, as ops take them."""
+    return ends(*end_rows(splits))
+
+
+def many_groups() -> Tensor:
+    """End rows of 1500 groups: none to two rows each, a long run of empty ones, and a long one."""
+    sizes = torch.randint(0, 3, (1500,), generator=torch.Generator().manual_seed(5))
+    sizes[700:1400] = 0
+    sizes[1450] = 130
+    return sizes.cumsum(0).int()
 
 
 def sample(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -90,6 +123,60 @@ def poisoned(like: Tensor) -> Tensor:
     return storage.view(like.dtype).as_strided(like.shape, like.stride())
 
 
+def dequantize_arguments(
+    copy: Sequence[Tensor],
+    text: str,
+    rows: int,
+    dtype: torch.dtype,
+    offs: Tensor | None = None,
+    columnwise: bool = False,
+) -> tuple[Any, ...]:
+    """Arguments of ``grouped_dequantize`` of one direction's buffers, codes first."""
+    return (copy[0], list(copy[1:]), text, rows, dtype, offs, columnwise)
+
+
+def m_grouped_arguments(
+    a: Operand,
+    b: Operand,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    alpha: Tensor | None = None,
+    transpose_b: bool = False,
+    out_dtype: torch.dtype | None = None,
+    *,
+    a_format: str = "nvfp4",
+    b_format: str = "nvfp4",
+    prepacked: bool = False,
+) -> tuple[Any, ...]:
+    """Arguments of ``m_grouped_gemm``; the formats are those of operands that are copies."""
+    left, a_scales, a_text = _operand(a, a_format)
+    right, b_scales, b_text = _operand(b, b_format)
+    quantized = (a_scales, b_scales, a_text, b_text, prepacked)
+    return (left, right, offs, bias, alpha, transpose_b, out_dtype, *quantized)
+
+
+def k_grouped_arguments(
+    a: Operand,
+    b: Operand,
+    offs: Tensor,
+    alpha: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    a_format: str = "nvfp4",
+    b_format: str = "nvfp4",
+) -> tuple[Any, ...]:
+    """Arguments of ``k_grouped_gemm``, likewise."""
+    left, a_scales, a_text = _operand(a, a_format)
+    right, b_scales, b_text = _operand(b, b_format)
+    return (left, right, offs, alpha, out_dtype, a_scales, b_scales, a_text, b_text)
+
+
+def _operand(x: Operand, text: str) -> tuple[Tensor, list[Tensor] | None, str | None]:
+    if isinstance(x, Tensor):
+        return x, None, None
+    return x[0], list(x[1:]), text
+
+
 def dtype_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Distance from |x| to the next larger number of ``dtype``, fp64."""
     info = torch.finfo(dtype)
@@ -97,15 +184,23 @@ def dtype_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
     return magnitude.log2().floor().exp2() * info.eps
 
 
-def assert_same_bytes(got: Tensor, want: Tensor, what: str = "output") -> None:
-    """Bitwise equality; the message gives the first difference."""
+def assert_same_bytes(
+    got: Tensor, want: Tensor, what: str = "output", *, any_nan: bool = False
+) -> None:
+    """Bitwise equality; the message gives the first difference.
+
+    With ``any_nan`` one NaN is as good as another.
+    """
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, not {want.dtype}"
     if got.numel() == 0:
         return
     a = got.contiguous().flatten().view(torch.uint8).view(-1, got.element_size())
     b = want.contiguous().flatten().view(torch.uint8).view(-1, got.element_size())
-    wrong = (a != b).any(1).nonzero()
+    differs = (a != b).any(1)
+    if any_nan:
+        differs &= ~(got.isnan() & want.isnan()).flatten()
+    wrong = differs.nonzero()
     if len(wrong):
         at = int(wrong[0])
         where = torch.unravel_index(torch.tensor(at), got.shape)

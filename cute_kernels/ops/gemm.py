@@ -121,6 +121,11 @@ class GroupedGemm(Op):
         return _parse(self.b_format)
 
     @property
+    def quantizes_a(self) -> bool:
+        """Whether A is plain and quantized on the way."""
+        return "a" not in self.quantized_sides
+
+    @property
     def result_dtype(self) -> torch.dtype:
         """``out_dtype``, or for None the dtype of a plain A; codes have none: then it is bf16."""
         if self.out_dtype is not None:
@@ -179,11 +184,6 @@ class MGrouped(GroupedGemm):
         """K."""
         fmt, width = self.a_record, self.a.shape[1]
         return width if fmt is None or self.quantizes_a else fmt.element.count(width)
-
-    @property
-    def quantizes_a(self) -> bool:
-        """Whether A is plain and quantized on the way."""
-        return "a" not in self.quantized_sides
 
     @property
     def row_scaled(self) -> bool:

@@ -1,14 +1,25 @@
 """Derivatives of the plain GEMMs against fp64 autograd; what has none says so."""
 
+import re
+
 import pytest
 import torch
 from torch.autograd import forward_ad
 
 import cute_kernels
-from tests.helpers import assert_same_bytes, offsets, ops, sample
+from tests.helpers import (
+    DTYPES,
+    assert_same_bytes,
+    dequantize_arguments,
+    k_grouped_arguments,
+    m_grouped_arguments,
+    offsets,
+    ops,
+    sample,
+)
+from tests.ops.test_schemas import outputs_like, tensors
 
 SPLITS = [(9, 0, 20), (0, 30), (16, 5, 3, 0)]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Of a gradient that was rounded to the dtype once, through a product of rounded gradients.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -35,7 +46,7 @@ def assert_near(got, want, dtype):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=TOLERANCE[dtype] * scale)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("transpose_b", [False, True])
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_m_grouped_gemm(splits, transpose_b, dtype):
@@ -58,7 +69,7 @@ def test_m_grouped_gemm(splits, transpose_b, dtype):
     assert not b.grad[torch.tensor(splits) == 0].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_k_grouped_gemm(splits, dtype):
     groups, tail = len(splits), 4
@@ -124,142 +135,166 @@ def test_alpha_has_no_derivative(name):
 
 def test_quantized_ops_refuse_to_differentiate():
     x, offs = sample(8, 32, dtype=torch.float32).requires_grad_(), offsets((5, 3))
-    q = ops.grouped_quantize_nvfp4(x, offs)
-    with pytest.raises(RuntimeError, match=r"grouped_quantize_nvfp4 has no derivative"):
+    q = ops.grouped_quantize(x, "nvfp4", offs)
+    with pytest.raises(RuntimeError, match=r"grouped_quantize has no derivative"):
         q[2].sum().backward()
     for name, arguments in (("grouped_amax", (x, offs)), ("grouped_dbias", (x, offs))):
         with pytest.raises(RuntimeError, match=f"{name} has no derivative"):
             getattr(ops, name)(*arguments).sum().backward()
-    w = ops.grouped_quantize_nvfp4(sample(2, 16, 32))
+    w = ops.grouped_quantize(sample(2, 16, 32), "nvfp4")
     bias = torch.zeros(2, 16, requires_grad=True)
-    y = ops.m_grouped_gemm_nvfp4(*(t.detach() for t in q[:3]), *w[:3], offs, bias)
-    with pytest.raises(RuntimeError, match="m_grouped_gemm_nvfp4 has no derivative"):
+    y = ops.m_grouped_gemm(*m_grouped_arguments([t.detach() for t in q], w, offs, bias))
+    with pytest.raises(RuntimeError, match="m_grouped_gemm of quantized operands has no deriv"):
         y.sum().backward()
 
 
-#: Ops, and their operands that could require gradients.
+@pytest.mark.parametrize("wanted", ["a", "bias", "b_scales", "alpha"])
+def test_a_plain_operand_beside_a_quantized_one_has_no_derivative(wanted):
+    arguments = arguments_of("w4a16")
+    y = ops.m_grouped_gemm(**require_gradient(arguments, wanted))
+    with pytest.raises(RuntimeError, match="m_grouped_gemm of quantized operands has no deriv"):
+        y.sum().backward()
+
+
+def test_products_of_quantized_rows_have_no_derivative():
+    arguments = require_gradient(arguments_of("nvfp4 wgrad"), "a_scales")
+    y = ops.k_grouped_gemm(**arguments)
+    with pytest.raises(RuntimeError, match="k_grouped_gemm of quantized operands has no deriv"):
+        y.sum().backward()
+
+
+#: Calls: of which op, and their operands that could require gradients, of lists the last tensor.
 OUT_FORMS = {
-    "m_grouped_gemm": ("a", "b", "bias", "alpha"),
-    "k_grouped_gemm": ("a", "b", "alpha"),
-    "m_grouped_gemm_nvfp4": ("a_amax", "b_amax", "bias", "alpha"),
-    "m_grouped_gemm_w4a16": ("a", "b_amax", "bias", "alpha"),
-    "m_grouped_quantize_gemm_nvfp4": ("a", "bias", "alpha"),
-    "k_grouped_gemm_nvfp4": ("a_amax_t", "alpha"),
-    "grouped_quantize_nvfp4": ("x", "amax"),
-    "grouped_dequantize_nvfp4": ("amax",),
-    "grouped_amax": ("x",),
-    "grouped_dbias": ("dy",),
+    "plain": ("m_grouped_gemm", ("a", "b", "bias", "alpha")),
+    "plain wgrad": ("k_grouped_gemm", ("a", "b", "alpha")),
+    "nvfp4": ("m_grouped_gemm", ("a_scales", "b_scales", "bias", "alpha")),
+    "w4a16": ("m_grouped_gemm", ("a", "b_scales", "bias", "alpha")),
+    "quantizing": ("m_grouped_quantize_gemm", ("a", "b_scales", "bias", "alpha")),
+    "nvfp4 wgrad": ("k_grouped_gemm", ("a_scales", "b_scales", "alpha")),
+    "quantize": ("grouped_quantize", ("x", "amax")),
+    "dequantize": ("grouped_dequantize", ("scales",)),
+    "amax": ("grouped_amax", ("x",)),
+    "dbias": ("grouped_dbias", ("dy",)),
 }
-OPERANDS = [(name, operand) for name, operands in OUT_FORMS.items() for operand in operands]
+OPERANDS = [(call, operand) for call, (_, operands) in OUT_FORMS.items() for operand in operands]
 
 
-def arguments_of(name):
+def arguments_of(call):
     """Arguments by name that give each operand which the op can take; none requires a gradient."""
     offs, x, a16 = offsets((5, 3)), sample(8, 32, dtype=torch.float32), sample(8, 32)
-    codes = ops.grouped_quantize_nvfp4(x, offs, columnwise=True)
+    codes = ops.grouped_quantize(x, "nvfp4", offs, columnwise=True)
     w = sample(2, 16, 32)
-    held = ops.grouped_quantize_nvfp4(w)[:3]
-    b = dict(zip(("b_codes", "b_scales", "b_amax"), held, strict=True))
-    vectors = {"bias": torch.zeros(2, 16), "alpha": torch.ones(2)}
-    per_op = {
-        "m_grouped_gemm": {"a": a16, "b": w, **vectors},
-        "k_grouped_gemm": {"a": x, "b": x.clone(), "alpha": torch.ones(2)},
-        "m_grouped_gemm_nvfp4": {
-            **dict(zip(("a_codes", "a_scales", "a_amax"), codes, strict=False)),
-            **b,
-            **vectors,
-        },
-        "m_grouped_gemm_w4a16": {"a": a16, **b, **vectors},
-        "m_grouped_quantize_gemm_nvfp4": {"a": a16, **b, **vectors},
-        "k_grouped_gemm_nvfp4": {
-            **dict(zip(("a_codes_t", "a_scales_t", "a_amax_t"), codes[3:], strict=True)),
-            **dict(zip(("b_codes_t", "b_scales_t", "b_amax_t"), codes[3:], strict=True)),
-            "alpha": torch.ones(2),
-        },
-        "grouped_quantize_nvfp4": {"x": x, "amax": torch.ones(2)},
-        "grouped_dequantize_nvfp4": {
-            **dict(zip(("codes", "scales", "amax"), codes, strict=False)),
-            "rows": 8,
-            "dtype": torch.float32,
-        },
-        "grouped_amax": {"x": x},
-        "grouped_dbias": {"dy": x},
+    held = ops.grouped_quantize(w, "nvfp4")
+    vectors = (torch.zeros(2, 16), torch.ones(2))
+    per_call = {
+        "plain": m_grouped_arguments(a16, w, offs, *vectors),
+        "plain wgrad": k_grouped_arguments(x, x.clone(), offs, vectors[1]),
+        "nvfp4": m_grouped_arguments(codes[:3], held, offs, *vectors),
+        "w4a16": m_grouped_arguments(a16, held, offs, *vectors),
+        "quantizing": (a16, held[0], offs, held[1:], "nvfp4", "nvfp4", *vectors),
+        "nvfp4 wgrad": k_grouped_arguments(codes[3:], codes[3:], offs, vectors[1]),
+        "quantize": (x, "nvfp4", offs, torch.ones(2)),
+        "dequantize": dequantize_arguments(codes[:3], "nvfp4", 8, torch.float32, offs),
+        "amax": (x, offs),
+        "dbias": (x, offs),
     }
-    return {"offs": offs, **per_op[name]}
+    fields = getattr(ops, OUT_FORMS[call][0]).default._schema.arguments
+    return {f.name: value for f, value in zip(fields, per_call[call], strict=False)}
+
+
+def operand_of(arguments, operand):
+    """A tensor argument, or the last one of a list."""
+    value = arguments[operand]
+    return value[-1] if isinstance(value, list) else value
+
+
+def replaced(arguments, operand, tensor):
+    """Arguments with another tensor there."""
+    value = arguments[operand]
+    return arguments | {operand: [*value[:-1], tensor] if isinstance(value, list) else tensor}
+
+
+def require_gradient(arguments, operand):
+    return replaced(arguments, operand, operand_of(arguments, operand).clone().requires_grad_())
+
+
+def label_of(arguments, operand):
+    """How messages name it."""
+    value = arguments[operand]
+    return f"{operand}[{len(value) - 1}]" if isinstance(value, list) else operand
 
 
 def outputs_of(name, arguments):
-    results = getattr(ops, name)(**arguments)
-    results = results if isinstance(results, tuple) else (results,)
-    schema = getattr(ops, f"{name}_out").default._schema
-    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    pairs = zip(names, results, strict=True)
-    return {n: torch.zeros_like(t) for n, t in pairs if t.shape != (0,)}
+    """Zeros for the out form."""
+    return outputs_like(name, getattr(ops, name)(**arguments), torch.zeros_like)
 
 
-@pytest.mark.parametrize(("name", "operand"), OPERANDS)
-def test_out_forms_refuse_operands_that_require_a_gradient(name, operand):
-    arguments = arguments_of(name)
+@pytest.mark.parametrize(("case", "operand"), OPERANDS)
+def test_out_forms_refuse_operands_that_require_a_gradient(case, operand):
+    name, arguments = OUT_FORMS[case][0], arguments_of(case)
     outputs = outputs_of(name, arguments)
-    arguments[operand] = arguments[operand].clone().requires_grad_()
-    with pytest.raises(RuntimeError, match=f"{name}_out.*{operand} requires a gradient"):
+    label = re.escape(label_of(arguments, operand))
+    arguments = require_gradient(arguments, operand)
+    with pytest.raises(RuntimeError, match=f"{name}_out.*{label} requires a gradient"):
         getattr(ops, f"{name}_out")(**arguments, **outputs)
-    assert not any(t.view(torch.uint8).any() for t in outputs.values()), "nothing is written"
+    assert not any(t.view(torch.uint8).any() for t in tensors(outputs)), "nothing is written"
     with torch.no_grad():
         getattr(ops, f"{name}_out")(**arguments, **outputs)
 
 
-@pytest.mark.parametrize("name", OUT_FORMS)
-def test_out_forms_refuse_a_leaf_that_requires_a_gradient(name):
-    arguments = arguments_of(name)
+@pytest.mark.parametrize("case", OUT_FORMS)
+def test_out_forms_refuse_a_leaf_that_requires_a_gradient(case):
+    name, arguments = OUT_FORMS[case][0], arguments_of(case)
     outputs = outputs_of(name, arguments)
-    given = next(n for n, t in outputs.items() if t.is_floating_point())
-    outputs[given].requires_grad_()
-    with pytest.raises(RuntimeError, match=f"{name}_out.*{given} requires a gradient"):
+    (argument,) = outputs
+    leaf = next(t for t in tensors(outputs) if t.is_floating_point())
+    leaf.requires_grad_()
+    with pytest.raises(RuntimeError, match=f"{name}_out.*{argument} requires a gradient"):
         getattr(ops, f"{name}_out")(**arguments, **outputs)
-    assert not outputs[given].detach().any()
+    assert not leaf.detach().any()
     with torch.no_grad():
         getattr(ops, f"{name}_out")(**arguments, **outputs)
 
 
-@pytest.mark.parametrize(("name", "operand"), OPERANDS)
+@pytest.mark.parametrize(("case", "operand"), OPERANDS)
 @pytest.mark.parametrize("way", ["func.jvp", "dual level"])
-def test_forward_mode_is_refused(name, operand, way):
+def test_forward_mode_is_refused(case, operand, way):
     """A zero tangent would be the derivative of a constant."""
-    arguments = arguments_of(name)
-    tangent = torch.ones_like(arguments[operand])
+    name, arguments = OUT_FORMS[case][0], arguments_of(case)
+    primal = operand_of(arguments, operand)
+    tangent = torch.ones_like(primal)
 
     def call(x):
-        return getattr(ops, name)(**{**arguments, operand: x})
+        return getattr(ops, name)(**replaced(arguments, operand, x))
 
     def call_out(x):
         outputs = outputs_of(name, arguments)
-        getattr(ops, f"{name}_out")(**{**arguments, operand: x}, **outputs)
+        getattr(ops, f"{name}_out")(**replaced(arguments, operand, x), **outputs)
         return next(iter(outputs.values()))
 
     def call_directly(x):
+        given = replaced(arguments, operand, x)
         ordered = [
-            {**arguments, operand: x}.get(a.name, a.default_value)
-            for a in getattr(ops, name).default._schema.arguments
+            given.get(a.name, a.default_value) for a in getattr(ops, name).default._schema.arguments
         ]
         return getattr(cute_kernels.ops, name)(*ordered)
 
     for function in (call, call_directly, call_out):
         with pytest.raises((NotImplementedError, RuntimeError), match="no forward-mode|in forward"):
             if way == "func.jvp":
-                torch.func.jvp(function, (arguments[operand],), (tangent,))
+                torch.func.jvp(function, (primal,), (tangent,))
             else:
                 with forward_ad.dual_level():
-                    function(forward_ad.make_dual(arguments[operand], tangent))
+                    function(forward_ad.make_dual(primal, tangent))
 
 
 def test_operands_without_a_tangent_pass_in_a_dual_level():
-    arguments = arguments_of("m_grouped_gemm")
+    arguments = arguments_of("plain")
     with forward_ad.dual_level():
         assert_same_bytes(ops.m_grouped_gemm(**arguments), ops.m_grouped_gemm(**arguments))
 
 
-@pytest.mark.parametrize("name", [*OUT_FORMS, "compute_offsets"])
+@pytest.mark.parametrize("name", cute_kernels.ops.__all__)
 def test_every_form_is_documented(name):
     text = getattr(ops, name).__doc__
     assert "Args:" in text and "Returns:" in text

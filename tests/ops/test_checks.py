@@ -5,19 +5,29 @@ import re
 import pytest
 import torch
 
-from cute_kernels.ops import gemm, quantize, registry
+from cute_kernels.formats import parse
+from cute_kernels.layout.buffers import buffers
+from cute_kernels.ops import dequantize, gemm, quantize, reductions, registry
 from cute_kernels.runtime.plan import PlanCache
-from tests.helpers import offsets, ops, sample
+from tests.helpers import (
+    dequantize_arguments,
+    k_grouped_arguments,
+    m_grouped_arguments,
+    offsets,
+    ops,
+    sample,
+)
 
 I32, F32, U8, BF16 = torch.int32, torch.float32, torch.uint8, torch.bfloat16
 OFFS = offsets((5, 3))
 X = torch.ones(8, 32)
 W = torch.ones(2, 16, 32)
 META_OFFS = OFFS.to("meta")
-Q = ops.grouped_quantize_nvfp4(X, OFFS, columnwise=True)
-R = ops.grouped_quantize_nvfp4(X, OFFS, row_scaled=True)
-V = ops.grouped_quantize_nvfp4(W, columnwise=True)
-U = ops.grouped_quantize_nvfp4(torch.ones(2, 5, 32))
+NVFP4, ROWS = "nvfp4", "nvfp4:row_scaled"
+Q = ops.grouped_quantize(X, NVFP4, OFFS, columnwise=True)
+R = ops.grouped_quantize(X, ROWS, OFFS)
+V = ops.grouped_quantize(W, NVFP4, columnwise=True)
+U = ops.grouped_quantize(torch.ones(2, 5, 32), NVFP4)
 
 OFFS_RULES = [
     (OFFS.long(), TypeError, "offs must be int32, got int64"),
@@ -33,11 +43,23 @@ def offs_cases(name, *before, after=()):
 
 
 def change(arguments, index, value):
+    """Arguments with another one at ``index``, or within the list at the first of two indices."""
+    if isinstance(index, tuple):
+        index, inner = index
+        value = list(change(arguments[index], inner, value))
     return (*arguments[:index], value, *arguments[index + 1 :])
 
 
-def operand_cases(name, arguments, index, label, fine):
-    """Wrong dtype, rank, shape and device of one tensor argument."""
+def offs_of(name, arguments):
+    """Wrong offs among the arguments of an op."""
+    fields = list(getattr(ops, name).default._schema.arguments)
+    at = [field.name for field in fields].index("offs")
+    return [(name, change(arguments, at, offs), *rest) for offs, *rest in OFFS_RULES]
+
+
+def operand_cases(name, arguments, index, label):
+    """Wrong dtype, rank, shape and device of one tensor argument, or of one in a list."""
+    fine = arguments[index[0]][index[1]] if isinstance(index, tuple) else arguments[index]
     other = torch.int16 if fine.dtype != torch.int16 else U8
     return [
         (name, change(arguments, index, fine.to(other)), TypeError, f"{label} must be"),
@@ -46,10 +68,43 @@ def operand_cases(name, arguments, index, label, fine):
     ]
 
 
-FPROP = (*Q[:3], *V[:3], OFFS)
-DGRAD = (*Q[:3], *ops.grouped_quantize_nvfp4(W.mT, columnwise=True)[3:], OFFS)
-WGRAD = (*Q[3:], *Q[3:], OFFS)
-W4A16 = (X.bfloat16(), *V[:3], OFFS)
+def copy_cases(name, arguments, codes, scales, label, ending=""):
+    """Likewise of each buffer of a copy: its codes, and the list of the rest."""
+    rest = ((0, f"scales{ending}"), (1, f"amax{ending}"))
+    lists = "scales" if label == "codes" else f"{label}_scales"
+    return [
+        *operand_cases(name, arguments, codes, label),
+        *(
+            case
+            for i, of in rest
+            for case in operand_cases(
+                name, arguments, (scales, i), f"{lists}[{i}], the {of} of nvfp4,"
+            )
+        ),
+    ]
+
+
+def m_grouped(a, b=tuple(V[:3]), offs=OFFS, *rest, **formats):
+    return m_grouped_arguments(a, b, offs, *rest, **formats)
+
+
+def k_grouped(a, b=tuple(Q[3:]), offs=OFFS, *rest):
+    return k_grouped_arguments(a, b, offs, *rest)
+
+
+def dequantized(copy, rows=8, dtype=F32, text=NVFP4, offs=OFFS, columnwise=False):
+    return dequantize_arguments(copy, text, rows, dtype, offs, columnwise)
+
+
+TRANSPOSED = ops.grouped_quantize(W.mT, NVFP4, rowwise=False, columnwise=True)
+FPROP = m_grouped(Q[:3])
+DGRAD = m_grouped(Q[:3], TRANSPOSED, OFFS, None, None, True)
+WGRAD = k_grouped(Q[3:])
+X16 = X.bfloat16()
+W4A16 = m_grouped(X16)
+FUSED = (X16, V[0], OFFS, V[1:3], NVFP4, NVFP4)
+#: Where the lists of scales are in the arguments of ``m_grouped_gemm`` and ``k_grouped_gemm``.
+M_SCALES, K_SCALES = {"a": 7, "b": 8}, {"a": 5, "b": 6}
 
 CASES = [
     # compute_offsets
@@ -98,136 +153,142 @@ CASES = [
     ("grouped_dbias", (W, OFFS), ValueError, "dy must have 2 dimensions, got shape (2, 16, 32)"),
     *offs_cases("grouped_dbias", X),
     # quantize
-    *offs_cases("grouped_quantize_nvfp4", X),
-    ("grouped_quantize_nvfp4", (X.int(), OFFS), TypeError, "x must be"),
-    ("grouped_quantize_nvfp4", (X,), ValueError, "x must have 3 dimensions, got shape (8, 32)"),
+    *offs_of("grouped_quantize", (X, NVFP4, OFFS)),
+    ("grouped_quantize", (X.int(), NVFP4, OFFS), TypeError, "x must be"),
+    ("grouped_quantize", (X, NVFP4), ValueError, "x must have 3 dimensions, got shape (8, 32)"),
     (
-        "grouped_quantize_nvfp4",
-        (X[0], OFFS),
+        "grouped_quantize",
+        (X[0], NVFP4, OFFS),
         ValueError,
         "x must have 2 dimensions, got shape (32,)",
     ),
-    ("grouped_quantize_nvfp4", (W[:0],), ValueError, "x must have at least one group"),
+    ("grouped_quantize", (W[:0], NVFP4), ValueError, "x must have at least one group"),
     *[
         (
-            "grouped_quantize_nvfp4",
-            (torch.ones(8, cols), OFFS),
+            "grouped_quantize",
+            (torch.ones(8, cols), NVFP4, OFFS),
             ValueError,
-            f"K must be a positive multiple of 16 (blocks of 16, x is (..., K)), got {cols}",
+            f"K must be a positive multiple of 16 (nvfp4, x is (..., K)), got {cols}",
         )
         for cols in (0, 1, 8, 24, 31)
     ],
     (
-        "grouped_quantize_nvfp4",
-        (X, OFFS, None, True, True),
+        "grouped_quantize",
+        (X, "nvfp4:row_scaled,block=16x16", OFFS),
         ValueError,
         "row_scaled needs block=(1, 16), got block=(16, 16)",
     ),
     (
-        "grouped_quantize_nvfp4",
-        (X, OFFS, None, False, False, False, False),
+        "grouped_quantize",
+        (X, NVFP4, OFFS, None, False, False),
         ValueError,
         "rowwise and columnwise are both False",
     ),
     (
-        "grouped_quantize_nvfp4",
-        (X, OFFS, torch.ones(2), True),
+        "grouped_quantize",
+        (X, ROWS, OFFS, torch.ones(2)),
         ValueError,
-        "amax is the second level of groups",
+        "amax is the second level of groups, which nvfp4:row_scaled does not use",
     ),
+    *[
+        (
+            "grouped_quantize",
+            (X, text, OFFS, torch.ones(2)),
+            ValueError,
+            f"amax is the second level of groups, which {text} does not use",
+        )
+        for text in ("mxfp8", "fp8_block")
+    ],
     (
-        "grouped_quantize_nvfp4",
-        (X, OFFS, torch.ones(3)),
+        "grouped_quantize",
+        (X, NVFP4, OFFS, torch.ones(3)),
         ValueError,
         "amax must have size 2 in dimension 0, got shape (3,)",
     ),
     (
-        "grouped_quantize_nvfp4",
-        (X, OFFS, torch.ones(2).double()),
+        "grouped_quantize",
+        (X, NVFP4, OFFS, torch.ones(2).double()),
         TypeError,
         "amax must be float32, got float64",
     ),
     (
-        "grouped_quantize_nvfp4",
-        (X, OFFS, torch.ones(2, device="meta")),
+        "grouped_quantize",
+        (X, NVFP4, OFFS, torch.ones(2, device="meta")),
         ValueError,
         "amax must be on the device of x (cpu), got meta",
     ),
     # dequantize
-    *offs_cases("grouped_dequantize_nvfp4", *Q[:3], after=(8, F32)),
-    *operand_cases("grouped_dequantize_nvfp4", (*Q[:3], OFFS, 8, F32), 0, "codes", Q[0]),
-    *operand_cases("grouped_dequantize_nvfp4", (*Q[:3], OFFS, 8, F32), 1, "scales", Q[1]),
-    *operand_cases("grouped_dequantize_nvfp4", (*Q[:3], OFFS, 8, F32), 2, "amax", Q[2]),
+    *offs_of("grouped_dequantize", dequantized(Q[:3])),
+    *copy_cases("grouped_dequantize", dequantized(Q[:3]), 0, 1, "codes"),
+    *copy_cases("grouped_dequantize", dequantized(Q[3:], columnwise=True), 0, 1, "codes", "_t"),
     (
-        "grouped_dequantize_nvfp4",
-        (*Q[:3], OFFS, 8, I32),
+        "grouped_dequantize",
+        dequantized(Q[:3], dtype=I32),
         TypeError,
         "dtype must be bfloat16 or float16 or float32, got int32",
     ),
+    ("grouped_dequantize", dequantized(Q[:3], -1), ValueError, "rows must be >= 0, got -1"),
     (
-        "grouped_dequantize_nvfp4",
-        (*Q[:3], OFFS, -1, F32),
-        ValueError,
-        "rows must be >= 0, got -1",
-    ),
-    (
-        "grouped_dequantize_nvfp4",
-        (*Q[:3], OFFS, 9, F32),
+        "grouped_dequantize",
+        dequantized(Q[:3], 9),
         ValueError,
         "codes must have size 9 in dimension 0, got shape (8, 16)",
     ),
     (
-        "grouped_dequantize_nvfp4",
-        (*Q[:3], OFFS, 8, F32, True),
+        "grouped_dequantize",
+        dequantized(Q[:3], text=ROWS),
         ValueError,
-        "amax must have size 8 in dimension 0, got shape (2,)",
+        "scales[1], the amax of nvfp4:row_scaled, must have size 8 in dimension 0, got shape (2,)",
     ),
     (
-        "grouped_dequantize_nvfp4",
-        (*R[:3], OFFS, 8, F32),
+        "grouped_dequantize",
+        dequantized(R),
         ValueError,
-        "amax must have size 2 in dimension 0, got shape (8,)",
+        "scales[1], the amax of nvfp4, must have size 2 in dimension 0, got shape (8,)",
     ),
     (
-        "grouped_dequantize_nvfp4",
-        (*Q[3:], OFFS, 8, F32, True, True),
-        ValueError,
-        "row_scaled belongs to the rowwise copy",
-    ),
-    (
-        "grouped_dequantize_nvfp4",
-        (*Q[3:], OFFS, 300, F32, False, True),
+        "grouped_dequantize",
+        dequantized(Q[3:], 300, columnwise=True),
         ValueError,
         "codes must have size 256 in dimension 1, got shape (32, 128)",
     ),
     (
-        "grouped_dequantize_nvfp4",
-        (Q[0][:, :4], *Q[1:3], OFFS, 8, F32),
+        "grouped_dequantize",
+        dequantized((Q[0][:, :4], *Q[1:3])),
         ValueError,
-        "K must be a positive multiple of 16 (blocks of 16, codes are (..., K / 2)), got 8",
+        "K must be a positive multiple of 16 (codes are of nvfp4), got 8",
     ),
     (
-        "grouped_dequantize_nvfp4",
-        (Q[3][:8], *Q[4:], OFFS, 8, F32, False, True),
+        "grouped_dequantize",
+        dequantized((Q[3][:8], *Q[4:]), columnwise=True),
         ValueError,
-        "K must be a positive multiple of 16 (blocks of 16, codes are (..., K, slots / 2)), got 8",
+        "K must be a positive multiple of 16 (codes are of nvfp4), got 8",
     ),
     (
-        "grouped_dequantize_nvfp4",
-        (U[0][:0], U[1][:0], U[2][:0], None, 5, F32),
+        "grouped_dequantize",
+        dequantized([t[:0] for t in U], 5, offs=None),
         ValueError,
         "codes must have at least one group, got shape (0, 5, 16)",
     ),
     (
-        "grouped_dequantize_nvfp4",
-        (*Q[:3], None, 8, F32),
+        "grouped_dequantize",
+        dequantized(Q[:3], offs=None),
         ValueError,
         "codes must have 3 dimensions, got shape (8, 16)",
     ),
+    *[
+        (
+            "grouped_dequantize",
+            dequantized(copy),
+            ValueError,
+            f"scales must be scales, amax of nvfp4, got {len(copy) - 1} tensors",
+        )
+        for copy in (Q[:1], Q[:2], Q[:4])
+    ],
     # plain GEMMs
     *offs_cases("m_grouped_gemm", X, W),
-    *operand_cases("m_grouped_gemm", (X, W, OFFS), 0, "a", X),
-    *operand_cases("m_grouped_gemm", (X, W, OFFS), 1, "b", W),
+    *operand_cases("m_grouped_gemm", (X, W, OFFS), 0, "a"),
+    *operand_cases("m_grouped_gemm", (X, W, OFFS), 1, "b"),
     ("m_grouped_gemm", (X, W.bfloat16(), OFFS), TypeError, "b must be float32, got bfloat16"),
     ("m_grouped_gemm", (X, W[0], OFFS), ValueError, "b must have 3 dimensions, got shape (16, 32)"),
     ("m_grouped_gemm", (X, torch.tensor(1.0), OFFS), ValueError, "b must have 3 dimensions"),
@@ -276,8 +337,8 @@ CASES = [
         "out_dtype must be bfloat16 or float16 or float32, got float64",
     ),
     *offs_cases("k_grouped_gemm", X, X),
-    *operand_cases("k_grouped_gemm", (X, X, OFFS), 0, "a", X),
-    *operand_cases("k_grouped_gemm", (X, X, OFFS), 1, "b", X),
+    *operand_cases("k_grouped_gemm", (X, X, OFFS), 0, "a"),
+    *operand_cases("k_grouped_gemm", (X, X, OFFS), 1, "b"),
     (
         "k_grouped_gemm",
         (X, X[:7], OFFS),
@@ -293,117 +354,219 @@ CASES = [
         "out_dtype must be bfloat16 or float16 or float32, got int32",
     ),
     # quantized GEMMs
-    *offs_cases("m_grouped_gemm_nvfp4", *FPROP[:6]),
+    *offs_of("m_grouped_gemm", FPROP),
     *[
         case
-        for i, label in enumerate(
-            ("a_codes", "a_scales", "a_amax", "b_codes", "b_scales", "b_amax")
-        )
+        for side, codes in (("a", 0), ("b", 1))
         for arguments in (FPROP, DGRAD)
-        for case in operand_cases("m_grouped_gemm_nvfp4", arguments, i, label, arguments[i])
+        for case in copy_cases(
+            "m_grouped_gemm",
+            arguments,
+            codes,
+            M_SCALES[side],
+            side,
+            "_t" if side == "b" and arguments is DGRAD else "",
+        )
     ],
     (
-        "m_grouped_gemm_nvfp4",
-        (Q[0][:, :4], *FPROP[1:]),
+        "m_grouped_gemm",
+        m_grouped((Q[0][:, :4], *Q[1:3])),
         ValueError,
-        "K must be a positive multiple of 16 (blocks of 16 along the columns of a_codes), got 8",
+        "K must be a positive multiple of 16 (the columns of a, beside nvfp4), got 8",
     ),
     (
-        "m_grouped_gemm_nvfp4",
-        (*FPROP[:3], V[0][..., :8], *FPROP[4:]),
+        "m_grouped_gemm",
+        m_grouped(Q[:3], (V[0][..., :8], *V[1:3])),
         ValueError,
-        "b_codes must be blocked along the K = 32 of a_codes, got shape (2, 16, 8)",
+        "b must have size 16 in dimension 2, got shape (2, 16, 8)",
     ),
     (
-        "m_grouped_gemm_nvfp4",
-        (Q[0][:7], *FPROP[1:], None, None, True),
+        "m_grouped_gemm",
+        m_grouped((Q[0][:7], *Q[1:3]), a_format=ROWS),
         ValueError,
-        "a_amax must have size 7 in dimension 0, got shape (2,)",
+        "a_scales[1], the amax of nvfp4:row_scaled, must have size 7 in dimension 0, got shape (2,",
     ),
     (
-        "m_grouped_gemm_nvfp4",
-        (*R[:3], *FPROP[3:]),
+        "m_grouped_gemm",
+        m_grouped(R),
         ValueError,
-        "a_amax must have size 2 in dimension 0, got shape (8,)",
+        "a_scales[1], the amax of nvfp4, must have size 2 in dimension 0, got shape (8,)",
     ),
     (
-        "m_grouped_gemm_nvfp4",
-        (*FPROP[:6], offsets((5, 2, 1))),
+        "m_grouped_gemm",
+        m_grouped(Q[:3], V[:3], offsets((5, 2, 1))),
         ValueError,
         "offs must have one end row for each of the 2 groups, got 3 entries",
     ),
-    ("m_grouped_gemm_nvfp4", (*FPROP, torch.ones(2, 15)), ValueError, "bias must have size 16"),
-    ("m_grouped_gemm_nvfp4", (*FPROP, None, torch.ones(3)), ValueError, "alpha must have size 2"),
     (
-        "m_grouped_gemm_nvfp4",
-        (*FPROP, None, None, False, U8),
+        "m_grouped_gemm",
+        m_grouped(Q[:3], V[:3], OFFS, torch.ones(2, 15)),
+        ValueError,
+        "bias must have size 16",
+    ),
+    (
+        "m_grouped_gemm",
+        m_grouped(Q[:3], V[:3], OFFS, None, torch.ones(3)),
+        ValueError,
+        "alpha must have size 2",
+    ),
+    (
+        "m_grouped_gemm",
+        m_grouped(Q[:3], V[:3], OFFS, None, None, False, U8),
         TypeError,
         "out_dtype must be bfloat16 or float16 or float32, got uint8",
     ),
-    *offs_cases("m_grouped_gemm_w4a16", *W4A16[:4]),
-    *[
-        case
-        for i, label in enumerate(("a", "b_codes", "b_scales", "b_amax"))
-        for case in operand_cases("m_grouped_gemm_w4a16", W4A16, i, label, W4A16[i])
-    ],
+    *offs_of("m_grouped_gemm", W4A16),
+    *operand_cases("m_grouped_gemm", W4A16, 0, "a"),
+    *copy_cases("m_grouped_gemm", W4A16, 1, M_SCALES["b"], "b"),
     (
-        "m_grouped_gemm_w4a16",
-        (W4A16[0].float(), *W4A16[1:]),
+        "m_grouped_gemm",
+        m_grouped(X),
         TypeError,
         "a must be bfloat16 or float16, got float32",
     ),
     (
-        "m_grouped_gemm_w4a16",
-        (W4A16[0][:, :16], *W4A16[1:]),
+        "m_grouped_gemm",
+        m_grouped(X16[:, :16].contiguous()),
         ValueError,
-        "b_codes must be blocked along the K = 16 of a, got shape (2, 16, 16)",
+        "b must have size 8 in dimension 2, got shape (2, 16, 16)",
     ),
-    ("m_grouped_gemm_w4a16", (*W4A16, torch.ones(2, 15)), ValueError, "bias must have size 16"),
-    *offs_cases("m_grouped_quantize_gemm_nvfp4", *W4A16[:4]),
+    (
+        "m_grouped_gemm",
+        m_grouped(X16, V[:3], OFFS, torch.ones(2, 15)),
+        ValueError,
+        "bias must have size 16",
+    ),
+    *offs_of("m_grouped_quantize_gemm", FUSED),
+    *operand_cases("m_grouped_quantize_gemm", FUSED, 0, "a"),
+    *copy_cases("m_grouped_quantize_gemm", FUSED, 1, 3, "b"),
+    (
+        "m_grouped_quantize_gemm",
+        change(FUSED, 0, X16[:, :24]),
+        ValueError,
+        "K must be a positive multiple of 16 (the columns of a, beside nvfp4), got 24",
+    ),
+    *offs_of("k_grouped_gemm", WGRAD),
     *[
         case
-        for i, label in enumerate(("a", "b_codes", "b_scales", "b_amax"))
-        for case in operand_cases("m_grouped_quantize_gemm_nvfp4", W4A16, i, label, W4A16[i])
+        for side, codes in (("a", 0), ("b", 1))
+        for case in copy_cases("k_grouped_gemm", WGRAD, codes, K_SCALES[side], side, "_t")
     ],
     (
-        "m_grouped_quantize_gemm_nvfp4",
-        (W4A16[0][:, :24], *W4A16[1:]),
+        "k_grouped_gemm",
+        k_grouped((Q[3][:, :100], *Q[4:])),
         ValueError,
-        "K must be a positive multiple of 16 (blocks of 16 along the columns of a), got 24",
-    ),
-    *offs_cases("k_grouped_gemm_nvfp4", *WGRAD[:6]),
-    *[
-        case
-        for i, label in enumerate(
-            ("a_codes_t", "a_scales_t", "a_amax_t", "b_codes_t", "b_scales_t", "b_amax_t")
-        )
-        for case in operand_cases("k_grouped_gemm_nvfp4", WGRAD, i, label, WGRAD[i])
-    ],
-    (
-        "k_grouped_gemm_nvfp4",
-        (Q[3][:, :100], *WGRAD[1:]),
-        ValueError,
-        "slot bytes must be a positive multiple of 64 (a_codes_t is (N, 64 * tiles)), got 100",
+        "slot rows must be a positive multiple of 128 (a is a columnwise copy), got 200",
     ),
     (
-        "k_grouped_gemm_nvfp4",
-        (*WGRAD[:6], offsets((2, 2, 4))),
+        "k_grouped_gemm",
+        k_grouped(Q[3:], Q[3:], offsets((2, 2, 4))),
         ValueError,
-        "a_codes_t must have at least one tile for each of the 3 groups of offs",
+        "a must have at least one tile for each of the 3 groups of offs",
     ),
     (
-        "k_grouped_gemm_nvfp4",
-        (*WGRAD[:3], Q[3][:, :64], *WGRAD[4:]),
+        "k_grouped_gemm",
+        k_grouped(Q[3:], (Q[3][:, :64], *Q[4:])),
         ValueError,
-        "b_codes_t must have size 128 in dimension 1, got shape (32, 64)",
+        "b must have size 128 in dimension 1, got shape (32, 64)",
     ),
-    ("k_grouped_gemm_nvfp4", (*WGRAD, torch.ones(3)), ValueError, "alpha must have size 2"),
     (
-        "k_grouped_gemm_nvfp4",
-        (*WGRAD, None, torch.int64),
+        "k_grouped_gemm",
+        k_grouped(Q[3:], Q[3:], OFFS, torch.ones(3)),
+        ValueError,
+        "alpha must have size 2",
+    ),
+    (
+        "k_grouped_gemm",
+        k_grouped(Q[3:], Q[3:], OFFS, None, torch.int64),
         TypeError,
         "out_dtype must be bfloat16 or float16 or float32, got int64",
     ),
+    # formats: of operands that have none, that are missing, that do not fit together
+    *[
+        ("m_grouped_gemm", change(FPROP, at, None), ValueError, f"{side}_scales and {side}_format")
+        for side, ats in (("a", (7, 9)), ("b", (8, 10)))
+        for at in ats
+    ],
+    *[
+        ("k_grouped_gemm", change(WGRAD, at, None), ValueError, f"{side}_scales and {side}_format")
+        for side, ats in (("a", (5, 7)), ("b", (6, 8)))
+        for at in ats
+    ],
+    (
+        "m_grouped_gemm",
+        m_grouped(Q[:3], W),
+        ValueError,
+        "b must be quantized if a is, got a_format='nvfp4' alone",
+    ),
+    (
+        "k_grouped_gemm",
+        k_grouped(Q[3:], X),
+        ValueError,
+        "b must be quantized if a is, got a_format='nvfp4' alone",
+    ),
+    (
+        "k_grouped_gemm",
+        k_grouped(X, Q[3:]),
+        ValueError,
+        "a must be quantized if b is, got b_format='nvfp4' alone",
+    ),
+    *[
+        (name, change(arguments, at, "mxfp8"), ValueError, "a and b must have one format, got")
+        for name, arguments, ats in (
+            ("m_grouped_gemm", FPROP, (9, 10)),
+            ("m_grouped_quantize_gemm", FUSED, (4, 5)),
+            ("k_grouped_gemm", WGRAD, (7, 8)),
+        )
+        for at in ats
+    ],
+    (
+        "m_grouped_gemm",
+        m_grouped(Q[:3], b_format=ROWS),
+        ValueError,
+        "b_format must have one second-level scale a group, got 'nvfp4:row_scaled'",
+    ),
+    (
+        "m_grouped_gemm",
+        (*m_grouped(X, W)[:-1], True),
+        ValueError,
+        "prepacked is of weights of packed codes, got None",
+    ),
+    *[
+        (
+            name,
+            change(arguments, at, arguments[at][:1] if is_short else [*arguments[at], Q[2]]),
+            ValueError,
+            f"{side}_scales must be {names} of nvfp4, got {1 if is_short else 3} tensors",
+        )
+        for name, arguments, side, at, names in (
+            ("m_grouped_gemm", FPROP, "a", 7, "scales, amax"),
+            ("m_grouped_gemm", FPROP, "b", 8, "scales, amax"),
+            ("m_grouped_gemm", DGRAD, "b", 8, "scales_t, amax_t"),
+            ("m_grouped_quantize_gemm", FUSED, "b", 3, "scales, amax"),
+            ("k_grouped_gemm", WGRAD, "a", 5, "scales_t, amax_t"),
+            ("k_grouped_gemm", WGRAD, "b", 6, "scales_t, amax_t"),
+        )
+        for is_short in (True, False)
+    ],
+    # texts that stand for no format, wherever an op takes one
+    *[
+        (name, change(arguments, at, text), ValueError, message)
+        for name, arguments, ats in (
+            ("grouped_quantize", (X, NVFP4, OFFS), (1,)),
+            ("grouped_dequantize", dequantized(Q[:3]), (2,)),
+            ("m_grouped_gemm", FPROP, (9, 10)),
+            ("m_grouped_quantize_gemm", FUSED, (4, 5)),
+            ("k_grouped_gemm", WGRAD, (7, 8)),
+        )
+        for at in ats
+        for text, message in (
+            ("", "got ''"),
+            ("NVFP4", "got 'NVFP4'"),
+            ("nvfp4:rows", "got 'rows' in 'nvfp4:rows'"),
+            ("nvfp4:block=16", "format 'nvfp4:block=16': block must be"),
+        )
+    ],
 ]
 
 
@@ -415,27 +578,34 @@ def no_work(monkeypatch):
         raise AssertionError(f"{self.name} ran")
 
     monkeypatch.setattr(registry, "_plans", PlanCache())
-    for module in (gemm, quantize):
+    for module in (dequantize, gemm, quantize, reductions):
         for op in vars(module).values():
             if isinstance(op, type) and issubclass(op, registry.Op):
                 monkeypatch.setattr(op, "run_reference", run)
 
 
+def nothing_to_write(name):
+    """Outputs that fit no call, for the out form."""
+    schema = getattr(ops, f"{name}_out").default._schema
+    (out,) = (a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return {out.name: [] if str(out.type) == "List[Tensor]" else torch.zeros(0)}
+
+
 @pytest.mark.parametrize("suffix", ["", "_out"])
 @pytest.mark.parametrize(("name", "arguments", "error", "text"), CASES)
 def test_bad_arguments(name, arguments, error, text, suffix):
+    outputs = nothing_to_write(name) if suffix else {}
     with pytest.raises(error, match=re.escape(text)):
-        getattr(ops, name + suffix)(*arguments)
+        getattr(ops, name + suffix)(*arguments, **outputs)
+
+
+def good_outputs():
+    specs = buffers(parse(NVFP4), X.shape, len(OFFS))
+    return {name: spec.allocate(X.device, True) for name, spec in specs.items()}
 
 
 def quantize_out(**changes):
-    outputs = {
-        "out_codes": torch.zeros(8, 16, dtype=U8),
-        "out_scales": torch.zeros(2, 1, 512, dtype=U8),
-        "out_amax": torch.zeros(2),
-        **changes,
-    }
-    ops.grouped_quantize_nvfp4_out(X, OFFS, **outputs)
+    ops.grouped_quantize_out(X, NVFP4, OFFS, out=list((good_outputs() | changes).values()))
 
 
 def test_good_outputs_pass():
@@ -446,60 +616,69 @@ def test_good_outputs_pass():
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"out_codes": None}, ValueError, "out_codes is missing, of shape (8, 16)"),
-        ({"out_scales": None}, ValueError, "out_scales is missing, of shape (2, 1, 512)"),
-        ({"out_amax": None}, ValueError, "out_amax is missing, of shape (2,)"),
-        ({"out_codes_t": torch.zeros(0)}, ValueError, "out_codes_t is given but was not asked for"),
         (
-            {"out_codes": torch.zeros(8, 16, dtype=torch.int8)},
+            {"codes": torch.zeros(8, 16, dtype=torch.int8)},
             TypeError,
-            "out_codes must be torch.uint8, got torch.int8",
+            "out[0] must be torch.uint8, got torch.int8",
         ),
         (
-            {"out_codes": torch.zeros(9, 16, dtype=U8)},
+            {"codes": torch.zeros(9, 16, dtype=U8)},
             ValueError,
-            "out_codes must have shape (8, 16), got (9, 16)",
+            "out[0] must have shape (8, 16), got (9, 16)",
         ),
         (
-            {"out_amax": torch.zeros(8)},
+            {"scales": torch.zeros(2, 1, 513, dtype=U8)},
             ValueError,
-            "out_amax must have shape (2,), got (8,)",
+            "out[1] must have shape (2, 1, 512), got (2, 1, 513)",
         ),
         (
-            {"out_codes": torch.zeros(16, 8, dtype=U8).T},
+            {"amax": torch.zeros(8)},
             ValueError,
-            "out_codes must be row-major with strides (16, 1), got (1, 8)",
+            "out[2] must have shape (2,), got (8,)",
         ),
         (
-            {"out_codes": torch.zeros(8, 32, dtype=U8)[:, ::2]},
+            {"codes": torch.zeros(16, 8, dtype=U8).T},
             ValueError,
-            "out_codes must be row-major with strides (16, 1), got (32, 2)",
+            "out[0] must be row-major with strides (16, 1), got (1, 8)",
         ),
         (
-            {"out_codes": torch.zeros(1, 16, dtype=U8).expand(8, 16)},
+            {"codes": torch.zeros(8, 32, dtype=U8)[:, ::2]},
             ValueError,
-            "out_codes must be row-major with strides (16, 1), got (0, 1)",
+            "out[0] must be row-major with strides (16, 1), got (32, 2)",
         ),
         (
-            {"out_codes": torch.zeros(128, dtype=U8).as_strided((8, 16), (8, 1))},
+            {"codes": torch.zeros(1, 16, dtype=U8).expand(8, 16)},
             ValueError,
-            "out_codes must be row-major with strides (16, 1), got (8, 1)",
+            "out[0] must be row-major with strides (16, 1), got (0, 1)",
         ),
         (
-            {"out_scales": torch.zeros(2, 1, 1024, dtype=U8)[..., ::2]},
+            {"codes": torch.zeros(128, dtype=U8).as_strided((8, 16), (8, 1))},
             ValueError,
-            "out_scales must be row-major with strides (512, 512, 1)",
+            "out[0] must be row-major with strides (16, 1), got (8, 1)",
         ),
         (
-            {"out_amax": torch.zeros(2, device="meta")},
+            {"scales": torch.zeros(2, 1, 1024, dtype=U8)[..., ::2]},
             ValueError,
-            "out_amax must be on cpu, got meta",
+            "out[1] must be row-major with strides (512, 512, 1)",
+        ),
+        (
+            {"amax": torch.zeros(2, device="meta")},
+            ValueError,
+            "out[2] must be on cpu, got meta",
         ),
     ],
 )
 def test_bad_outputs(changes, error, text):
-    with pytest.raises(error, match=re.escape(f"grouped_quantize_nvfp4_out: {text}")):
+    with pytest.raises(error, match=re.escape(f"grouped_quantize_out: {text}")):
         quantize_out(**changes)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4])
+def test_a_list_of_outputs_has_the_length_of_what_is_asked(count):
+    given = [*good_outputs().values(), torch.zeros(0)][:count]
+    text = "out must be 3 tensors, of shapes (8, 16), (2, 1, 512), (2,); got"
+    with pytest.raises(ValueError, match=re.escape(f"grouped_quantize_out: {text} {count}")):
+        ops.grouped_quantize_out(X, NVFP4, OFFS, out=given)
 
 
 @pytest.mark.parametrize(
@@ -507,16 +686,17 @@ def test_bad_outputs(changes, error, text):
     [
         ("m_grouped_gemm", (X, W, OFFS), (8, 16)),
         ("k_grouped_gemm", (X, X, OFFS), (2, 32, 32)),
-        ("m_grouped_gemm_nvfp4", (*FPROP, None, None, False, F32), (8, 16)),
-        ("m_grouped_gemm_w4a16", (*W4A16, None, None, F32), (8, 16)),
-        ("m_grouped_quantize_gemm_nvfp4", (*W4A16, None, None, False, F32), (8, 16)),
-        ("k_grouped_gemm_nvfp4", (*WGRAD, None, F32), (2, 32, 32)),
-        ("grouped_dequantize_nvfp4", (*Q[:3], OFFS, 8, F32), (8, 32)),
+        ("m_grouped_gemm", m_grouped(Q[:3], V[:3], OFFS, None, None, False, F32), (8, 16)),
+        ("m_grouped_gemm", m_grouped(X16, V[:3], OFFS, None, None, False, F32), (8, 16)),
+        ("m_grouped_quantize_gemm", (*FUSED, None, None, False, F32), (8, 16)),
+        ("k_grouped_gemm", k_grouped(Q[3:], Q[3:], OFFS, None, F32), (2, 32, 32)),
+        ("grouped_dequantize", dequantized(Q[:3]), (8, 32)),
     ],
+    ids=["plain", "plain k", "nvfp4", "w4a16", "quantizing", "nvfp4 k", "dequantize"],
 )
 def test_bad_result_buffers(name, arguments, shape):
     call = getattr(ops, f"{name}_out")
-    with pytest.raises(ValueError, match=re.escape(f"out is missing, of shape {shape}")):
+    with pytest.raises(RuntimeError, match="missing value for argument 'out'"):
         call(*arguments)
     with pytest.raises(TypeError, match=r"out must be torch.float32, got torch.bfloat16"):
         call(*arguments, out=torch.zeros(shape, dtype=BF16))

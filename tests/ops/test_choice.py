@@ -11,7 +11,7 @@ import grouped
 from cute_kernels import backend
 from cute_kernels.ops import registry
 from cute_kernels.runtime.plan import PlanCache
-from tests.helpers import assert_same_bytes, offsets, ops, sample
+from tests.helpers import assert_same_bytes, m_grouped_arguments, offsets, ops, sample
 
 OFFS = offsets((3, 5))
 K, N = 512, 16
@@ -84,12 +84,12 @@ def direct_gemm(a, b, offs):
 
 def gemms():
     a, b = operands()
-    w = ops.grouped_quantize_nvfp4(b)
-    yield ops.m_grouped_gemm, (a, b, OFFS, None, None, False, torch.float32)
-    x = ops.grouped_quantize_nvfp4(a, OFFS)
-    yield ops.m_grouped_gemm_nvfp4, (*x[:3], *w[:3], OFFS, None, None, False, torch.float32)
-    yield ops.m_grouped_quantize_gemm_nvfp4, (a, *w[:3], OFFS, None, None, False, torch.float32)
-    yield ops.m_grouped_gemm_w4a16, (a, *w[:3], OFFS, None, None, torch.float32)
+    w = ops.grouped_quantize(b, "nvfp4")
+    x = ops.grouped_quantize(a, "nvfp4", OFFS)
+    options = (None, None, False, torch.float32)
+    for pair in ((a, b), (x, w), (a, w)):
+        yield ops.m_grouped_gemm, m_grouped_arguments(*pair, OFFS, *options)
+    yield ops.m_grouped_quantize_gemm, (a, w[0], OFFS, w[1:], "nvfp4", "nvfp4", *options)
 
 
 def test_a_call_adds_as_the_backend_of_its_plan(monkeypatch):

@@ -8,9 +8,17 @@ import torch
 import cute_kernels
 from cute_kernels.gemm.config import TILE_SHAPES
 from cute_kernels.ops import registry
-from cute_kernels.ops.gemm_kernels import force_tile
+from cute_kernels.ops.launch.gemm import force_tile
 from cute_kernels.runtime.launch import launcher
-from tests.helpers import assert_same_bytes, offsets, ops, sample
+from tests.helpers import (
+    NVFP4_TEXTS,
+    assert_same_bytes,
+    ends,
+    m_grouped_arguments,
+    offsets,
+    ops,
+    sample,
+)
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="needs the CuTe DSL"
@@ -26,44 +34,44 @@ def garbage():
     torch.use_deterministic_algorithms(False)
 
 
-def quantized(row_scaled):
+def quantized(text):
     offs = offsets(SPLITS)
-    x = ops.grouped_quantize_nvfp4(sample(sum(SPLITS) + TAIL, 64), offs, None, row_scaled)
-    w = ops.grouped_quantize_nvfp4(sample(len(SPLITS), 40, 64))
-    return "m_grouped_gemm_nvfp4", (*x[:3], *w[:3], offs, None, None, row_scaled)
+    x = ops.grouped_quantize(sample(sum(SPLITS) + TAIL, 64), text, offs)
+    w = ops.grouped_quantize(sample(len(SPLITS), 40, 64), "nvfp4")
+    return m_grouped_arguments(x, w, offs, a_format=text)
 
 
 def plain():
     x, w = sample(sum(SPLITS) + TAIL, 64), sample(len(SPLITS), 40, 64)
-    return "m_grouped_gemm", (x.bfloat16(), w.bfloat16(), offsets(SPLITS))
+    return x.bfloat16(), w.bfloat16(), offsets(SPLITS)
 
 
 PRODUCTS = {
-    "nvfp4": lambda: quantized(False),
-    "row-scaled": lambda: quantized(True),
+    "nvfp4": lambda: quantized("nvfp4"),
+    "row-scaled": lambda: quantized(NVFP4_TEXTS["row-scaled"]),
     "bf16": plain,
 }
 
 
 @pytest.mark.parametrize("case", PRODUCTS)
 def test_a_fresh_output_has_a_tail_of_zeros(garbage, case):
-    name, arguments = PRODUCTS[case]()
+    arguments = PRODUCTS[case]()
     with cute_kernels.backend("reference:sm_100a"):
-        want = getattr(ops, name)(*arguments)
+        want = ops.m_grouped_gemm(*arguments)
     assert (want[sum(SPLITS) :] == 0).all() and want.isfinite().all()
     with cute_kernels.backend("emulated:sm_100a"):
-        got = getattr(ops, name)(*arguments)
+        got = ops.m_grouped_gemm(*arguments)
     assert_same_bytes(got, want)
 
 
 def test_a_given_output_keeps_its_tail():
-    name, arguments = PRODUCTS["row-scaled"]()
+    arguments = PRODUCTS["row-scaled"]()
     outputs = []
     for backend in ("reference:sm_100a", "emulated:sm_100a"):
         out = torch.full((sum(SPLITS) + TAIL, 40), 3.0, dtype=torch.bfloat16)
         for accumulate in (False, True):
             with cute_kernels.backend(backend):
-                getattr(ops, f"{name}_out")(*arguments, out=out, accumulate=accumulate)
+                ops.m_grouped_gemm_out(*arguments, out=out, accumulate=accumulate)
             outputs.append(out.clone())
     assert (outputs[0][sum(SPLITS) :] == 3).all()
     for got, want in zip(outputs[2:], outputs[:2], strict=True):
@@ -72,7 +80,7 @@ def test_a_given_output_keeps_its_tail():
 
 def test_no_rows():
     x, w = torch.ones(0, 64, dtype=torch.bfloat16), torch.ones(3, 40, 64, dtype=torch.bfloat16)
-    offs = torch.zeros(3, dtype=torch.int32)
+    offs = ends(0, 0, 0)
     with cute_kernels.backend("emulated:sm_100a"):
         assert ops.m_grouped_gemm(x, w, offs).shape == (0, 40)
         dw = ops.k_grouped_gemm(torch.ones(0, 40, dtype=torch.bfloat16), x, offs)
@@ -99,8 +107,7 @@ def test_a_forced_tile_is_used_and_gives_the_same_bits(monkeypatch):
 
     launcher.cache_clear()
     monkeypatch.setattr(registry, "launcher", noting)
-    name, arguments = quantized(True)
-    run = getattr(ops, name)
+    arguments, run = PRODUCTS["row-scaled"](), ops.m_grouped_gemm
     with cute_kernels.backend("emulated:sm_100a"):
         registry.forget_plans()
         free = run(*arguments)

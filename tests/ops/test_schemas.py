@@ -3,20 +3,39 @@
 import pytest
 import torch
 from torch.library import opcheck
+from torch.utils._pytree import tree_leaves
 
+import cute_kernels
 from cute_kernels.ops import registry
-from tests.helpers import assert_same_bytes, offsets, ops, poisoned, sample
+from tests.helpers import (
+    NVFP4_TEXTS,
+    assert_same_bytes,
+    dequantize_arguments,
+    k_grouped_arguments,
+    m_grouped_arguments,
+    offsets,
+    ops,
+    poisoned,
+    sample,
+)
 
 OFFS = offsets((5, 0, 8))
 ROWS = 15  # two rows of tail
 
 
-def nvfp4(cols, **flags):
-    return ops.grouped_quantize_nvfp4(sample(ROWS, cols), OFFS, columnwise=True, **flags)
+BY_ROW, SQUARE = NVFP4_TEXTS["row-scaled"], NVFP4_TEXTS["16x16"]
 
 
-def weight(*shape, **flags):
-    return ops.grouped_quantize_nvfp4(sample(*shape), columnwise=True, **flags)
+def nvfp4(cols, text="nvfp4", columnwise=False):
+    """The buffers of one direction of a ragged tensor."""
+    directions = {"rowwise": not columnwise, "columnwise": columnwise}
+    return ops.grouped_quantize(sample(ROWS, cols), text, OFFS, **directions)
+
+
+def weight(*shape, columnwise=False):
+    """The buffers of one direction of a uniform tensor."""
+    directions = {"rowwise": not columnwise, "columnwise": columnwise}
+    return ops.grouped_quantize(sample(*shape), "nvfp4", **directions)
 
 
 def x(cols=32, grad=False, dtype=torch.float32):
@@ -27,6 +46,16 @@ def w(*shape, grad=False):
     return sample(*shape, dtype=torch.float32).requires_grad_(grad)
 
 
+def quantizing(a, b, *options, a_format="nvfp4"):
+    return (a, b[0], OFFS, b[1:], a_format, "nvfp4", *options)
+
+
+def prepacked():
+    codes, *scales = weight(3, 8, 48)
+    b = (cute_kernels.prepack(codes), *scales)
+    return m_grouped_arguments(nvfp4(48), b, OFFS, prepacked=True)
+
+
 F32 = torch.float32
 #: Op, case, arguments.
 CASES = [
@@ -35,32 +64,34 @@ CASES = [
     ("grouped_amax", "ragged", lambda: (x(), OFFS)),
     ("grouped_amax", "uniform", lambda: (w(2, 5, 16),)),
     ("grouped_dbias", "ragged", lambda: (x(dtype=torch.bfloat16), OFFS)),
-    ("grouped_quantize_nvfp4", "rowwise", lambda: (x(48), OFFS)),
-    ("grouped_quantize_nvfp4", "row-scaled", lambda: (x(48), OFFS, None, True)),
+    ("grouped_quantize", "rowwise", lambda: (x(48), "nvfp4", OFFS)),
+    ("grouped_quantize", "row-scaled", lambda: (x(48), BY_ROW, OFFS)),
+    ("grouped_quantize", "columnwise", lambda: (x(48), "nvfp4", OFFS, None, False, True)),
+    ("grouped_quantize", "both, 2D", lambda: (x(48), SQUARE, OFFS, None, True, True)),
+    ("grouped_quantize", "amax given", lambda: (x(48), "nvfp4", OFFS, torch.ones(3))),
+    ("grouped_quantize", "uniform", lambda: (w(2, 5, 48), BY_ROW, None, None, True, True)),
     (
-        "grouped_quantize_nvfp4",
-        "columnwise",
-        lambda: (x(48), OFFS, None, False, False, False, True),
+        "grouped_dequantize",
+        "rowwise",
+        lambda: dequantize_arguments(nvfp4(48), "nvfp4", ROWS, torch.bfloat16, OFFS),
     ),
-    ("grouped_quantize_nvfp4", "both, 2D", lambda: (x(48), OFFS, None, False, True, True, True)),
-    ("grouped_quantize_nvfp4", "amax given", lambda: (x(48), OFFS, torch.ones(3))),
     (
-        "grouped_quantize_nvfp4",
-        "uniform",
-        lambda: (w(2, 5, 48), None, None, True, False, True, True),
-    ),
-    ("grouped_dequantize_nvfp4", "rowwise", lambda: (*nvfp4(48)[:3], OFFS, ROWS, torch.bfloat16)),
-    (
-        "grouped_dequantize_nvfp4",
+        "grouped_dequantize",
         "row-scaled",
-        lambda: (*nvfp4(48, row_scaled=True)[:3], OFFS, ROWS, F32, True),
+        lambda: dequantize_arguments(nvfp4(48, BY_ROW), BY_ROW, ROWS, F32, OFFS),
     ),
     (
-        "grouped_dequantize_nvfp4",
+        "grouped_dequantize",
         "columnwise",
-        lambda: (*nvfp4(48)[3:], OFFS, ROWS, F32, False, True),
+        lambda: dequantize_arguments(
+            nvfp4(48, columnwise=True), "nvfp4", ROWS, F32, OFFS, columnwise=True
+        ),
     ),
-    ("grouped_dequantize_nvfp4", "uniform", lambda: (*weight(2, 5, 48)[:3], None, 5, F32)),
+    (
+        "grouped_dequantize",
+        "uniform",
+        lambda: dequantize_arguments(weight(2, 5, 48), "nvfp4", 5, F32),
+    ),
     ("m_grouped_gemm", "plain", lambda: (x(16, True), w(3, 8, 16, grad=True), OFFS)),
     (
         "m_grouped_gemm",
@@ -78,51 +109,35 @@ CASES = [
     ("k_grouped_gemm", "plain", lambda: (x(8, True), x(16, True), OFFS)),
     ("k_grouped_gemm", "alpha", lambda: (x(8, True), x(16, True), OFFS, torch.rand(3), F32)),
     (
-        "m_grouped_gemm_nvfp4",
-        "fprop",
-        lambda: (*nvfp4(48)[:3], *weight(3, 8, 48)[:3], OFFS),
+        "m_grouped_gemm",
+        "nvfp4 fprop",
+        lambda: m_grouped_arguments(nvfp4(48), weight(3, 8, 48), OFFS),
     ),
     (
-        "m_grouped_gemm_nvfp4",
-        "dgrad with everything",
-        lambda: (
-            *nvfp4(48, row_scaled=True)[:3],
-            *weight(3, 48, 16)[3:],
+        "m_grouped_gemm",
+        "nvfp4 dgrad with everything",
+        lambda: m_grouped_arguments(
+            nvfp4(48, BY_ROW),
+            weight(3, 48, 16, columnwise=True),
             OFFS,
             torch.rand(3, 16),
             torch.rand(3),
             True,
             F32,
+            a_format=BY_ROW,
         ),
     ),
     (
-        "m_grouped_gemm_w4a16",
-        "fprop",
-        lambda: (x(48, dtype=torch.bfloat16), *weight(3, 8, 48)[:3], OFFS),
+        "m_grouped_gemm",
+        "w4a16 fprop",
+        lambda: m_grouped_arguments(x(48, dtype=torch.bfloat16), weight(3, 8, 48), OFFS),
     ),
     (
-        "m_grouped_gemm_w4a16",
-        "dgrad with everything",
-        lambda: (
+        "m_grouped_gemm",
+        "w4a16 dgrad with everything",
+        lambda: m_grouped_arguments(
             x(48, dtype=torch.float16),
-            *weight(3, 48, 16)[3:],
-            OFFS,
-            torch.rand(3, 16),
-            torch.rand(3),
-            F32,
-        ),
-    ),
-    (
-        "m_grouped_quantize_gemm_nvfp4",
-        "fprop",
-        lambda: (x(48), *weight(3, 8, 48)[:3], OFFS),
-    ),
-    (
-        "m_grouped_quantize_gemm_nvfp4",
-        "row-scaled dgrad with everything",
-        lambda: (
-            x(48, dtype=torch.bfloat16),
-            *weight(3, 48, 16)[3:],
+            weight(3, 48, 16, columnwise=True),
             OFFS,
             torch.rand(3, 16),
             torch.rand(3),
@@ -130,11 +145,36 @@ CASES = [
             F32,
         ),
     ),
-    ("k_grouped_gemm_nvfp4", "plain", lambda: (*nvfp4(16)[3:], *nvfp4(32)[3:], OFFS)),
+    ("m_grouped_gemm", "prepacked", prepacked),
     (
-        "k_grouped_gemm_nvfp4",
-        "alpha",
-        lambda: (*nvfp4(16)[3:], *nvfp4(32)[3:], OFFS, torch.rand(3), F32),
+        "m_grouped_quantize_gemm",
+        "fprop",
+        lambda: quantizing(x(48), weight(3, 8, 48)),
+    ),
+    (
+        "m_grouped_quantize_gemm",
+        "row-scaled dgrad with everything",
+        lambda: quantizing(
+            x(48, dtype=torch.bfloat16),
+            weight(3, 48, 16, columnwise=True),
+            torch.rand(3, 16),
+            torch.rand(3),
+            True,
+            F32,
+            a_format=BY_ROW,
+        ),
+    ),
+    (
+        "k_grouped_gemm",
+        "nvfp4",
+        lambda: k_grouped_arguments(nvfp4(16, columnwise=True), nvfp4(32, columnwise=True), OFFS),
+    ),
+    (
+        "k_grouped_gemm",
+        "nvfp4 with alpha",
+        lambda: k_grouped_arguments(
+            nvfp4(16, columnwise=True), nvfp4(32, columnwise=True), OFFS, torch.rand(3), F32
+        ),
     ),
 ]
 IDS = [f"{name}: {case}" for name, case, _ in CASES]
@@ -143,21 +183,31 @@ each_case = pytest.mark.parametrize(
 )
 
 
-def output_names(name):
+def outputs_like(name, results, make=poisoned):
+    """Buffers for the out form, poisoned ones, by the name of its argument."""
     schema = getattr(ops, f"{name}_out").default._schema
-    return [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    (out,) = (a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
+    if isinstance(results, torch.Tensor):
+        return {out: make(results.detach())}
+    return {out: [make(t.detach()) for t in results]}
 
 
-def outputs_like(name, results):
-    """Buffers for the out form; None where the functional form returned nothing."""
-    results = results if isinstance(results, tuple) else (results,)
-    names = output_names(name)
-    pairs = zip(names, results, strict=True)
-    return {n: None if t.shape == (0,) else poisoned(t.detach()) for n, t in pairs}
+def mapped(function, arguments):
+    """Arguments with ``function`` of each tensor, also of those in lists."""
+    if isinstance(arguments, torch.Tensor):
+        return function(arguments)
+    if isinstance(arguments, (list, tuple)):
+        return [mapped(function, a) for a in arguments]
+    return arguments
+
+
+def tensors(arguments):
+    """The tensors of arguments or results, also those in lists."""
+    return [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
 
 
 def detached(arguments):
-    return [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments]
+    return mapped(torch.Tensor.detach, arguments)
 
 
 def registered():
@@ -183,50 +233,65 @@ def test_out_form(name, make):
 @each_case
 def test_both_forms_agree_and_inputs_stay(name, make):
     arguments = detached(make())
-    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+    before = mapped(torch.Tensor.clone, arguments)
     results = getattr(ops, name)(*arguments)
     outputs = outputs_like(name, results)
-    for tensor in outputs.values():
-        if tensor is not None:
-            tensor.zero_()  # where an op does not write, the functional form has zeros
+    for tensor in tensors(outputs):
+        tensor.zero_()  # where an op does not write, the functional form has zeros
     assert getattr(ops, f"{name}_out")(*arguments, **outputs) is None
-    results = results if isinstance(results, tuple) else (results,)
-    for tensor, want in zip(outputs.values(), results, strict=True):
-        if tensor is not None:
-            assert_same_bytes(tensor, want)
-    for a, b in zip(arguments, before, strict=True):
-        if isinstance(a, torch.Tensor):
-            assert_same_bytes(a, b, "an input")
+    for tensor, want in zip(tensors(outputs), tensors(results), strict=True):
+        assert_same_bytes(tensor, want)
+    for a, b in zip(tensors(arguments), tensors(before), strict=True):
+        assert_same_bytes(a, b, "an input")
 
 
 @each_case
 def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(name, make):
     arguments = detached(make())
     results = getattr(ops, name)(*arguments)
-    meta = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments]
-    fakes = getattr(ops, name)(*meta)
-    if not isinstance(results, tuple):
-        results, fakes = (results,), (fakes,)
-    for fake, real in zip(fakes, results, strict=True):
+    fakes = getattr(ops, name)(*mapped(lambda t: t.to("meta"), arguments))
+    assert type(fakes) is type(results)
+    for fake, real in zip(tensors(fakes), tensors(results), strict=True):
         assert fake.device.type == "meta"
         assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
+@each_case
+def test_the_function_without_the_dispatcher_is_the_op(name, make):
+    arguments = detached(make())
+    got = getattr(cute_kernels.ops, name)(*arguments)
+    want = getattr(ops, name)(*arguments)
+    assert type(got) is type(want)
+    for a, b in zip(tensors(got), tensors(want), strict=True):
+        assert_same_bytes(a, b)
+
+
+@pytest.mark.parametrize("text", NVFP4_TEXTS.values(), ids=NVFP4_TEXTS)
+@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True), (True, True)])
+def test_a_list_of_outputs_has_what_is_asked_and_no_more(text, rowwise, columnwise):
+    data = x(48)
+    got = ops.grouped_quantize(data, text, OFFS, None, rowwise, columnwise)
+    both = ops.grouped_quantize(data, text, OFFS, None, True, True)
+    want = both[:3] * rowwise + both[3:] * columnwise
+    assert isinstance(got, list)
+    for a, b in zip(got, want, strict=True):
+        assert_same_bytes(a, b)
+
+
 def test_rows_of_codes_are_16_bytes_apart():
-    codes = ops.grouped_quantize_nvfp4(x(48), OFFS)[0]
+    codes = ops.grouped_quantize(x(48), "nvfp4", OFFS)[0]
     assert codes.shape == (ROWS, 24) and codes.stride() == (32, 1)
-    codes = ops.grouped_quantize_nvfp4(w(2, 5, 16))[0]
+    codes = ops.grouped_quantize(w(2, 5, 16), "nvfp4")[0]
     assert codes.shape == (2, 5, 8) and codes.stride() == (80, 16, 1)
 
 
 def test_out_form_takes_any_pitch():
     data = x(48)
-    want = ops.grouped_quantize_nvfp4(data, OFFS)
+    want = ops.grouped_quantize(data, "nvfp4", OFFS)
     for pitch in (24, 32, 40):
-        codes = torch.empty(ROWS, pitch, dtype=torch.uint8)[:, :24]
-        outputs = outputs_like("grouped_quantize_nvfp4", want)
-        outputs["out_codes"] = codes.zero_()
-        ops.grouped_quantize_nvfp4_out(data, OFFS, **outputs)
+        codes = torch.zeros(ROWS, pitch, dtype=torch.uint8)[:, :24]
+        outputs = [codes, *map(poisoned, want[1:])]
+        ops.grouped_quantize_out(data, "nvfp4", OFFS, out=outputs)
         assert_same_bytes(codes[:13], want[0][:13])
 
 
@@ -239,10 +304,10 @@ def test_compile_once_for_all_sizes_and_offsets():
         return graph
 
     def step(a, b, offs):
-        q = ops.grouped_quantize_nvfp4(a, offs, row_scaled=True, columnwise=True)
-        v = ops.grouped_quantize_nvfp4(b)
-        y = ops.m_grouped_gemm_nvfp4(*q[:3], *v[:3], offs, row_scaled=True)
-        return y, ops.k_grouped_gemm_nvfp4(*q[3:], *q[3:], offs)
+        q = ops.grouped_quantize(a, BY_ROW, offs, columnwise=True)
+        v = ops.grouped_quantize(b, "nvfp4")
+        y = ops.m_grouped_gemm(*m_grouped_arguments(q[:3], v, offs, a_format=BY_ROW))
+        return y, ops.k_grouped_gemm(*k_grouped_arguments(q[3:], q[3:], offs))
 
     compiled = torch.compile(step, fullgraph=True, backend=count, dynamic=True)
     b = sample(3, 24, 32)

@@ -5,7 +5,9 @@ import torch
 
 import cute_kernels
 from cute_kernels import ops
-from tests.helpers import assert_same_bytes
+from cute_kernels.formats import parse
+from cute_kernels.layout.buffers import buffers
+from tests.helpers import assert_same_bytes, dequantize_arguments, ends
 
 pytest.importorskip("cutlass")
 
@@ -13,7 +15,7 @@ pytest.importorskip("cutlass")
 def results():
     torch.manual_seed(0)
     x, w = torch.randn(100, 32).bfloat16(), torch.randn(3, 16, 32).bfloat16()
-    offs = torch.tensor([10, 0, 40, 0, 90, 0], dtype=torch.int32)[::2]
+    offs = ends(10, 0, 40, 0, 90, 0)[::2]
     alpha = torch.rand(6)[::2]
     assert not (offs.is_contiguous() or alpha.is_contiguous())
     yield ops.compute_offsets(torch.tensor([1, 0, 2, 0])[::2], 1, torch.int32)
@@ -21,9 +23,11 @@ def results():
     yield ops.grouped_dbias(x, offs)
     yield ops.m_grouped_gemm(x, w, offs, None, alpha)
     yield ops.k_grouped_gemm(x, x, offs, alpha)
-    for row_scaled, columnwise in ((True, False), (False, False), (True, True)):
-        q = ops.grouped_quantize_nvfp4(x, offs, None, row_scaled, False, True, columnwise)
-        yield ops.grouped_dequantize_nvfp4(*q[:3], offs, 100, torch.float32, row_scaled)
+    by_row = "nvfp4:row_scaled"
+    for text, columnwise in ((by_row, False), ("nvfp4", False), (by_row, True)):
+        q = ops.grouped_quantize(x, text, offs, None, True, columnwise)
+        arguments = dequantize_arguments(q[:3], text, 100, torch.float32, offs)
+        yield ops.grouped_dequantize(*arguments)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -46,20 +50,19 @@ def shifted(*shape, dtype):
 def written():
     """Outputs over a pattern: of 8 bytes a row where kernels need 16, or with odd addresses."""
     torch.manual_seed(0)
-    flat, u8 = torch.ops.cute_kernels, torch.uint8
+    flat = torch.ops.cute_kernels
     x, w = torch.randn(100, 16).bfloat16(), torch.randn(3, 32, 16).bfloat16()
-    offs = torch.tensor([10, 40, 90], dtype=torch.int32)
-    for row_scaled in (True, False):
-        codes, scales = torch.full((100, 8), 0xA5, dtype=u8), shifted(3, 1, 512, dtype=u8)
-        amax = shifted(100 if row_scaled else 3, dtype=torch.float32)
-        flat.grouped_quantize_nvfp4_out(
-            *(x, offs, None, row_scaled), out_codes=codes, out_scales=scales, out_amax=amax
-        )
-        assert (codes[90:] == 0xA5).all()
-        yield from (codes, scales, amax)
+    offs = ends(10, 40, 90)
+    for text in ("nvfp4:row_scaled", "nvfp4"):
+        codes, *rest = buffers(parse(text), x.shape, 3).values()
+        copy = [torch.full(codes.shape, 0xA5, dtype=codes.dtype)]
+        copy += [shifted(*spec.shape, dtype=spec.dtype) for spec in rest]
+        flat.grouped_quantize_out(x, text, offs, out=copy)
+        assert (copy[0][90:] == 0xA5).all()
+        yield from copy
         out = shifted(100, 16, dtype=torch.bfloat16)
-        flat.grouped_dequantize_nvfp4_out(
-            *(codes, scales, amax, offs, 100, out.dtype, row_scaled), out=out
+        flat.grouped_dequantize_out(
+            *dequantize_arguments(copy, text, 100, out.dtype, offs), out=out
         )
         yield out
     out = shifted(100, 32, dtype=torch.float32)

@@ -8,10 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_kernels import UnsupportedError, active_backend, backend
+from cute_kernels.formats import NVFP4
+from cute_kernels.reference.codecs import codec_of
 from cute_kernels.reference.groups import untile_scales
-from cute_kernels.reference.nvfp4 import block_values
 from cute_kernels.reference.tensor_core import tensor_core_gemm
-from tests.helpers import assert_same_bytes, end_rows, offsets, ops, poisoned, sample
+from tests.helpers import (
+    assert_same_bytes,
+    end_rows,
+    k_grouped_arguments,
+    m_grouped_arguments,
+    offsets,
+    ops,
+    poisoned,
+    sample,
+)
 
 CORES = ("sm_90a", "sm_100a")
 SPLITS = (37, 0, 129, 5)
@@ -23,9 +33,18 @@ RCP_TENSOR_MAX = torch.tensor(1.0 / 2688.0)
 every_core = pytest.mark.parametrize("core", CORES)
 
 
+def columnwise_copy(x, offs=None):
+    return ops.grouped_quantize(x, "nvfp4", offs, rowwise=False, columnwise=True)
+
+
+def block_values(codes, scales):
+    """Code times block scale."""
+    return codec_of(NVFP4()).values(codes, scales)
+
+
 def member(x):
     """Codes, scale bytes and amax of one matrix by itself, blocks along its rows."""
-    codes, scales, amax = ops.grouped_quantize_nvfp4(x, offsets((len(x),)))[:3]
+    codes, scales, amax = ops.grouped_quantize(x, "nvfp4", offsets((len(x),)))
     used = scales[: -(-len(x) // 128), :, :]
     linear = untile_scales(used.unsqueeze(1), x.shape[1] // 16).flatten(0, 1)[: len(x)]
     return codes, linear, amax
@@ -33,7 +52,7 @@ def member(x):
 
 def transposed_member(x):
     """The same of its columnwise copy, blocks along its columns; rows up to a multiple of 16."""
-    codes, scales, amax = ops.grouped_quantize_nvfp4(x, offsets((len(x),)), columnwise=True)[3:]
+    codes, scales, amax = columnwise_copy(x, offsets((len(x),)))
     linear = untile_scales(scales, codes.shape[1] // 8)[: x.shape[1]]
     blocks = -(-len(x) // 16)
     return codes[:, : 8 * blocks], linear[:, :blocks], amax
@@ -110,11 +129,12 @@ def test_m_grouped_gemm_nvfp4(core, transpose_b):
     depth, cols = 208, 48  # the depth is no multiple of 64
     x = sample(sum(SPLITS) + TAIL, depth)
     w = sample(len(SPLITS), *((depth, cols) if transpose_b else (cols, depth)))
-    a = ops.grouped_quantize_nvfp4(x, OFFS)[:3]
-    b = ops.grouped_quantize_nvfp4(w, columnwise=True)[3 if transpose_b else 0 :][:3]
+    a = ops.grouped_quantize(x, "nvfp4", OFFS)
+    b = columnwise_copy(w) if transpose_b else ops.grouped_quantize(w, "nvfp4")
+    arguments = m_grouped_arguments(a, b, OFFS, None, None, transpose_b, torch.float32)
 
     def call():
-        return ops.m_grouped_gemm_nvfp4(*a, *b, OFFS, None, None, False, torch.float32)
+        return ops.m_grouped_gemm(*arguments)
 
     with backend(f"reference:{core}"):
         got = call()
@@ -132,10 +152,11 @@ def test_m_grouped_gemm_w4a16(dtype):
     depth, cols = 208, 48
     a = sample(sum(SPLITS) + TAIL, depth, dtype=dtype)
     w = sample(len(SPLITS), cols, depth)
-    b = ops.grouped_quantize_nvfp4(w)[:3]
+    b = ops.grouped_quantize(w, "nvfp4")
+    arguments = m_grouped_arguments(a, b, OFFS, out_dtype=torch.float32)
 
     def call():
-        return ops.m_grouped_gemm_w4a16(a, *b, OFFS, None, None, torch.float32)
+        return ops.m_grouped_gemm(*arguments)
 
     with backend("reference:sm_90a"):
         got = call()
@@ -158,10 +179,11 @@ def test_m_grouped_gemm_w4a16(dtype):
 @every_core
 def test_k_grouped_gemm_nvfp4(core):
     dy, x = (sample(sum(SPLITS) + TAIL, cols) for cols in (48, 32))
-    operands = [ops.grouped_quantize_nvfp4(t, OFFS, columnwise=True)[3:] for t in (dy, x)]
+    copies = [columnwise_copy(t, OFFS) for t in (dy, x)]
+    arguments = k_grouped_arguments(*copies, OFFS, None, torch.float32)
 
     def call():
-        return ops.k_grouped_gemm_nvfp4(*operands[0], *operands[1], OFFS, None, torch.float32)
+        return ops.k_grouped_gemm(*arguments)
 
     with backend(f"reference:{core}"):
         got = call()
@@ -210,15 +232,16 @@ def test_permuting_groups_permutes_results(splits, core, seed, data):
 
     def products(x, dy, w, splits):
         offs = offsets(splits)
-        weight = ops.grouped_quantize_nvfp4(w)[:3]
-        a, b = (ops.grouped_quantize_nvfp4(t, offs, columnwise=True) for t in (x, dy))
+        weight = ops.grouped_quantize(w, "nvfp4")
+        rows = ops.grouped_quantize(x, "nvfp4", offs)
+        copies = [columnwise_copy(t, offs) for t in (dy, x)]
         with backend(f"reference:{core}"):
             options = (offs, None, None, False, torch.float32)
             return (
                 ops.m_grouped_gemm(x, w, *options),
-                ops.m_grouped_gemm_nvfp4(*a[:3], *weight, *options),
+                ops.m_grouped_gemm(*m_grouped_arguments(rows, weight, *options)),
                 ops.k_grouped_gemm(dy, x, offs, None, torch.float32),
-                ops.k_grouped_gemm_nvfp4(*b[3:], *a[3:], offs, None, torch.float32),
+                ops.k_grouped_gemm(*k_grouped_arguments(*copies, offs, None, torch.float32)),
             )
 
     rows, rows_nvfp4, *per_group = products(x, dy, w, splits)
@@ -255,11 +278,10 @@ def test_backend_names_its_tensor_core(core):
         assert (chosen.arch, chosen.tensor_core) == ("reference", core)
         # Everything that is no GEMM is the reference's.
         x = sample(20, 32)
-        got = ops.grouped_quantize_nvfp4(x, offsets((20,)), columnwise=True)
-    for part, want in zip(
-        got, ops.grouped_quantize_nvfp4(x, offsets((20,)), columnwise=True), strict=True
-    ):
-        assert_same_bytes(part, want)
+        got = ops.grouped_quantize(x, "nvfp4", offsets((20,)), columnwise=True)
+    want = ops.grouped_quantize(x, "nvfp4", offsets((20,)), columnwise=True)
+    for a, b in zip(got, want, strict=True):
+        assert_same_bytes(a, b)
 
 
 def quantized_values(rows, depth):

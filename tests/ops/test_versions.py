@@ -6,7 +6,7 @@ import torch
 import cute_kernels
 from cute_kernels.ops import registry
 from tests.helpers import needs_compiler, offsets, ops, sample
-from tests.ops.test_schemas import CASES, IDS, detached, outputs_like
+from tests.ops.test_schemas import CASES, IDS, detached, outputs_like, tensors
 
 OFFS = offsets((5, 0, 8))
 BACKENDS = ["reference", "reference:sm_90a"]
@@ -22,12 +22,12 @@ def test_every_out_form_bumps_what_it_writes_and_nothing_else(monkeypatch, name,
     arguments = detached(make())
     outputs = outputs_like(name, getattr(ops, name)(*arguments))
     monkeypatch.setattr(registry._Plan, "compute_into", lambda *args, **options: None)
-    given = [t for t in outputs.values() if t is not None]
+    given = tensors(outputs)
     before = [t._version for t in given]
-    read = [t._version for t in arguments if isinstance(t, torch.Tensor)]
+    read = [t._version for t in tensors(arguments)]
     write(name, arguments, outputs)
     assert all(t._version > v for t, v in zip(given, before, strict=True))
-    assert [t._version for t in arguments if isinstance(t, torch.Tensor)] == read
+    assert [t._version for t in tensors(arguments)] == read
 
 
 @pytest.mark.parametrize(

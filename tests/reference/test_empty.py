@@ -3,27 +3,36 @@
 import pytest
 import torch
 
-from tests.helpers import ops
+from cute_kernels.formats import parse
+from cute_kernels.layout.buffers import buffers
+from tests.helpers import (
+    NVFP4_TEXTS,
+    dequantize_arguments,
+    ends,
+    k_grouped_arguments,
+    m_grouped_arguments,
+    ops,
+)
 
-NO_ROWS = torch.zeros(3, dtype=torch.int32)
+NO_ROWS = ends(0, 0, 0)
+every_text = pytest.mark.parametrize("text", NVFP4_TEXTS.values(), ids=NVFP4_TEXTS)
 
 
-@pytest.mark.parametrize("flags", [{}, {"row_scaled": True}, {"block_2d": True}], ids=str)
+
+@every_text
 @pytest.mark.parametrize("rows", [0, 200])
-def test_quantize_without_live_rows(rows, flags):
+def test_quantize_without_live_rows(rows, text):
     x = torch.full((rows, 48), torch.nan)
-    outputs = ops.grouped_quantize_nvfp4(x, NO_ROWS, columnwise=True, **flags)
-    tiles = rows // 128 + 3
-    amax_shape = (rows,) if "row_scaled" in flags else (3,)
-    shapes = [(rows, 24), (tiles, 1, 512), amax_shape, (48, 64 * tiles), (1, 2 * tiles, 512), (3,)]
-    assert [tuple(t.shape) for t in outputs] == shapes
+    outputs = ops.grouped_quantize(x, text, NO_ROWS, columnwise=True)
+    specs = buffers(parse(text), (rows, 48), 3, columnwise=True)
+    assert [tuple(t.shape) for t in outputs] == [spec.shape for spec in specs.values()]
     assert not any(t.any() for t in outputs)
 
 
-@pytest.mark.parametrize("flags", [{}, {"row_scaled": True}, {"block_2d": True}], ids=str)
-def test_quantize_uniform_groups_of_no_rows(flags):
-    outputs = ops.grouped_quantize_nvfp4(torch.ones(2, 0, 48), columnwise=True, **flags)
-    amax_shape = (2, 0) if "row_scaled" in flags else (2,)
+@every_text
+def test_quantize_uniform_groups_of_no_rows(text):
+    outputs = ops.grouped_quantize(torch.ones(2, 0, 48), text, columnwise=True)
+    amax_shape = (2, 0) if text == "nvfp4:row_scaled" else (2,)
     shapes = [(2, 0, 24), (2, 0, 1, 512), amax_shape, (2, 48, 0), (2, 1, 0, 512), (2,)]
     assert [tuple(t.shape) for t in outputs] == shapes
 
@@ -33,15 +42,15 @@ def test_quantize_uniform_groups_of_no_rows(flags):
 def test_dequantize_no_rows(columnwise, uniform):
     x = torch.ones(*((3, 0) if uniform else (0,)), 48)
     offs = None if uniform else NO_ROWS
-    outputs = ops.grouped_quantize_nvfp4(x, offs, columnwise=True)
-    copy = outputs[3:] if columnwise else outputs[:3]
-    out = ops.grouped_dequantize_nvfp4(*copy, offs, 0, torch.float32, columnwise=columnwise)
+    copy = ops.grouped_quantize(x, "nvfp4", offs, rowwise=not columnwise, columnwise=columnwise)
+    arguments = dequantize_arguments(copy, "nvfp4", 0, torch.float32, offs, columnwise)
+    out = ops.grouped_dequantize(*arguments)
     assert out.shape == x.shape
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (5, 0), (2, 5, 0), (2, 0, 16)])
 def test_amax_of_nothing_is_zero(shape):
-    offs = None if len(shape) == 3 else torch.zeros(2, dtype=torch.int32)
+    offs = None if len(shape) == 3 else ends(0, 0)
     assert ops.grouped_amax(torch.ones(shape), offs).tolist() == [0.0, 0.0]
 
 
@@ -56,18 +65,18 @@ def test_offsets_of_no_groups():
 
 
 def test_gemm_of_no_columns():
-    offs = torch.tensor([3, 5], dtype=torch.int32)
+    offs = ends(3, 5)
     assert ops.m_grouped_gemm(torch.ones(5, 16), torch.ones(2, 0, 16), offs).shape == (5, 0)
     assert ops.k_grouped_gemm(torch.ones(5, 0), torch.ones(5, 4), offs).shape == (2, 0, 4)
-    a = ops.grouped_quantize_nvfp4(torch.ones(5, 32), offs, columnwise=True)
-    b = ops.grouped_quantize_nvfp4(torch.ones(2, 0, 32))
-    assert ops.m_grouped_gemm_nvfp4(*a[:3], *b[:3], offs).shape == (5, 0)
+    a = ops.grouped_quantize(torch.ones(5, 32), "nvfp4", offs, columnwise=True)
+    b = ops.grouped_quantize(torch.ones(2, 0, 32), "nvfp4")
+    assert ops.m_grouped_gemm(*m_grouped_arguments(a[:3], b, offs)).shape == (5, 0)
     none = (a[3][:0], a[4][:0], a[5])
-    assert ops.k_grouped_gemm_nvfp4(*none, *a[3:], offs).shape == (2, 0, 32)
+    assert ops.k_grouped_gemm(*k_grouped_arguments(none, a[3:], offs)).shape == (2, 0, 32)
 
 
 def test_gemm_over_no_depth_gives_the_bias():
-    offs = torch.tensor([3, 5], dtype=torch.int32)
+    offs = ends(3, 5)
     bias = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     out = ops.m_grouped_gemm(torch.ones(5, 0), torch.ones(2, 2, 0), offs, bias)
     assert out.equal(bias[[0, 0, 0, 1, 1]])
@@ -77,7 +86,7 @@ def test_gemm_without_live_rows():
     a, b = torch.full((5, 16), torch.nan), torch.ones(3, 4, 16)
     assert ops.m_grouped_gemm(a, b, NO_ROWS).equal(torch.zeros(5, 4))
     assert ops.k_grouped_gemm(a, a, NO_ROWS).equal(torch.zeros(3, 16, 16))
-    x = ops.grouped_quantize_nvfp4(a, NO_ROWS, columnwise=True)
-    w = ops.grouped_quantize_nvfp4(b)
-    assert not ops.m_grouped_gemm_nvfp4(*x[:3], *w[:3], NO_ROWS).any()
-    assert not ops.k_grouped_gemm_nvfp4(*x[3:], *x[3:], NO_ROWS).any()
+    x = ops.grouped_quantize(a, "nvfp4", NO_ROWS, columnwise=True)
+    w = ops.grouped_quantize(b, "nvfp4")
+    assert not ops.m_grouped_gemm(*m_grouped_arguments(x[:3], w, NO_ROWS)).any()
+    assert not ops.k_grouped_gemm(*k_grouped_arguments(x[3:], x[3:], NO_ROWS)).any()

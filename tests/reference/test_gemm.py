@@ -7,10 +7,15 @@ import pytest
 import torch
 
 from tests.helpers import (
+    DTYPES,
     SPLITS,
     assert_same_bytes,
+    dequantize_arguments,
     dtype_ulp,
     end_rows,
+    ends,
+    k_grouped_arguments,
+    m_grouped_arguments,
     offsets,
     ops,
     poisoned,
@@ -18,7 +23,6 @@ from tests.helpers import (
 )
 from tests.reference import oracle
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SPLITS_OF_GEMM = {**SPLITS, "tile edges": (127, 129, 1)}
 
 
@@ -30,27 +34,33 @@ class Fprop:
         shape = (depth, cols) if transpose_b else (cols, depth)
         self.w = sample(len(splits), *shape)
         self.offs, self.splits = offsets(splits), splits
-        self.row_scaled = row_scaled
-        self.a = ops.grouped_quantize_nvfp4(self.x, self.offs, row_scaled=row_scaled)[:3]
-        w = ops.grouped_quantize_nvfp4(self.w, columnwise=True, block_2d=transpose_b)
+        self.transpose_b = transpose_b
+        self.a_format = "nvfp4:row_scaled" if row_scaled else "nvfp4"
+        self.b_format = "nvfp4:block=16x16" if transpose_b else "nvfp4"
+        self.a = ops.grouped_quantize(self.x, self.a_format, self.offs)
+        w = ops.grouped_quantize(self.w, self.b_format, columnwise=True)
         self.b = w[3:] if transpose_b else w[:3]
-        self.w_values = ops.grouped_dequantize_nvfp4(
-            *self.b, None, shape[0], torch.float32, columnwise=transpose_b
+        fp32 = torch.float32
+        self.w_values = ops.grouped_dequantize(
+            *dequantize_arguments(self.b, self.b_format, shape[0], fp32, None, transpose_b)
         )
-        self.x_values = ops.grouped_dequantize_nvfp4(
-            *self.a, self.offs, len(self.x), torch.float32, row_scaled=row_scaled
+        self.x_values = ops.grouped_dequantize(
+            *dequantize_arguments(self.a, self.a_format, len(self.x), fp32, self.offs)
         )
         if transpose_b:
             self.w_values = self.w_values.mT
 
+    def arguments(self, bias, alpha, dtype):
+        options = (bias, alpha, self.transpose_b, dtype)
+        formats = {"a_format": self.a_format, "b_format": self.b_format}
+        return m_grouped_arguments(self.a, self.b, self.offs, *options, **formats)
+
     def run(self, bias=None, alpha=None, dtype=torch.float32):
-        return ops.m_grouped_gemm_nvfp4(
-            *self.a, *self.b, self.offs, bias, alpha, self.row_scaled, dtype
-        )
+        return ops.m_grouped_gemm(*self.arguments(bias, alpha, dtype))
 
     def run_out(self, out, bias=None, alpha=None, accumulate=False):
-        operands = (*self.a, *self.b, self.offs, bias, alpha, self.row_scaled, out.dtype)
-        ops.m_grouped_gemm_nvfp4_out(*operands, out=out, accumulate=accumulate)
+        arguments = self.arguments(bias, alpha, out.dtype)
+        ops.m_grouped_gemm_out(*arguments, out=out, accumulate=accumulate)
         return out
 
     def exact(self):
@@ -65,13 +75,17 @@ class Fprop:
         return out, size
 
 
+def columnwise_copy(x, offs):
+    return ops.grouped_quantize(x, "nvfp4", offs, rowwise=False, columnwise=True)
+
+
 def assert_within_bound(got, want, size, depth):
     """4 * 2^-24 * sqrt(K) * |a||b| for the accumulation, and one ulp of the output."""
     allowed = 4 * 2.0**-24 * math.sqrt(depth) * size + dtype_ulp(want, got.dtype)
     assert ((got.double() - want).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("row_scaled", [False, True])
 @pytest.mark.parametrize("splits", SPLITS_OF_GEMM.values(), ids=SPLITS_OF_GEMM)
 def test_nvfp4_fprop_against_fp64(splits, row_scaled, dtype):
@@ -93,18 +107,17 @@ def test_nvfp4_dgrad_reads_the_columnwise_copy(depth):
 
 
 @pytest.mark.parametrize("splits", SPLITS_OF_GEMM.values(), ids=SPLITS_OF_GEMM)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_nvfp4_wgrad_against_fp64(splits, dtype):
     offs, rows = offsets(splits), sum(splits)
     copies, values = [], []
     for cols in (32, 48):
         x = sample(rows + 2, cols) / 8
-        q = ops.grouped_quantize_nvfp4(x, offs, rowwise=False, columnwise=True)[3:]
-        copies += q
-        values.append(
-            ops.grouped_dequantize_nvfp4(*q, offs, rows + 2, torch.float32, columnwise=True)
-        )
-    got = ops.k_grouped_gemm_nvfp4(*copies, offs, None, dtype)
+        q = columnwise_copy(x, offs)
+        copies.append(q)
+        arguments = dequantize_arguments(q, "nvfp4", rows + 2, torch.float32, offs, True)
+        values.append(ops.grouped_dequantize(*arguments))
+    got = ops.k_grouped_gemm(*k_grouped_arguments(*copies, offs, None, dtype))
     start = 0
     for g, end in enumerate(end_rows(splits)):
         a, b = (v[start:end].double() for v in values)
@@ -141,7 +154,7 @@ def test_nvfp4_fprop_adds_blocks_in_order_and_scales_in_order(row_scaled):
                 biased = scaled + np.float32(bias[g, n])
                 with_all[r, n] = biased + np.float32(start_value[r, n].item())
     assert_same_bytes(case.run(), torch.from_numpy(plain))
-    for dtype in DTYPES:
+    for dtype in DTYPES.values():
         assert_same_bytes(case.run(dtype=dtype), torch.from_numpy(plain).to(dtype))
     out = case.run_out(start_value.clone(), bias, alpha, accumulate=True)
     assert_same_bytes(out, torch.from_numpy(with_all).bfloat16())
@@ -166,12 +179,12 @@ def test_nvfp4_wgrad_adds_blocks_of_each_group_in_order():
                 acc = oracle.dot_blocks(a[rows, n], b[rows, k])
                 plain[g, n, k] = acc * factor
                 total[g, n, k] = acc * (factor * np.float32(alpha[g])) + total[g, n, k]
-    copies = [t for y in (dy, x) for t in ops.grouped_quantize_nvfp4(y, offs, columnwise=True)[3:]]
-    assert_same_bytes(
-        ops.k_grouped_gemm_nvfp4(*copies, offs, None, torch.float32), torch.from_numpy(plain)
-    )
+    copies = [columnwise_copy(y, offs) for y in (dy, x)]
+    product = ops.k_grouped_gemm(*k_grouped_arguments(*copies, offs, None, torch.float32))
+    assert_same_bytes(product, torch.from_numpy(plain))
     out = start_value.clone()
-    ops.k_grouped_gemm_nvfp4_out(*copies, offs, alpha, torch.float32, out=out, accumulate=True)
+    arguments = k_grouped_arguments(*copies, offs, alpha, torch.float32)
+    ops.k_grouped_gemm_out(*arguments, out=out, accumulate=True)
     assert_same_bytes(out, torch.from_numpy(total))
 
 
@@ -183,13 +196,12 @@ def test_nvfp4_groups_equal_calls_of_their_own(row_scaled):
     got = case.run(bias, alpha)
     start = 0
     for g, rows in enumerate(splits):
-        whole = torch.tensor([rows], dtype=torch.int32)
-        part = case.x[start : start + rows]
-        a = ops.grouped_quantize_nvfp4(part, whole, row_scaled=row_scaled)[:3]
-        b = [t[g : g + 1] for t in case.b]
-        want = ops.m_grouped_gemm_nvfp4(
-            *a, *b, whole, bias[g : g + 1], alpha[g : g + 1], row_scaled, torch.float32
-        )
+        whole, one = ends(rows), slice(g, g + 1)
+        a = ops.grouped_quantize(case.x[start : start + rows], case.a_format, whole)
+        b = [t[one] for t in case.b]
+        options = (bias[one], alpha[one], False, torch.float32)
+        arguments = m_grouped_arguments(a, b, whole, *options, a_format=case.a_format)
+        want = ops.m_grouped_gemm(*arguments)
         assert_same_bytes(got[start : start + rows], want)
         start += rows
 
@@ -197,12 +209,12 @@ def test_nvfp4_groups_equal_calls_of_their_own(row_scaled):
 def test_nvfp4_wgrad_groups_equal_calls_of_their_own():
     splits = (130, 0, 7, 64)
     offs, x = offsets(splits), sample(201, 48)
-    q = ops.grouped_quantize_nvfp4(x, offs, columnwise=True)[3:]
-    got = ops.k_grouped_gemm_nvfp4(*q, *q, offs, None, torch.float32)
+    q = columnwise_copy(x, offs)
+    got = ops.k_grouped_gemm(*k_grouped_arguments(q, q, offs, None, torch.float32))
     for g, part in enumerate(x.split(splits)):
-        whole = torch.tensor([len(part)], dtype=torch.int32)
-        p = ops.grouped_quantize_nvfp4(part, whole, columnwise=True)[3:]
-        want = ops.k_grouped_gemm_nvfp4(*p, *p, whole, None, torch.float32)
+        whole = ends(len(part))
+        p = columnwise_copy(part, whole)
+        want = ops.k_grouped_gemm(*k_grouped_arguments(p, p, whole, None, torch.float32))
         assert_same_bytes(got[g : g + 1], want)
 
 
@@ -228,16 +240,16 @@ def test_out_form_leaves_tail_and_empty_groups_alone(accumulate):
 @pytest.mark.parametrize("quantized", [False, True])
 def test_wgrad_of_an_empty_group_is_zero_or_unchanged(quantized):
     offs, x = offsets((20, 0, 12)), sample(32, 16)
-    q = ops.grouped_quantize_nvfp4(x, offs, columnwise=True)[3:]
-    operands = (*q, *q, offs, None, torch.float32) if quantized else (x, x, offs, None, x.dtype)
-    name = "k_grouped_gemm_nvfp4" if quantized else "k_grouped_gemm"
-    functional = getattr(ops, name)(*operands)
+    operand = columnwise_copy(x, offs) if quantized else x
+    dtype = torch.float32 if quantized else x.dtype
+    arguments = k_grouped_arguments(operand, operand, offs, None, dtype)
+    functional = ops.k_grouped_gemm(*arguments)
     assert not functional[1].any()
     written = poisoned(functional)
-    getattr(ops, f"{name}_out")(*operands, out=written)
+    ops.k_grouped_gemm_out(*arguments, out=written)
     assert_same_bytes(written, functional)
     kept = poisoned(functional)
-    getattr(ops, f"{name}_out")(*operands, out=kept, accumulate=True)
+    ops.k_grouped_gemm_out(*arguments, out=kept, accumulate=True)
     assert_same_bytes(kept[1], poisoned(functional)[1])
 
 
@@ -266,26 +278,30 @@ def test_tail_of_the_operands_is_not_read():
 GARBAGE = [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1]]
 
 
-@pytest.mark.parametrize("ends", GARBAGE, ids=str)
-def test_garbage_offsets_act_as_their_clamped_values(ends):
+@pytest.mark.parametrize("rows", GARBAGE, ids=str)
+def test_garbage_offsets_act_as_their_clamped_values(rows):
     x, w = sample(40, 32), sample(2, 24, 32)
-    given = torch.tensor(ends, dtype=torch.int32)
+    given = ends(*rows)
     legal = given.clamp(0, 40).cummax(0).values.int()
-    a, b = (ops.grouped_quantize_nvfp4(x, offs, columnwise=True) for offs in (given, legal))
-    v = ops.grouped_quantize_nvfp4(w)[:3]
+    a, b = (ops.grouped_quantize(x, "nvfp4", offs, columnwise=True) for offs in (given, legal))
+    v = ops.grouped_quantize(w, "nvfp4")
     for i in range(6):
         assert_same_bytes(a[i], b[i])
     pairs = [
-        [ops.m_grouped_gemm_nvfp4(*a[:3], *v, offs) for offs in (given, legal)],
-        [ops.k_grouped_gemm_nvfp4(*a[3:], *a[3:], offs) for offs in (given, legal)],
+        [ops.m_grouped_gemm(*m_grouped_arguments(a[:3], v, offs)) for offs in (given, legal)],
+        [ops.k_grouped_gemm(*k_grouped_arguments(a[3:], a[3:], offs)) for offs in (given, legal)],
         [ops.m_grouped_gemm(x, w, offs) for offs in (given, legal)],
         [ops.k_grouped_gemm(x, x, offs) for offs in (given, legal)],
         [ops.grouped_dbias(x, offs) for offs in (given, legal)],
         [ops.grouped_amax(x, offs) for offs in (given, legal)],
-        [ops.grouped_dequantize_nvfp4(*a[:3], o, 40, torch.bfloat16) for o in (given, legal)],
-        [
-            ops.grouped_dequantize_nvfp4(*a[3:], o, 40, torch.bfloat16, columnwise=True)
-            for o in (given, legal)
+        *[
+            [
+                ops.grouped_dequantize(
+                    *dequantize_arguments(copy, "nvfp4", 40, torch.bfloat16, offs, columnwise)
+                )
+                for offs in (given, legal)
+            ]
+            for copy, columnwise in ((a[:3], False), (a[3:], True))
         ],
     ]
     for got, want in pairs:
@@ -295,8 +311,8 @@ def test_garbage_offsets_act_as_their_clamped_values(ends):
     assert (out[40:] == 7.0).all() and (out[int(legal[-1]) : 40] == 7.0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("out_dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_plain_fprop_is_the_fp64_product_rounded(dtype, out_dtype, transpose_b):
     splits = (20, 0, 33, 1)
@@ -320,8 +336,8 @@ def test_plain_fprop_is_the_fp64_product_rounded(dtype, out_dtype, transpose_b):
     assert (total[54:] == 3.0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("out_dtype", DTYPES.values(), ids=DTYPES)
 def test_plain_wgrad_is_the_fp64_product_rounded(dtype, out_dtype):
     splits = (20, 0, 33)
     a, b = torch.randn(55, 8).to(dtype), torch.randn(55, 12).to(dtype)
@@ -341,7 +357,7 @@ def test_plain_groups_equal_calls_of_their_own(splits):
     wgrad = ops.k_grouped_gemm(dy, x, offsets(splits))
     start = 0
     for g, rows in enumerate(splits):
-        whole, part = torch.tensor([rows], dtype=torch.int32), slice(start, start + rows)
+        whole, part = ends(rows), slice(start, start + rows)
         assert_same_bytes(fprop[part], ops.m_grouped_gemm(x[part], w[g : g + 1], whole))
         assert_same_bytes(wgrad[g : g + 1], ops.k_grouped_gemm(dy[part], x[part], whole))
         start += rows

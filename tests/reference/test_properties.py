@@ -10,17 +10,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import assert_same_bytes, offsets, ops, sample, weird_values
+from tests.helpers import (
+    NVFP4_TEXTS,
+    assert_same_bytes,
+    dequantize_arguments,
+    k_grouped_arguments,
+    m_grouped_arguments,
+    offsets,
+    ops,
+    sample,
+    weird_values,
+)
 
-KINDS = {"1x16": {}, "16x16": {"block_2d": True}, "row-scaled": {"row_scaled": True}}
 splits_of_rows = st.lists(st.integers(0, 140), min_size=1, max_size=5).map(tuple)
 widths = st.sampled_from([16, 48, 80])
-kinds = st.sampled_from(list(KINDS))
+kinds = st.sampled_from(list(NVFP4_TEXTS))
 slow = settings(max_examples=25)
 
 
-def quantize(x, splits, kind, **flags):
-    return ops.grouped_quantize_nvfp4(x, offsets(splits), columnwise=True, **KINDS[kind], **flags)
+def quantize(x, splits, kind):
+    return ops.grouped_quantize(x, NVFP4_TEXTS[kind], offsets(splits), columnwise=True)
+
+
+def dequantize(q, splits, kind, dtype, columnwise=False):
+    copy = q[3:] if columnwise else q[:3]
+    rest = (NVFP4_TEXTS[kind], sum(splits), dtype, offsets(splits), columnwise)
+    return ops.grouped_dequantize(*dequantize_arguments(copy, *rest))
 
 
 def columnwise_pieces(q, splits):
@@ -93,17 +108,15 @@ def test_grouped_is_each_member_alone(splits, cols, kind):
 def test_quantizing_what_was_dequantized_gives_the_same_bytes(splits, cols, kind, dtype):
     # Blocks near the amax: of a subnormal scale, one code may be all that is left of a block.
     x = torch.randn(sum(splits), cols, dtype=torch.float32)
-    offs, rows = offsets(splits), sum(splits)
     q = quantize(x, splits, kind)
-    row_scaled = kind == "row-scaled"
-    back = ops.grouped_dequantize_nvfp4(*q[:3], offs, rows, dtype, row_scaled=row_scaled)
+    back = dequantize(q, splits, kind, dtype)
     again = quantize(back, splits, kind)
     assert_same_bytes(again[0], q[0], "codes")
     assert_same_bytes(again[1], q[1], "scales")
     if dtype == torch.float32:
         torch.testing.assert_close(again[2], q[2], rtol=2**-21, atol=0)
-    back = ops.grouped_dequantize_nvfp4(*q[3:], offs, rows, dtype, columnwise=True)
-    if not row_scaled:
+    back = dequantize(q, splits, kind, dtype, columnwise=True)
+    if kind != "row-scaled":
         again = quantize(back, splits, kind)
         assert_same_bytes(again[3], q[3], "codes_t")
         assert_same_bytes(again[4], q[4], "scales_t")
@@ -116,10 +129,7 @@ def test_dequantized_values_are_near(splits, kind):
     the smallest scale."""
     x = torch.randn(sum(splits), 64)
     q = quantize(x, splits, kind)
-    row_scaled = kind == "row-scaled"
-    back = ops.grouped_dequantize_nvfp4(
-        *q[:3], offsets(splits), len(x), torch.float32, row_scaled=row_scaled
-    )
+    back = dequantize(q, splits, kind, torch.float32)
     block = x.unflatten(1, (-1, 16)).abs().amax(-1, keepdim=True).expand(-1, -1, 16).flatten(1)
     if kind == "16x16":
         block = torch.full_like(x, float(x.abs().max()) if x.numel() else 0.0)
@@ -136,16 +146,21 @@ def test_bytes_do_not_depend_on_the_dtype_of_equal_values(dtype, kind):
 
 
 def every_result(x, w, offs):
-    q = ops.grouped_quantize_nvfp4(x, offs, columnwise=True)
-    r = ops.grouped_quantize_nvfp4(x, offs, row_scaled=True)
-    v = ops.grouped_quantize_nvfp4(w, block_2d=True, columnwise=True)
+    by_row, square, fp32 = "nvfp4:row_scaled", "nvfp4:block=16x16", torch.float32
+    q = ops.grouped_quantize(x, "nvfp4", offs, columnwise=True)
+    r = ops.grouped_quantize(x, by_row, offs)
+    v = ops.grouped_quantize(w, square, columnwise=True)
+    formats = {"a_format": by_row, "b_format": square}
+    fprop = m_grouped_arguments(r, v[:3], offs, out_dtype=fp32, **formats)
     return (
         *q,
         *r,
         *v,
-        ops.grouped_dequantize_nvfp4(*q[3:], offs, len(x), torch.bfloat16, columnwise=True),
-        ops.m_grouped_gemm_nvfp4(*r[:3], *v[:3], offs, row_scaled=True, out_dtype=torch.float32),
-        ops.k_grouped_gemm_nvfp4(*q[3:], *q[3:], offs, out_dtype=torch.float32),
+        ops.grouped_dequantize(
+            *dequantize_arguments(q[3:], "nvfp4", len(x), torch.bfloat16, offs, True)
+        ),
+        ops.m_grouped_gemm(*fprop),
+        ops.k_grouped_gemm(*k_grouped_arguments(q[3:], q[3:], offs, out_dtype=fp32)),
         ops.m_grouped_gemm(x, w, offs, out_dtype=torch.float32),
         ops.k_grouped_gemm(x, x, offs, out_dtype=torch.float32),
         ops.m_grouped_gemm(x.float(), w.float(), offs),
@@ -176,15 +191,17 @@ def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 torch.set_num_threads(1)
-quantize = torch.ops.cute_kernels.grouped_quantize_nvfp4
+quantize = torch.ops.cute_kernels.grouped_quantize
 offs = torch.tensor([1000, 1000, 4096], dtype=torch.int32)
-quantize(torch.ones(4096, 16, dtype=torch.bfloat16), offs, columnwise=True)
+quantize(torch.ones(4096, 16, dtype=torch.bfloat16), "nvfp4", offs, columnwise=True)
 x = torch.randn(4096, 4096).bfloat16()
 peaks = []
-for flags in ({}, {"row_scaled": True}, {"block_2d": True}, {"columnwise": True}):
+for text, columnwise in (
+    ("nvfp4", False), ("nvfp4:row_scaled", False), ("nvfp4:block=16x16", False), ("nvfp4", True)
+):
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     before = status("VmRSS:")
-    outputs = quantize(x, offs, **flags)
+    outputs = quantize(x, text, offs, columnwise=columnwise)
     peaks.append((status("VmHWM:") - before) / x.nbytes)
     del outputs
 print(*peaks)

@@ -5,10 +5,14 @@ import pytest
 import torch
 
 from tests.helpers import (
+    DTYPES,
+    NVFP4_TEXTS,
     SENTINEL,
     SPLITS,
     assert_same_bytes,
+    dequantize_arguments,
     end_rows,
+    ends,
     offsets,
     ops,
     poisoned,
@@ -17,9 +21,9 @@ from tests.helpers import (
 )
 from tests.reference import oracle
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: The second level and block shape of a call, by name.
-KINDS = {"1x16": {}, "16x16": {"block_2d": True}, "row-scaled": {"row_scaled": True}}
+#: What the oracle is told of the second level and block shape, by name.
+FLAGS = {"1x16": {}, "16x16": {"block_2d": True}, "row-scaled": {"row_scaled": True}}
+KINDS = NVFP4_TEXTS
 NAMES = ("codes", "scales", "amax", "codes_t", "scales_t", "amax_t")
 
 
@@ -38,7 +42,7 @@ def expected(x, offs, kind, *, amax=None, fill=0):
         uniform=uniform,
         given_amax=None if amax is None else amax.numpy(),
         fill=fill,
-        **KINDS[kind],
+        **FLAGS[kind],
     )
     batch = x.shape[:1] if uniform else ()
     each = tiles // len(groups) if uniform else tiles
@@ -58,36 +62,31 @@ def expected(x, offs, kind, *, amax=None, fill=0):
 def check(x, splits_or_none, kind, *, amax=None):
     """Functional and out form, alone and together, against the oracle."""
     offs = None if splits_or_none is None else offsets(splits_or_none)
-    ends = None if offs is None else offs.tolist()
-    want = expected(x, ends, kind, amax=amax)
+    want = expected(x, None if offs is None else offs.tolist(), kind, amax=amax)
     before = x.clone()
-    got = ops.grouped_quantize_nvfp4(x, offs, amax, columnwise=True, **KINDS[kind])
+    got = ops.grouped_quantize(x, KINDS[kind], offs, amax, columnwise=True)
     for name, g, w in zip(NAMES, got, want, strict=True):
         assert_same_bytes(g, w, f"{name} of the functional form")
     for rowwise, columnwise in ((True, False), (False, True)):
         if kind == "row-scaled" and amax is not None and not columnwise:
             continue  # refused: the amax of a group would not be used
-        alone = ops.grouped_quantize_nvfp4(
-            x, offs, amax, rowwise=rowwise, columnwise=columnwise, **KINDS[kind]
-        )
+        alone = ops.grouped_quantize(x, KINDS[kind], offs, amax, rowwise, columnwise)
         asked = slice(0, 3) if rowwise else slice(3, 6)
-        for name, a, w in zip(NAMES[asked], alone[asked], want[asked], strict=True):
+        for name, a, w in zip(NAMES[asked], alone, want[asked], strict=True):
             assert_same_bytes(a, w, f"{name} alone")
-        absent = alone[3:] if rowwise else alone[:3]
-        assert [tuple(t.shape) for t in absent] == [(0,)] * 3
     check_out_form(x, offs, kind, amax, got)
     assert_same_bytes(x, before, "input")
 
 
 def check_out_form(x, offs, kind, amax, like):
     """Buffers full of sentinels: only what the layout says is written, pitch padding is not."""
-    ends = None if offs is None else offs.tolist()
-    outputs = {f"out_{name}": poisoned(t) for name, t in zip(NAMES, like, strict=True)}
-    ops.grouped_quantize_nvfp4_out(x, offs, amax, columnwise=True, **KINDS[kind], **outputs)
-    want = expected(x, ends, kind, amax=amax, fill=SENTINEL)
-    for name, w in zip(NAMES, want, strict=True):
-        assert_same_bytes(outputs[f"out_{name}"], w, f"{name} of the out form")
-    codes = outputs["out_codes"]
+    outputs = [poisoned(t) for t in like]
+    ops.grouped_quantize_out(x, KINDS[kind], offs, amax, columnwise=True, out=outputs)
+    rows = None if offs is None else offs.tolist()
+    want = expected(x, rows, kind, amax=amax, fill=SENTINEL)
+    for name, got, w in zip(NAMES, outputs, want, strict=True):
+        assert_same_bytes(got, w, f"{name} of the out form")
+    codes = outputs[0]
     pitch, width = codes.stride(-2), codes.shape[-1]
     assert pitch % 16 == 0
     storage = torch.empty(0, dtype=torch.uint8).set_(codes.untyped_storage())
@@ -110,14 +109,14 @@ def test_widths(cols, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_dtypes_with_extreme_values(dtype, kind):
     splits = (22, 3, 20)  # groups with and without Inf, NaN and maxima
     check(weird_values(45, 48, dtype), splits, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_second_levels_from_denormal_to_the_largest(dtype, kind):
     info = torch.finfo(dtype)
     scales = torch.tensor([info.tiny * info.eps, info.tiny, 1e-4, 1.0, info.max / 8])
@@ -173,22 +172,22 @@ def test_capacity_tail_is_neither_read_nor_written(kind):
     x = sample(sum(splits) + tail, 32)
     x[sum(splits) :] = torch.nan
     offs = offsets(splits)
-    got = ops.grouped_quantize_nvfp4(x, offs, columnwise=True, **KINDS[kind])
+    got = ops.grouped_quantize(x, KINDS[kind], offs, columnwise=True)
     check_out_form(x, offs, kind, None, got)
     x[sum(splits) :] = 1e30
-    again = ops.grouped_quantize_nvfp4(x, offs, columnwise=True, **KINDS[kind])
+    again = ops.grouped_quantize(x, KINDS[kind], offs, columnwise=True)
     for name, a, b in zip(NAMES, got, again, strict=True):
         assert_same_bytes(a, b, name)
 
 
 @pytest.mark.parametrize(
-    "offs", [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1], [0, 0]], ids=str
+    "rows", [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1], [0, 0]], ids=str
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_garbage_offsets_act_as_their_clamped_values(offs, kind):
+def test_garbage_offsets_act_as_their_clamped_values(rows, kind):
     x = sample(40, 32)
-    given = torch.tensor(offs, dtype=torch.int32)
-    got = ops.grouped_quantize_nvfp4(x, given, columnwise=True, **KINDS[kind])
+    given = ends(*rows)
+    got = ops.grouped_quantize(x, KINDS[kind], given, columnwise=True)
     check_out_form(x, given, kind, None, got)
 
 
@@ -197,29 +196,28 @@ def test_garbage_offsets_act_as_their_clamped_values(offs, kind):
 def test_non_contiguous_input(kind, columnwise):
     wide = sample(30, 96)
     for x in (wide[:, 16:64], wide[::2, :48], wide.reshape(96, 30).T[:, :48]):
-        flags = {"columnwise": columnwise, **KINDS[kind]}
         offs = offsets((7, x.shape[0] - 7))
-        got = ops.grouped_quantize_nvfp4(x, offs, **flags)
-        want = ops.grouped_quantize_nvfp4(x.contiguous(), offs, **flags)
-        for name, g, w in zip(NAMES, got, want, strict=True):
+        got = ops.grouped_quantize(x, KINDS[kind], offs, columnwise=columnwise)
+        want = ops.grouped_quantize(x.contiguous(), KINDS[kind], offs, columnwise=columnwise)
+        for name, g, w in zip(NAMES[: len(want)], got, want, strict=True):
             assert_same_bytes(g, w, name)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_dequantize_rowwise(kind, dtype):
     splits, tail = (19, 0, 40), 5
     x = sample(sum(splits) + tail, 80, dtype=torch.float32)
     groups, tiles = oracle.ragged_groups(end_rows(splits), x.shape[0])
-    q = oracle.quantize(x.numpy(), groups, tiles, **KINDS[kind])
+    q = oracle.quantize(x.numpy(), groups, tiles, **FLAGS[kind])
     row_scaled = kind == "row-scaled"
     want = torch.from_numpy(oracle.dequantize_rowwise(q, groups, 80, row_scaled)).to(dtype)
     copy = [torch.from_numpy(b) for b in (q.codes, q.scales.reshape(tiles, -1, 512), q.amax)]
     offs = offsets(splits)
-    got = ops.grouped_dequantize_nvfp4(*copy, offs, x.shape[0], dtype, row_scaled=row_scaled)
-    assert_same_bytes(got, want)
+    arguments = dequantize_arguments(copy, KINDS[kind], x.shape[0], dtype, offs)
+    assert_same_bytes(ops.grouped_dequantize(*arguments), want)
     out = poisoned(want)
-    ops.grouped_dequantize_nvfp4_out(*copy, offs, x.shape[0], dtype, row_scaled, out=out)
+    ops.grouped_dequantize_out(*arguments, out=out)
     untouched = poisoned(want)[sum(splits) :]
     assert_same_bytes(out, torch.cat([want[: sum(splits)], untouched]))
 
@@ -227,37 +225,38 @@ def test_dequantize_rowwise(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_dequantize_uniform_is_dequantize_of_each_member(kind):
     x = sample(3, 140, 48)
-    q = ops.grouped_quantize_nvfp4(x, columnwise=True, **KINDS[kind])
-    whole = torch.tensor([140], dtype=torch.int32)
-    for copy, columnwise in ((q[:3], False), (q[3:], True)):
-        row_scaled = kind == "row-scaled" and not columnwise
-        flags = (torch.float32, row_scaled, columnwise)
-        got = ops.grouped_dequantize_nvfp4(*copy, None, 140, *flags)
+    text, whole = KINDS[kind], ends(140)
+    for columnwise in (False, True):
+        directions = {"rowwise": not columnwise, "columnwise": columnwise}
+
+        def decoded(x, offs, columnwise=columnwise, directions=directions):
+            copy = ops.grouped_quantize(x, text, offs, **directions)
+            arguments = dequantize_arguments(copy, text, 140, torch.float32, offs, columnwise)
+            return ops.grouped_dequantize(*arguments)
+
+        got = decoded(x, None)
         for g in range(3):
-            member = ops.grouped_quantize_nvfp4(x[g], whole, columnwise=True, **KINDS[kind])
-            member = member[3:] if columnwise else member[:3]
-            want = ops.grouped_dequantize_nvfp4(*member, whole, 140, *flags)
-            assert_same_bytes(got[g], want)
+            assert_same_bytes(got[g], decoded(x[g], whole))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("kind", ["1x16", "16x16"])
 def test_dequantize_columnwise(kind, dtype):
     """Against the rowwise copy of the transposed group, which the columnwise copy equals."""
     splits = (19, 0, 140)
     x = sample(sum(splits) + 5, 48)
     offs = offsets(splits)
-    q = ops.grouped_quantize_nvfp4(x, offs, rowwise=False, columnwise=True, **KINDS[kind])[3:]
-    got = ops.grouped_dequantize_nvfp4(*q, offs, x.shape[0], dtype, columnwise=True)
+    text = KINDS[kind]
+    q = ops.grouped_quantize(x, text, offs, rowwise=False, columnwise=True)
+    got = ops.grouped_dequantize(*dequantize_arguments(q, text, x.shape[0], dtype, offs, True))
     start = 0
     for end in offs.tolist():
         if end == start:
             continue
         rows = end - start
         turned = torch.nn.functional.pad(x[start:end], (0, 0, 0, -rows % 16)).T
-        whole = torch.tensor([48], dtype=torch.int32)
-        member = ops.grouped_quantize_nvfp4(turned, whole, **KINDS[kind])[:3]
-        want = ops.grouped_dequantize_nvfp4(*member, whole, 48, dtype)
+        member = ops.grouped_quantize(turned, text, ends(48))
+        want = ops.grouped_dequantize(*dequantize_arguments(member, text, 48, dtype, ends(48)))
         assert_same_bytes(got[start:end], want.T[:rows])
         start = end
     assert not got[start:].any()
@@ -266,7 +265,10 @@ def test_dequantize_columnwise(kind, dtype):
 def test_16x16_copies_hold_the_same_values():
     x, splits = sample(150, 48), (33, 0, 117)
     offs = offsets(splits)
-    q = ops.grouped_quantize_nvfp4(x, offs, columnwise=True, block_2d=True)
-    rowwise = ops.grouped_dequantize_nvfp4(*q[:3], offs, 150, torch.float32)
-    columnwise = ops.grouped_dequantize_nvfp4(*q[3:], offs, 150, torch.float32, columnwise=True)
+    text = KINDS["16x16"]
+    q = ops.grouped_quantize(x, text, offs, columnwise=True)
+    rowwise, columnwise = (
+        ops.grouped_dequantize(*dequantize_arguments(copy, text, 150, torch.float32, offs, way))
+        for copy, way in ((q[:3], False), (q[3:], True))
+    )
     assert_same_bytes(rowwise, columnwise)

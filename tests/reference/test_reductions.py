@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import (
+    DTYPES,
     SPLITS,
     assert_same_bytes,
     end_rows,
@@ -17,8 +18,6 @@ from tests.helpers import (
     weird_values,
 )
 from tests.reference import oracle
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @given(
@@ -58,7 +57,7 @@ def test_offsets_of_many_groups():
     assert out.equal(splits.cumsum(0).int())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_amax(splits, dtype):
     x = weird_values(sum(splits) + 2, 20, dtype)
@@ -89,7 +88,7 @@ def tree_sum(rows):
     return rows[0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("splits", [(300, 0, 1, 127, 128, 129), (0,), (1,)], ids=str)
 def test_dbias_order(splits, dtype):
     dy = sample(sum(splits) + 3, 7, dtype=dtype)
