@@ -1,8 +1,8 @@
 """What a grouped GEMM kernel is compiled for, and which problems it takes.
 
 A configuration holds facts of code generation only, so it can be hashed, pickled and used as a
-cache key; shapes, group boundaries and the number of SMs stay dynamic. ``entry()`` gives what
-``cute.compile`` needs and is the only part that imports the CuTe DSL.
+cache key; shapes, group boundaries and the number of SMs stay dynamic. It names the kernel and does
+not import it: kernels need the CuTe DSL, configurations do not.
 
 Sizes are named by the product that a tile of the output is made of, ``D[M, N] = sum over K``:
 
@@ -194,6 +194,7 @@ class GemmConfig:
     zero_tail: bool = False
     tile: TileShape = TileShape(128, 128)
 
+    kernel: ClassVar[str] = "cute_kernels.gemm.kernel:GroupedGemmKernel"
     #: The tiles that this architecture's kernel is built for.
     tile_shapes: ClassVar[tuple[TileShape, ...]] = TILE_SHAPES
     #: MMA instructions along K for one stage of shared memory.
@@ -385,9 +386,3 @@ class GemmConfig:
             groups = problem.groups + self.zero_tail
             return (problem.rows // self.tile.rows + groups) * cols
         return problem.groups * ceil_div(problem.m, self.tile.m) * cols
-
-    def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile and its fake arguments, see ``GroupedGemmKernel.__call__``."""
-        from cute_kernels.gemm.kernel import GroupedGemmKernel
-
-        return GroupedGemmKernel(self), GroupedGemmKernel.fake_args(self)

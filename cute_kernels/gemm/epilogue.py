@@ -18,11 +18,11 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
+from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.accumulators import AccReader
 from cute_kernels.gemm.config import N_ALIGN, GemmConfig
 from cute_kernels.gemm.scheduler import TileReader, WorkTile
-from cute_kernels.gemm.warp_schedule import WARP_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,6 +15,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
+from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.ptx import asm_volatile
 from cute_kernels.gemm.accumulators import AccReader
 from cute_kernels.gemm.config import SWAPPED_BLOCK
@@ -26,7 +27,6 @@ from cute_kernels.gemm.epilogue import (
     vector_at,
 )
 from cute_kernels.gemm.scheduler import WorkTile
-from cute_kernels.gemm.warp_schedule import WARP_SIZE
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import GemmConfig

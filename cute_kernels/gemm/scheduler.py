@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cutlass
 from cutlass import Int32, cute, pipeline
 
-from cute_kernels.gemm.warp_schedule import WARP_SIZE
+from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.layout.shapes import TILE_ROWS
 
 if TYPE_CHECKING:

@@ -9,10 +9,11 @@ from cutlass import Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
+from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.gemm.config import SWAPPED_BLOCK, TAIL_BOX_ROWS
 from cute_kernels.gemm.operands import DSL_TYPES, element_type, scale_type
 from cute_kernels.gemm.scheduler import TILE_WORDS
-from cute_kernels.gemm.warp_schedule import WARP_SIZE, NamedBarrierId, WarpSchedule
+from cute_kernels.gemm.warp_schedule import NamedBarrierId, WarpSchedule
 from cute_kernels.layout.shapes import SF_TILE_ROWS, round_up
 
 if TYPE_CHECKING:

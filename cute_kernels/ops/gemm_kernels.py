@@ -14,11 +14,11 @@ from cute_kernels.gemm.config import OPERANDS, GemmConfig, GemmProblem
 from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
 from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperGemmConfig
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
+from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, ceil_div
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import dense, dtype_name, readable
 from cute_kernels.ops.registry import Allocator, OutputSpec
 from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, RowScaledConfig
-from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

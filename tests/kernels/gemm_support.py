@@ -14,10 +14,16 @@ from cute_kernels import reference
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperGemmConfig
 from cute_kernels.gemm.hopper.prepack import prepack
+from cute_kernels.layout.shapes import (
+    ceil_div,
+    code_pitch,
+    num_slot_tiles,
+    scale_tiles,
+    uniform_tiles,
+)
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.runtime import architecture, compile_kernel
-from cute_kernels.layout.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles, uniform_tiles
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import GemmConfig

@@ -28,12 +28,12 @@ SPEC = Scale(2.0)
 @pytest.fixture
 def traced(monkeypatch):
     """Returns how many kernels were compiled since it was last called."""
-    monkeypatch.setattr(toy_kernels, "entries_traced", 0)
+    monkeypatch.setattr(Scale, "traced", 0)
     before = 0
 
     def count():
         nonlocal before
-        new, before = toy_kernels.entries_traced - before, toy_kernels.entries_traced
+        new, before = Scale.traced - before, Scale.traced
         return new
 
     return count

@@ -20,6 +20,7 @@ from cute_kernels.ops.quantize import (
 from cute_kernels.runtime import aot, architecture
 from cute_kernels.runtime.cache import CacheKey, cache_key
 from cute_kernels.runtime.plan import PlanCache
+from cute_kernels.runtime.spec import resolve
 from grouped.nn import GroupedLinear
 from grouped.recipes import NVFP4, NVFP4RowScaled
 
@@ -124,6 +125,16 @@ def test_training_and_inference_with_a_recipe_need_no_other_kernel(
                 layer(x, offs)
     assert any(isinstance(spec, GemmConfig) for spec in recorder.specs)
     assert recorder.specs <= set(aot.declared_specs(arch))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+def test_listed_kernels_name_classes_that_exist(arch):
+    pytest.importorskip("cutlass")
+    names = {spec.kernel for spec in aot.declared_specs(arch)}
+    assert len(names) > 5
+    for name in names:
+        kernel = resolve(name)
+        assert isinstance(kernel, type) and callable(kernel.fake_args), name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)

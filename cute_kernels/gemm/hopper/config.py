@@ -14,7 +14,7 @@ for both, which saves a third of what L2 is read for, and the power that takes.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.config import (
@@ -118,6 +118,7 @@ class HopperGemmConfig(GemmConfig):
     activations: str | None = None
     prepacked: bool = False
 
+    kernel: ClassVar[str] = "cute_kernels.gemm.hopper.kernel:HopperGemmKernel"
     tile_shapes: ClassVar[tuple[TileShape, ...]] = HOPPER_TILE_SHAPES
 
     def __post_init__(self) -> None:
@@ -292,17 +293,6 @@ class HopperGemmConfig(GemmConfig):
         """Stages of both operands that fit in shared memory."""
         return (_SMEM_CAPACITY - _SMEM_RESERVED - self.epilogue_bytes) // self.stage_bytes
 
-    @property
-    def num_acc_stage(self) -> int:
-        """Accumulators are in registers: one."""
-        return 1
-
-    def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile and its fake arguments, see ``HopperGemmKernel.__call__``."""
-        from cute_kernels.gemm.hopper.kernel import HopperGemmKernel
-
-        return HopperGemmKernel(self), HopperGemmKernel.fake_args(self)
-
 
 @dataclasses.dataclass(frozen=True)
 class ExpandConfig:
@@ -315,11 +305,7 @@ class ExpandConfig:
 
     is_ragged: bool
 
-    def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile and its fake arguments, see ``ExpandKernel.__call__``."""
-        from cute_kernels.gemm.hopper.expand import ExpandKernel
-
-        return ExpandKernel(self), ExpandKernel.fake_args(self)
+    kernel: ClassVar[str] = "cute_kernels.gemm.hopper.expand:ExpandKernel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,8 +318,4 @@ class ArrangeConfig:
 
     dtype: str
 
-    def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile and its fake arguments, see ``ArrangeKernel.__call__``."""
-        from cute_kernels.gemm.hopper.arrange import ArrangeKernel
-
-        return ArrangeKernel(self), ArrangeKernel.fake_args(self)
+    kernel: ClassVar[str] = "cute_kernels.gemm.hopper.arrange:ArrangeKernel"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from cute_kernels.gemm.warp_schedule import WARP_SIZE
+from cute_kernels.device.constants import WARP_SIZE
 
 __all__ = ["FIRST_EPILOGUE_BARRIER", "FIRST_TURN_BARRIER", "WARPGROUP_SIZE", "HopperWarpSchedule"]
 
