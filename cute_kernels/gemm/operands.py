@@ -1,118 +1,167 @@
-"""Views of the layout contract's buffers as (rows, K, groups), the way that TMA and MMA see them.
+"""What a tensor core needs to know of its operands: one row of a table for each kind of them.
 
-Row pitches and group strides are 64-bit; a mode that the grouping lacks has extent 1.
+A kind is found by what a format record says, its element and its block scale, never by the format's
+name. A kernel asks a kind, never a format. All instructions here contract 32 bytes of K.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import cutlass
-from cutlass import Int64, cute
+import dataclasses
+from typing import Literal
 
 from cute_kernels.formats import NVFP4
-from cute_kernels.gemm.config import RAGGED_ROWS
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
-
-if TYPE_CHECKING:
-    from cute_kernels.gemm.config import OperandKind
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_COLS
 
 __all__ = [
-    "DSL_TYPES",
-    "element_type",
-    "matrix_view",
-    "output_view",
-    "ragged_rows_view",
-    "scale_type",
-    "scales_view",
+    "DTYPE_BYTES",
+    "OPERANDS",
+    "BlockScaleKind",
+    "OperandKind",
+    "Tcgen05Kind",
+    "find_operand",
 ]
 
-#: DSL types by the dtype names that configurations use.
-DSL_TYPES = {
-    "bfloat16": cutlass.BFloat16,
-    "float16": cutlass.Float16,
-    "float32": cutlass.Float32,
-}
-_ELEMENTS = {NVFP4.name: cutlass.Float4E2M1FN, **DSL_TYPES}
-_SCALES = {NVFP4.name: cutlass.Float8E4M3FN}
+#: Bytes of one element, by the dtype names that configurations use.
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+#: Bytes of K that one instruction contracts.
+_INSTRUCTION_BYTES = 32
 
 
-def element_type(kind: OperandKind) -> Any:
-    """The DSL's type of an operand's elements."""
-    return _ELEMENTS[kind.name]
+@dataclasses.dataclass(frozen=True)
+class BlockScaleKind:
+    """Block scales beside the elements.
 
-
-def scale_type(kind: OperandKind) -> Any:
-    """The DSL's type of an operand's block scales."""
-    return _SCALES[kind.name]
-
-
-#: Stride of a mode whose coordinate ``RAGGED_ROWS`` makes the address wrap around at 2^64 bytes.
-_WRAP_STRIDE = 2**34
-
-
-def ragged_rows_view(matrix: cute.Tensor) -> cute.Tensor:
-    """(T, rows) as (rows, K, (ends, wrap)), so that TMA zero-fills past the end of a group.
-
-    A tensor map bounds each mode by itself, and groups end anywhere. So K counts up to the fixed
-    extent ``RAGGED_ROWS``, and element k of a group that ends at row e and has n rows is at
-    ``K = RAGGED_ROWS - n + k``, ``ends = e``, ``wrap = RAGGED_ROWS``: past the group's end K leaves
-    the extent. The modes ``ends`` and ``wrap`` move the address back by ``RAGGED_ROWS - e`` rows,
-    in arithmetic modulo 2^64. Triton's ragged tensor descriptors do the same.
+    Attributes:
+        element: name of a scale's type, as format records have it.
+        dsl_type: the DSL's name of it.
+        vec_size: elements that share one.
     """
-    width = matrix.element_type.width // 8
-    aligned = PITCH_ALIGNMENT // width
-    pitch = cute.assume(Int64(matrix.stride[0]), aligned)
-    wrap = cute.assume(Int64(_WRAP_STRIDE) - pitch, aligned)
-    layout = cute.make_layout(
-        (matrix.shape[1], RAGGED_ROWS, (2**31 - 1, 2**31 - 1)), stride=(1, pitch, (pitch, wrap))
+
+    element: str
+    dsl_type: str
+    vec_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tcgen05Kind:
+    """Instructions of sm_100a that kernels write out themselves, with N chosen at run time.
+
+    Attributes:
+        qualifiers: the kind and what follows it.
+        element: number of the elements' type in the descriptor of an instruction.
+        scale: number of the block scales' type there.
+    """
+
+    qualifiers: str
+    element: int
+    scale: int
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandKind:
+    """Both operands of a product, as tensor cores see them.
+
+    Attributes:
+        name: how configurations name it.
+        element: name of the elements' type, as format records or torch have it.
+        dsl_type: the DSL's name of it.
+        bits: of one element.
+        scale: the block scales; None without.
+        level_factor: what the second level of scales is multiplied by to decode; None without one.
+        columnwise: how the copy lies whose blocks run along rows, see ``formats``; None if the
+            operands are plain: then one tensor serves both directions, and its rows are in no
+            slots.
+        tcgen05: the instructions of sm_100a; None for those that the DSL makes, which fix N.
+        is_wgmma: instructions of sm_90a take the elements; otherwise they are decoded to others.
+    """
+
+    name: str
+    element: str
+    dsl_type: str
+    bits: int
+    scale: BlockScaleKind | None = None
+    level_factor: float | None = None
+    columnwise: Literal["transposed", "untransposed"] | None = None
+    tcgen05: Tcgen05Kind | None = None
+    is_wgmma: bool = True
+
+    @property
+    def is_block_scaled(self) -> bool:
+        """Whether block scales are read beside the elements."""
+        return self.scale is not None
+
+    @property
+    def sf_vec_size(self) -> int:
+        """Elements that share a block scale; 0 without block scales."""
+        return 0 if self.scale is None else self.scale.vec_size
+
+    @property
+    def instruction_k(self) -> int:
+        """Elements of K that one instruction contracts."""
+        return _INSTRUCTION_BYTES * 8 // self.bits
+
+    @property
+    def scale_tile_k(self) -> int:
+        """Elements of K whose block scales are in one 128x4 tile of them."""
+        return self.sf_vec_size * SF_TILE_COLS
+
+    @property
+    def k_blocks_of_scale_tile(self) -> int:
+        """Instructions along K whose block scales are in one tile."""
+        return self.scale_tile_k // self.instruction_k
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether each group's rows start at a slot where they are contracted.
+
+        Otherwise K begins and ends at any row.
+        """
+        return self.columnwise is not None
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether operands are contiguous along K whatever is contracted.
+
+        Otherwise those whose rows are contracted are contiguous along M or N.
+        """
+        return self.columnwise == "transposed"
+
+    @property
+    def k_align(self) -> int:
+        """K must be a multiple of this in an m_grouped product: rows TMA can address."""
+        return self.sf_vec_size or PITCH_ALIGNMENT * 8 // self.bits
+
+
+#: Operand kinds by name; both operands are of the same kind.
+OPERANDS = {
+    kind.name: kind
+    for kind in (
+        OperandKind(
+            "nvfp4",
+            NVFP4.element.name,
+            "Float4E2M1FN",
+            NVFP4.element.bits,
+            BlockScaleKind(NVFP4.scale_element.name, "Float8E4M3FN", NVFP4.sf_vec_size),
+            level_factor=1.0 / NVFP4().tensor_max,
+            columnwise="transposed",
+            tcgen05=Tcgen05Kind("mxf4nvf4.block_scale.block16", element=1, scale=0),
+            is_wgmma=False,
+        ),
+        OperandKind("bfloat16", "bfloat16", "BFloat16", 16),
+        OperandKind("float16", "float16", "Float16", 16),
     )
-    return cute.make_tensor(matrix.iterator, layout)
+}
 
 
-def matrix_view(matrix: cute.Tensor, kind: OperandKind, mn_major: bool) -> cute.Tensor:
-    """An operand's matrix, or one a group, as elements (rows, K, G or 1).
+def find_operand(element: str, scale: tuple[str, int] | None = None) -> OperandKind | None:
+    """The kind of operands by what a format record says of them; None if there is none.
 
     Args:
-        matrix: ([G,] rows, K) with packed codes as bytes; ([G,] K, rows) if ``mn_major``.
-        kind: what it is made of.
-        mn_major: rows are contiguous instead of K.
+        element: name of the element.
+        scale: name of the block scale's element, and elements that share one; None without.
     """
-    per_item = matrix.element_type.width // kind.bits
-    # TMA takes pitches of whole 16 bytes only; the argument's own stride promises that.
-    aligned = 128 // kind.bits
-    pitch = cute.assume(Int64(matrix.stride[-2]) * per_item, aligned)
-    shape = [matrix.shape[-2], matrix.shape[-1] * per_item, 1]
-    stride = [pitch, 1, Int64(0)]
-    if len(matrix.shape) == 3:
-        shape[2] = matrix.shape[0]
-        stride[2] = cute.assume(Int64(matrix.stride[0]) * per_item, aligned)
-    if mn_major:
-        shape[:2], stride[:2] = shape[1::-1], stride[1::-1]
-    layout = cute.make_layout(tuple(shape), stride=tuple(stride))
-    return cute.make_tensor(cute.recast_ptr(matrix.iterator, dtype=element_type(kind)), layout)
-
-
-def scales_view(scales: cute.Tensor, kind: OperandKind) -> cute.Tensor:
-    """Scale tiles ([G,] rows, K tiles, 512) as (((32, 4), rows), ((vec, 4), K tiles), G or 1)."""
-    row_tiles, k_tiles, _ = scales.shape[-3:]
-    groups = scales.shape[0] if len(scales.shape) == 4 else 1
-    row_stride = Int64(k_tiles) * SF_TILE_BYTES
-    layout = cute.make_layout(
-        (
-            ((32, SF_TILE_ROWS // 32), row_tiles),
-            ((kind.sf_vec_size, SF_TILE_COLS), k_tiles),
-            groups,
-        ),
-        stride=(((16, 4), row_stride), ((0, 1), SF_TILE_BYTES), row_stride * row_tiles),
-    )
-    return cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=scale_type(kind)), layout)
-
-
-def output_view(tensor: cute.Tensor) -> cute.Tensor:
-    """(rows, cols) or (G, rows, cols) as (G or 1, rows, cols)."""
-    if len(tensor.shape) == 3:
-        return tensor
-    rows, cols = tensor.shape
-    layout = cute.make_layout((1, rows, cols), stride=(Int64(0), *tensor.stride))
-    return cute.make_tensor(tensor.iterator, layout)
+    for kind in OPERANDS.values():
+        own = None if kind.scale is None else (kind.scale.element, kind.scale.vec_size)
+        if (kind.element, own) == (element, scale):
+            return kind
+    return None

@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING
 
 from cute_kernels.capability import support
 from cute_kernels.formats import NVFP4
-from cute_kernels.gemm.config import OPERANDS, GemmConfig
-from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperGemmConfig
+from cute_kernels.gemm.operands import OPERANDS
+from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
+from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cute_kernels.gemm.problem import GemmConfig
     from cute_kernels.runtime.spec import KernelSpec
 
-__all__ = ["kernel_specs"]
+__all__ = ["CONFIGS", "kernel_specs"]
 
-
-_CONFIGS = {"sm_90a": HopperGemmConfig, "sm_100a": GemmConfig}
+#: The configurations of each architecture's kernel.
+CONFIGS: dict[str, type[GemmConfig]] = {"sm_90a": Sm90GemmConfig, "sm_100a": Sm100GemmConfig}
 
 
 def kernel_specs(arch: str) -> Iterator[KernelSpec]:
@@ -35,7 +38,7 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
     for operand, kind in OPERANDS.items():
         if support("grouped_gemm", NVFP4() if kind.is_block_scaled else None, arch):
             dtype = "bfloat16" if kind.is_block_scaled else operand
-            cls = _CONFIGS[arch]
+            cls = CONFIGS[arch]
             yield from _m_grouped(cls, operand, dtype, kind.is_block_scaled)
             yield from _k_grouped(cls, operand, dtype)
             if arch == "sm_90a" and kind.is_block_scaled:
@@ -45,9 +48,9 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
 
 def _served() -> Iterator[KernelSpec]:
     """Kernels for sm_90a beside weights that are quantized once: prepacked, and W4A16."""
-    base = HopperGemmConfig("nvfp4", tile=HopperGemmConfig.any_tile("m_grouped"), zero_tail=True)
+    base = Sm90GemmConfig("nvfp4", tile=Sm90GemmConfig.any_tile("m_grouped"), zero_tail=True)
     yield ArrangeConfig("bfloat16")
-    for tile in filter(base.takes, HopperGemmConfig.tile_shapes):
+    for tile in filter(base.takes, Sm90GemmConfig.tile_shapes):
         yield dataclasses.replace(base, tile=tile, activations="bfloat16")
         for row_scaled in (False, True):
             yield dataclasses.replace(base, tile=tile, prepacked=True, row_scaled=row_scaled)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.formats import NVFP4, Format
-from cute_kernels.ops import gemm_kernels
 from cute_kernels.ops.checks import INPUT_DTYPES
 from cute_kernels.ops.gemm import MGroupedGemmNVFP4, MixedInputGemm
+from cute_kernels.ops.launch import gemm as launch_gemm
 from cute_kernels.ops.quantize import GroupedQuantizeNVFP4
 from cute_kernels.ops.registry import register
 
@@ -65,7 +65,7 @@ class MGroupedQuantizeGemmNVFP4(MixedInputGemm):
         return "grouped_gemm", NVFP4(row_scaled=self.row_scaled)
 
     def kernels(self, launch: Launcher) -> Runner:
-        return gemm_kernels.quantizing(self, launch) or _one_after_the_other
+        return launch_gemm.quantizing(self, launch) or _one_after_the_other
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         self.product().run_reference(outputs, **options)

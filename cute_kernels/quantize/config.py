@@ -147,7 +147,7 @@ class RowScaledConfig:
         contiguous; offs (G,) int32, None when uniform; amax (T,) fp32, or (G,); codes (T, K/2) or
         (G, N, K/2) uint8 of padded pitch; scales (tiles, K/64, 512) or (G, tiles, K/64, 512) uint8.
         With ``as_values`` codes are values (T, K up to a multiple of 128) fp16 in the order of
-        ``gemm.hopper.expand``, and scales None.
+        ``gemm.sm90.fp4.expand``, and scales None.
         """
         if self.as_values:
             return "cute_kernels.quantize.nvfp4_values:RowValuesQuantizer"

@@ -7,23 +7,18 @@ import pickle
 
 import pytest
 
-from cute_kernels.gemm.config import (
-    OPERANDS,
-    TILE_SHAPES,
-    TMEM_COLUMNS,
-    GemmConfig,
-    GemmProblem,
-    TileShape,
-)
-from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
-from cute_kernels.gemm.warp_schedule import WarpSchedule
+from cute_kernels.gemm.choice import choose_config
+from cute_kernels.gemm.operands import OPERANDS
+from cute_kernels.gemm.problem import GemmProblem
+from cute_kernels.gemm.sm100.config import SM100_TILES, TMEM_COLUMNS, Sm100GemmConfig, Sm100Tile
+from cute_kernels.gemm.sm100.warp_schedule import WarpSchedule
 
 CONFIGS = [
-    GemmConfig(operand, out_dtype=out, tile=tile)
+    Sm100GemmConfig(operand, out_dtype=out, tile=tile)
     for operand in OPERANDS
     for out in ("bfloat16", "float32")
-    for tile in TILE_SHAPES
-    if GemmConfig(operand).takes(tile)
+    for tile in SM100_TILES
+    if Sm100GemmConfig(operand).takes(tile)
 ]
 PROBLEM = GemmProblem("nvfp4", "m_grouped", "bfloat16", groups=32, rows=4096, n=4096, k=7168)
 NUM_SMS = 148
@@ -35,7 +30,7 @@ def test_configurations_are_keys_that_survive_pickling() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_memory_of_every_tile_fits(config: GemmConfig) -> None:
+def test_memory_of_every_tile_fits(config: Sm100GemmConfig) -> None:
     # Four warps stage blocks of 32 rows, of 128 bytes, or of 32 columns where operands are swapped.
     staged = 4 * config.num_store_stage * 32 * 128
     if config.tile.swap_ab:
@@ -62,20 +57,20 @@ def test_arrivals_count_every_warp_once() -> None:
         ({"operand": "mxfp8"}, "operand"),
         ({"out_dtype": "float64"}, "out_dtype"),
         ({"grouping": "n_grouped"}, "grouping"),
-        ({"tile": TileShape(64, 64)}, "tile"),
+        ({"tile": Sm100Tile(64, 64)}, "tile"),
         ({"grouping": "k_grouped", "row_scaled": True}, "row_scaled"),
         ({"operand": "bfloat16", "row_scaled": True}, "row_scaled"),
         ({"grouping": "k_grouped", "bias_dtype": "float32"}, "bias"),
         ({"transpose_b": True}, "transpose_b"),
         ({"zero_tail": True, "accumulate": True}, "zero_tail"),
-        ({"grouping": "k_grouped", "tile": TileShape(128, 32, swap_ab=True)}, "swap_ab"),
-        ({"grouping": "k_grouped", "tile": TileShape(128, 128, swap_tails=True)}, "swap_tails"),
-        ({"operand": "bfloat16", "tile": TileShape(128, 128, swap_tails=True)}, "swap_tails"),
+        ({"grouping": "k_grouped", "tile": Sm100Tile(128, 32, swap_ab=True)}, "swap_ab"),
+        ({"grouping": "k_grouped", "tile": Sm100Tile(128, 128, swap_partial=True)}, "swap_partial"),
+        ({"operand": "bfloat16", "tile": Sm100Tile(128, 128, swap_partial=True)}, "swap_partial"),
     ],
 )
 def test_meaningless_configurations_are_refused(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        GemmConfig(**{"operand": "nvfp4", **fields})
+        Sm100GemmConfig(**{"operand": "nvfp4", **fields})
 
 
 @pytest.mark.parametrize(
@@ -91,14 +86,14 @@ def test_meaningless_configurations_are_refused(fields: dict, message: str) -> N
     ],
 )
 def test_can_implement_says_why_not(fields: dict, reason: str) -> None:
-    config = GemmConfig("nvfp4")
+    config = Sm100GemmConfig("nvfp4")
     assert config.can_implement(PROBLEM)
     support = config.can_implement(dataclasses.replace(PROBLEM, **fields))
     assert not support and reason in support.reason
 
 
 def test_can_implement_bounds_ragged_k() -> None:
-    config = GemmConfig("bfloat16", grouping="k_grouped", out_dtype="float32")
+    config = Sm100GemmConfig("bfloat16", grouping="k_grouped", out_dtype="float32")
     problem = GemmProblem("bfloat16", "k_grouped", "float32", groups=2, rows=2**30, n=64, m=64)
     assert config.can_implement(problem)
     for fields in ({"rows": 2**30 + 1}, {"m": 60}):
@@ -108,23 +103,23 @@ def test_can_implement_bounds_ragged_k() -> None:
 @pytest.mark.parametrize(
     "rows_each, tile",
     [
-        (1, TileShape(128, 32, swap_ab=True)),
-        (32, TileShape(128, 32, swap_ab=True)),
-        (64, TileShape(128, 64, swap_ab=True)),
-        (128, TileShape(128, 128, swap_tails=True)),
-        (200, TileShape(256, 256, 2, swap_tails=True)),
-        (4096, TileShape(256, 256, 2, swap_tails=True)),
+        (1, Sm100Tile(128, 32, swap_ab=True)),
+        (32, Sm100Tile(128, 32, swap_ab=True)),
+        (64, Sm100Tile(128, 64, swap_ab=True)),
+        (128, Sm100Tile(128, 128, swap_partial=True)),
+        (200, Sm100Tile(256, 256, 2, swap_partial=True)),
+        (4096, Sm100Tile(256, 256, 2, swap_partial=True)),
     ],
 )
-def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: TileShape) -> None:
+def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: Sm100Tile) -> None:
     problem = dataclasses.replace(PROBLEM, rows=rows_each * PROBLEM.groups)
-    chosen = choose_config(GemmConfig("nvfp4"), problem, NUM_SMS)
+    chosen = choose_config(Sm100GemmConfig("nvfp4"), problem, NUM_SMS)
     assert chosen.tile == tile
     others = (
-        dataclasses.replace(chosen, tile=tile) for tile in TILE_SHAPES if chosen.may_choose(tile)
+        dataclasses.replace(chosen, tile=tile) for tile in SM100_TILES if chosen.may_choose(tile)
     )
-    costs = [estimated_cycles(config, problem, NUM_SMS) for config in others]
-    assert estimated_cycles(chosen, problem, NUM_SMS) == min(costs)
+    costs = [config.estimated_cycles(problem, NUM_SMS) for config in others]
+    assert chosen.estimated_cycles(problem, NUM_SMS) == min(costs)
 
 
 @pytest.mark.parametrize("rows, groups", [(1, 1), (40, 8), (1050, 8), (2048, 8), (9600, 64)])
@@ -134,20 +129,20 @@ def test_the_choice_for_quantized_tokens_fits_itself_to_the_rows_of_groups(
     rows: int, groups: int, n: int, num_sms: int
 ) -> None:
     problem = dataclasses.replace(PROBLEM, rows=rows, groups=groups, n=n)
-    assert choose_config(GemmConfig("nvfp4"), problem, num_sms).tile.may_swap
+    assert choose_config(Sm100GemmConfig("nvfp4"), problem, num_sms).tile.may_swap
 
 
 @pytest.mark.parametrize("rows, n", [(1, 16), (16, 16), (17, 32), (240, 240), (241, 256)])
 def test_instructions_have_whole_steps_of_rows(rows: int, n: int) -> None:
-    assert GemmConfig.instruction_n(rows) == n
+    assert Sm100GemmConfig.instruction_n(rows) == n
 
 
 def test_a_tile_can_be_forced_and_is_checked() -> None:
-    base = GemmConfig("nvfp4")
-    for tile in TILE_SHAPES:
+    base = Sm100GemmConfig("nvfp4")
+    for tile in SM100_TILES:
         assert choose_config(base, PROBLEM, NUM_SMS, tile).tile == tile
     with pytest.raises(ValueError, match="K must be"):
         choose_config(base, dataclasses.replace(PROBLEM, k=8), NUM_SMS)
     with pytest.raises(ValueError, match="2 CTAs need"):
-        choose_config(base, PROBLEM, 1, TileShape(256, 256, 2))
+        choose_config(base, PROBLEM, 1, Sm100Tile(256, 256, 2))
     assert choose_config(base, PROBLEM, 1).tile.num_ctas == 1

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from cute_kernels import emulator
-from cute_kernels.gemm.config import GemmConfig, GemmProblem, TileShape
-from cute_kernels.gemm.heuristics import choose_config
+from cute_kernels.gemm.choice import choose_config
+from cute_kernels.gemm.problem import GemmProblem
+from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.kernels.gemm_support import (
     NUM_SMS,
     SHAPES,
@@ -21,26 +22,26 @@ from tests.kernels.gemm_support import (
 )
 from tests.kernels.op_support import MODE_IDS, MODES
 
-FPROP = GemmConfig("nvfp4", row_scaled=True)
-FPROP_ALL = GemmConfig(
+FPROP = Sm100GemmConfig("nvfp4", row_scaled=True)
+FPROP_ALL = Sm100GemmConfig(
     "nvfp4", out_dtype="float16", bias_dtype="float32", has_alpha=True, accumulate=True
 )
-FPROP_FP32 = GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16")
-WGRAD = GemmConfig("nvfp4", grouping="k_grouped", out_dtype="float32")
+FPROP_FP32 = Sm100GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16")
+WGRAD = Sm100GemmConfig("nvfp4", grouping="k_grouped", out_dtype="float32")
 WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True)
 WGRAD_SCALED = dataclasses.replace(WGRAD, has_alpha=True, out_dtype="bfloat16")
 
 #: One product for each of the other tiles, with the options spread over them.
 TILED = {
-    "128x64": dataclasses.replace(FPROP_FP32, tile=TileShape(128, 64)),
-    "256x128": dataclasses.replace(WGRAD_ADD, tile=TileShape(256, 128, 2)),
-    "256x256": dataclasses.replace(FPROP, tile=TileShape(256, 256, 2)),
-    "256x256 fp32": dataclasses.replace(WGRAD, tile=TileShape(256, 256, 2)),
-    "256x256 tails": dataclasses.replace(FPROP, tile=TileShape(256, 256, 2, swap_tails=True)),
-    "128x128 tails": dataclasses.replace(FPROP_FP32, tile=TileShape(128, 128, swap_tails=True)),
-    "swapped 128x64": dataclasses.replace(FPROP, tile=TileShape(128, 64, swap_ab=True)),
+    "128x64": dataclasses.replace(FPROP_FP32, tile=Sm100Tile(128, 64)),
+    "256x128": dataclasses.replace(WGRAD_ADD, tile=Sm100Tile(256, 128, 2)),
+    "256x256": dataclasses.replace(FPROP, tile=Sm100Tile(256, 256, 2)),
+    "256x256 fp32": dataclasses.replace(WGRAD, tile=Sm100Tile(256, 256, 2)),
+    "256x256 tails": dataclasses.replace(FPROP, tile=Sm100Tile(256, 256, 2, swap_partial=True)),
+    "128x128 tails": dataclasses.replace(FPROP_FP32, tile=Sm100Tile(128, 128, swap_partial=True)),
+    "swapped 128x64": dataclasses.replace(FPROP, tile=Sm100Tile(128, 64, swap_ab=True)),
     "swapped 128x32": dataclasses.replace(
-        FPROP_ALL, out_dtype="float32", tile=TileShape(128, 32, swap_ab=True)
+        FPROP_ALL, out_dtype="float32", tile=Sm100Tile(128, 32, swap_ab=True)
     ),
 }
 
@@ -51,7 +52,7 @@ TILED = {
     [FPROP, FPROP_ALL, FPROP_FP32, TILED["256x256 tails"]],
     ids=["row-scaled", "all", "fp32", "tails"],
 )
-def test_fprop(config: GemmConfig, shape: str) -> None:
+def test_fprop(config: Sm100GemmConfig, shape: str) -> None:
     sizes, n, k, tail = SHAPES[shape]
     product = m_grouped(config, sizes, n, k, tail=tail)
     assert_same_bits(product.run(), product.expected())
@@ -59,14 +60,14 @@ def test_fprop(config: GemmConfig, shape: str) -> None:
 
 @pytest.mark.parametrize("k", [32, 144, 320])
 @pytest.mark.parametrize("config", [FPROP, TILED["256x256 tails"]], ids=["direct", "tails"])
-def test_dgrad_reads_a_columnwise_copy(config: GemmConfig, k: int) -> None:
+def test_dgrad_reads_a_columnwise_copy(config: Sm100GemmConfig, k: int) -> None:
     product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
     assert_same_bits(product.run(), product.expected())
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES)
 @pytest.mark.parametrize("config", [WGRAD, WGRAD_ADD], ids=["overwrite", "accumulate"])
-def test_wgrad(config: GemmConfig, shape: str) -> None:
+def test_wgrad(config: Sm100GemmConfig, shape: str) -> None:
     sizes, m, n, tail = WGRAD_SHAPES[shape]
     product = k_grouped(config, sizes, m, n, tail=tail)
     assert_same_bits(product.run(), product.expected())
@@ -142,13 +143,13 @@ def test_more_than_a_thousand_groups() -> None:
 @pytest.mark.parametrize(
     "tile",
     [
-        TileShape(256, 128, 2),
-        TileShape(128, 32, swap_ab=True),
-        TileShape(256, 256, 2, swap_tails=True),
+        Sm100Tile(256, 128, 2),
+        Sm100Tile(128, 32, swap_ab=True),
+        Sm100Tile(256, 256, 2, swap_partial=True),
     ],
     ids=str,
 )
-def test_the_tail_can_be_zeroed(tile: TileShape) -> None:
+def test_the_tail_can_be_zeroed(tile: Sm100Tile) -> None:
     config = dataclasses.replace(FPROP_FP32, zero_tail=True, tile=tile)
     for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
         product = m_grouped(config, sizes, 72, 96, tail=tail)
@@ -226,7 +227,7 @@ def test_grouped_equals_each_group_alone() -> None:
     [FPROP, FPROP_ALL, dataclasses.replace(FPROP, tile=TILED["128x128 tails"].tile)],
     ids=["overwrite", "accumulate", "tails"],
 )
-def test_only_rows_of_groups_are_touched(config: GemmConfig) -> None:
+def test_only_rows_of_groups_are_touched(config: Sm100GemmConfig) -> None:
     product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
     want = product.expected()
     memory = product.before.view(torch.int16).numpy().copy()
@@ -253,7 +254,7 @@ def test_end_rows_past_the_buffer_are_clamped() -> None:
 
 @pytest.mark.parametrize("ends", [[30, 10, 20], [-5, 2**31 - 1, -(2**31)]], ids=["falling", "wild"])
 @pytest.mark.parametrize("config", [FPROP, TILED["256x256 tails"]], ids=["direct", "tails"])
-def test_end_rows_that_break_the_rules_do_no_harm(config: GemmConfig, ends: list[int]) -> None:
+def test_end_rows_that_break_the_rules_do_no_harm(config: Sm100GemmConfig, ends: list[int]) -> None:
     product = m_grouped(config, [10, 10, 10], 16, 32)
     product.offs = torch.tensor(ends, dtype=torch.int32)
     out = product.before.clone()
@@ -266,7 +267,7 @@ def test_end_rows_that_break_the_rules_do_no_harm(config: GemmConfig, ends: list
 
 
 @pytest.mark.parametrize("config", [FPROP, TILED["swapped 128x64"]], ids=["direct", "swapped"])
-def test_offsets_past_2_to_the_31(config: GemmConfig) -> None:
+def test_offsets_past_2_to_the_31(config: Sm100GemmConfig) -> None:
     # Row 64 starts at element 2^31; only pages that are written become memory.
     product = m_grouped(config, [65, 33], 8, 32)
     out = torch.empty_strided(product.before.shape, (2**25, 1), dtype=product.before.dtype)
@@ -275,7 +276,7 @@ def test_offsets_past_2_to_the_31(config: GemmConfig) -> None:
 
 
 @pytest.mark.parametrize("config", [FPROP, TILED["256x256 tails"]], ids=["direct", "tails"])
-def test_infinite_and_nan_factors_stay_in_their_rows(config: GemmConfig) -> None:
+def test_infinite_and_nan_factors_stay_in_their_rows(config: Sm100GemmConfig) -> None:
     product = m_grouped(config, [40, 9], 16, 32)
     product.a.amax[3], product.a.amax[41] = float("inf"), float("nan")
     got, want = product.run(), product.expected()
@@ -284,7 +285,7 @@ def test_infinite_and_nan_factors_stay_in_their_rows(config: GemmConfig) -> None
     assert got[41].isnan().all() and not got[3].isfinite().any()
 
 
-def chosen_for(sizes: list[int], n: int, k: int, num_sms: int) -> GemmConfig:
+def chosen_for(sizes: list[int], n: int, k: int, num_sms: int) -> Sm100GemmConfig:
     """Row-scaled fprop with the tile that the ops choose; group sizes are not theirs to know."""
     problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", len(sizes), sum(sizes), n, k=k)
     return choose_config(FPROP, problem, num_sms)

@@ -7,7 +7,7 @@ import torch
 
 import cute_kernels
 from cute_kernels import emulator
-from cute_kernels.gemm.hopper.config import ExpandConfig
+from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 from cute_kernels.quantize.config import QuantizeProblem, RowScaledConfig
 from tests.helpers import ops, sample
 from tests.kernels.gemm_support import compiled, on_device_of

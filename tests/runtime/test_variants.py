@@ -7,7 +7,7 @@ import torch
 
 import cute_kernels
 import grouped
-from cute_kernels.gemm.config import GemmConfig
+from cute_kernels.gemm.problem import GemmConfig
 from cute_kernels.ops import registry
 from cute_kernels.ops.fused import MGroupedQuantizeGemmNVFP4
 from cute_kernels.ops.quantize import (

@@ -17,12 +17,12 @@ from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping
 from cute_kernels.device.memory import load_global_if, store_global, transpose_four
 from cute_kernels.device.ptx import asm
-from cute_kernels.gemm.config import N_ALIGN
-from cute_kernels.gemm.operands import DSL_TYPES
+from cute_kernels.gemm.problem import N_ALIGN
+from cute_kernels.gemm.views import DSL_TYPES
 from cute_kernels.layout.shapes import PIECE_K
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.hopper.config import ArrangeConfig
+    from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig
 
 __all__ = ["ArrangeKernel"]
 

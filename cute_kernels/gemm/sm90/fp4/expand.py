@@ -32,7 +32,7 @@ from cute_kernels.layout.shapes import (
 )
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.hopper.config import ExpandConfig
+    from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 
 __all__ = ["ExpandKernel"]
 

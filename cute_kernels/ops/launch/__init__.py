@@ -1,0 +1,1 @@
+"""Ops on CuTe DSL kernels: the choice of a kernel, its buffers, and its launch."""
