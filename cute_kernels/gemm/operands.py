@@ -1,7 +1,9 @@
-"""What a tensor core needs to know of its operands: one row of a table for each kind of them.
+"""What a tensor core needs to know of its operands: one kind for each pair of element and scale.
 
-A kind is found by what a format record says, its element and its block scale, never by the format's
-name. A kernel asks a kind, never a format. All instructions here contract 32 bytes of K.
+Kernels and configurations ask a kind, never a format: the kind of a format is found by what its
+record says. A new one is a record among ``_FORMATS``, the DSL's names of its types, and, where
+kernels write its instructions out themselves, a row of ``_TCGEN05``. All instructions, of sm_100a
+and sm_90a, contract 32 bytes of K.
 """
 
 from __future__ import annotations
@@ -9,17 +11,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from cute_kernels.formats import NVFP4
+from cute_kernels.formats import NVFP4, BlockScale, Format
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_COLS
 
-__all__ = [
-    "DTYPE_BYTES",
-    "OPERANDS",
-    "BlockScaleKind",
-    "OperandKind",
-    "Tcgen05Kind",
-    "find_operand",
-]
+__all__ = ["DTYPE_BYTES", "OPERANDS", "OperandKind", "Tcgen05Kind", "operand_of"]
 
 #: Bytes of one element, by the dtype names that configurations use.
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -28,23 +23,8 @@ _INSTRUCTION_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockScaleKind:
-    """Block scales beside the elements.
-
-    Attributes:
-        element: name of a scale's type, as format records have it.
-        dsl_type: the DSL's name of it.
-        vec_size: elements that share one.
-    """
-
-    element: str
-    dsl_type: str
-    vec_size: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Tcgen05Kind:
-    """Instructions of sm_100a that kernels write out themselves, with N chosen at run time.
+    """Block-scaled instructions of sm_100a, which kernels write out themselves.
 
     Attributes:
         qualifiers: the kind and what follows it.
@@ -57,33 +37,49 @@ class Tcgen05Kind:
     scale: int
 
 
+#: Formats whose codes tensor cores multiply, or kernels decode on the way to them.
+_FORMATS: tuple[Format, ...] = (NVFP4(),)
+_PLAIN = ("bfloat16", "float16")
+#: The DSL's names of types of elements and scales.
+_DSL_TYPES = {
+    "e2m1": "Float4E2M1FN",
+    "e4m3": "Float8E4M3FN",
+    "bfloat16": "BFloat16",
+    "float16": "Float16",
+}
+#: By element and element of the block scale; instructions that are not here are the DSL's, which
+#: fix N when they are traced.
+_TCGEN05 = {("e2m1", "e4m3"): Tcgen05Kind("mxf4nvf4.block_scale.block16", element=1, scale=0)}
+#: Elements that instructions of sm_90a take; others are decoded to these.
+_WGMMA = ("bfloat16", "float16")
+
+
 @dataclasses.dataclass(frozen=True)
 class OperandKind:
     """Both operands of a product, as tensor cores see them.
 
     Attributes:
-        name: how configurations name it.
-        element: name of the elements' type, as format records or torch have it.
-        dsl_type: the DSL's name of it.
-        bits: of one element.
-        scale: the block scales; None without.
-        level_factor: what the second level of scales is multiplied by to decode; None without one.
-        columnwise: how the copy lies whose blocks run along rows, see ``formats``; None if the
-            operands are plain: then one tensor serves both directions, and its rows are in no
-            slots.
-        tcgen05: the instructions of sm_100a; None for those that the DSL makes, which fix N.
-        is_wgmma: instructions of sm_90a take the elements; otherwise they are decoded to others.
+        name: how configurations name it: the text of a format, or a dtype.
+        fmt: a format of such operands; None if they are plain.
     """
 
     name: str
-    element: str
-    dsl_type: str
-    bits: int
-    scale: BlockScaleKind | None = None
-    level_factor: float | None = None
-    columnwise: Literal["transposed", "untransposed"] | None = None
-    tcgen05: Tcgen05Kind | None = None
-    is_wgmma: bool = True
+    fmt: Format | None = None
+
+    @property
+    def element(self) -> str:
+        """Name of the elements' type."""
+        return self.name if self.fmt is None else self.fmt.element.name
+
+    @property
+    def bits(self) -> int:
+        """Bits of one element."""
+        return DTYPE_BYTES[self.name] * 8 if self.fmt is None else self.fmt.element.bits
+
+    @property
+    def scale(self) -> BlockScale | None:
+        """The block scales beside the elements; None without."""
+        return None if self.fmt is None else self.fmt.scale
 
     @property
     def is_block_scaled(self) -> bool:
@@ -96,19 +92,18 @@ class OperandKind:
         return 0 if self.scale is None else self.scale.vec_size
 
     @property
-    def instruction_k(self) -> int:
-        """Elements of K that one instruction contracts."""
-        return _INSTRUCTION_BYTES * 8 // self.bits
+    def level_factor(self) -> float | None:
+        """What the second level of scales is multiplied by to decode; None without one."""
+        level = None if self.fmt is None else self.fmt.second_level
+        return None if level is None else level.factor
 
     @property
-    def scale_tile_k(self) -> int:
-        """Elements of K whose block scales are in one 128x4 tile of them."""
-        return self.sf_vec_size * SF_TILE_COLS
+    def columnwise(self) -> Literal["transposed", "untransposed"] | None:
+        """How the copy lies whose blocks run along rows, see ``formats``.
 
-    @property
-    def k_blocks_of_scale_tile(self) -> int:
-        """Instructions along K whose block scales are in one tile."""
-        return self.scale_tile_k // self.instruction_k
+        None if operands are plain: then one tensor serves both directions, and has no slots.
+        """
+        return None if self.fmt is None else self.fmt.columnwise
 
     @property
     def has_slots(self) -> bool:
@@ -127,41 +122,52 @@ class OperandKind:
         return self.columnwise == "transposed"
 
     @property
+    def dsl_types(self) -> tuple[str, str | None]:
+        """The DSL's names of the types of elements and of block scales."""
+        scale = None if self.scale is None else _DSL_TYPES[self.scale.element.name]
+        return _DSL_TYPES[self.element], scale
+
+    @property
+    def tcgen05(self) -> Tcgen05Kind | None:
+        """Instructions of sm_100a with N chosen at run time; None for the DSL's, which fix it."""
+        if self.scale is None:
+            return None
+        return _TCGEN05.get((self.element, self.scale.element.name))
+
+    @property
+    def is_wgmma(self) -> bool:
+        """Whether instructions of sm_90a take the elements; otherwise they are decoded."""
+        return self.element in _WGMMA
+
+    @property
+    def instruction_k(self) -> int:
+        """Elements of K that one instruction contracts."""
+        return _INSTRUCTION_BYTES * 8 // self.bits
+
+    @property
+    def scale_tile_k(self) -> int:
+        """Elements of K whose block scales are in one 128x4 tile of them."""
+        return self.sf_vec_size * SF_TILE_COLS
+
+    @property
+    def k_blocks_of_scale_tile(self) -> int:
+        """Instructions along K whose block scales are in one tile; each picks its own by number."""
+        return self.scale_tile_k // self.instruction_k
+
+    @property
     def k_align(self) -> int:
         """K must be a multiple of this in an m_grouped product: rows TMA can address."""
-        return self.sf_vec_size or PITCH_ALIGNMENT * 8 // self.bits
+        return PITCH_ALIGNMENT * 8 // self.bits if self.fmt is None else self.fmt.k_multiple
 
 
 #: Operand kinds by name; both operands are of the same kind.
 OPERANDS = {
-    kind.name: kind
-    for kind in (
-        OperandKind(
-            "nvfp4",
-            NVFP4.element.name,
-            "Float4E2M1FN",
-            NVFP4.element.bits,
-            BlockScaleKind(NVFP4.scale_element.name, "Float8E4M3FN", NVFP4.sf_vec_size),
-            level_factor=1.0 / NVFP4().tensor_max,
-            columnwise="transposed",
-            tcgen05=Tcgen05Kind("mxf4nvf4.block_scale.block16", element=1, scale=0),
-            is_wgmma=False,
-        ),
-        OperandKind("bfloat16", "bfloat16", "BFloat16", 16),
-        OperandKind("float16", "float16", "Float16", 16),
-    )
+    **{fmt.text: OperandKind(fmt.text, fmt) for fmt in _FORMATS},
+    **{name: OperandKind(name) for name in _PLAIN},
 }
+_BY_FACTS = {(kind.fmt.element, kind.fmt.scale): kind for kind in OPERANDS.values() if kind.fmt}
 
 
-def find_operand(element: str, scale: tuple[str, int] | None = None) -> OperandKind | None:
-    """The kind of operands by what a format record says of them; None if there is none.
-
-    Args:
-        element: name of the element.
-        scale: name of the block scale's element, and elements that share one; None without.
-    """
-    for kind in OPERANDS.values():
-        own = None if kind.scale is None else (kind.scale.element, kind.scale.vec_size)
-        if (kind.element, own) == (element, scale):
-            return kind
-    return None
+def operand_of(fmt: Format) -> OperandKind | None:
+    """The kind of a format's operands; None if no kernel multiplies them."""
+    return _BY_FACTS.get((fmt.element, fmt.scale))

@@ -36,13 +36,14 @@ DSL_TYPES = {
 
 def element_type(kind: OperandKind) -> Any:
     """The DSL's type of an operand's elements."""
-    return getattr(cutlass, kind.dsl_type)
+    return getattr(cutlass, kind.dsl_types[0])
 
 
 def scale_type(kind: OperandKind) -> Any:
     """The DSL's type of an operand's block scales."""
-    assert kind.scale is not None
-    return getattr(cutlass, kind.scale.dsl_type)
+    name = kind.dsl_types[1]
+    assert name is not None
+    return getattr(cutlass, name)
 
 
 #: Stride of a mode whose coordinate ``RAGGED_ROWS`` makes the address wrap around at 2^64 bytes.

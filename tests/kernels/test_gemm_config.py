@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pickle
 
 import pytest
 
+from cute_kernels.formats import FP8, MXFP8, NVFP4
 from cute_kernels.gemm.choice import choose_config
-from cute_kernels.gemm.operands import OPERANDS
-from cute_kernels.gemm.problem import GemmProblem
+from cute_kernels.gemm.operands import OPERANDS, OperandKind, operand_of
+from cute_kernels.gemm.problem import GemmArguments, GemmConfig, GemmProblem
+from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.sm100.config import SM100_TILES, TMEM_COLUMNS, Sm100GemmConfig, Sm100Tile
 from cute_kernels.gemm.sm100.warp_schedule import WarpSchedule
+from cute_kernels.runtime.spec import resolve
 
 CONFIGS = [
     Sm100GemmConfig(operand, out_dtype=out, tile=tile)
@@ -41,6 +45,33 @@ def test_memory_of_every_tile_fits(config: Sm100GemmConfig) -> None:
     assert used <= TMEM_COLUMNS
     # The epilogue gives shared columns back before it has read half of an accumulator.
     assert config.acc_overlap <= config.tile.n // 2
+
+
+def test_what_the_kinds_of_operands_say() -> None:
+    nvfp4, bf16 = OPERANDS["nvfp4"], OPERANDS["bfloat16"]
+    assert (nvfp4.instruction_k, nvfp4.k_blocks_of_scale_tile, nvfp4.k_align) == (64, 1, 16)
+    assert nvfp4.is_transposed and nvfp4.has_slots and not nvfp4.is_wgmma
+    assert nvfp4.level_factor == 1 / 2688
+    assert (bf16.instruction_k, bf16.k_align, bf16.tcgen05) == (16, 8, None)
+    assert not (bf16.is_transposed or bf16.has_slots or bf16.is_block_scaled)
+    # Formats to come: four MMAs share a tile of MXFP8's scales; FP8 has slots and no scales.
+    mxfp8, fp8 = OperandKind("mxfp8", MXFP8()), OperandKind("fp8", FP8())
+    assert (mxfp8.instruction_k, mxfp8.k_blocks_of_scale_tile) == (32, 4)
+    assert mxfp8.has_slots and not mxfp8.is_transposed and mxfp8.level_factor is None
+    assert (fp8.instruction_k, fp8.is_block_scaled, fp8.has_slots) == (32, False, True)
+
+
+def test_a_format_finds_its_kind_by_element_and_scale() -> None:
+    for fmt in (NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))):
+        assert operand_of(fmt) is OPERANDS["nvfp4"]
+    assert operand_of(MXFP8()) is None and operand_of(FP8()) is None
+
+
+@pytest.mark.parametrize("cls", [Sm90GemmConfig, Sm100GemmConfig])
+def test_arguments_are_named_as_the_kernel_names_them(cls: type[GemmConfig]) -> None:
+    pytest.importorskip("cutlass")
+    parameters = inspect.signature(resolve(cls.kernel).__call__).parameters
+    assert [*parameters] == ["self", *GemmArguments._fields, "stream"]
 
 
 def test_arrivals_count_every_warp_once() -> None:

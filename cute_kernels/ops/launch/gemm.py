@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.gemm.choice import choose_config
-from cute_kernels.gemm.operands import OPERANDS
+from cute_kernels.gemm.operands import OPERANDS, operand_of
 from cute_kernels.gemm.problem import GemmArguments, GemmConfig, GemmProblem
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.variants import CONFIGS
@@ -67,7 +67,10 @@ def force_tile(tile: TileShape) -> Iterator[None]:
 def _operand(op: AnyGemm) -> str:
     """Name of the kind of the operands, as GEMM configurations have it."""
     if op.operand_format is not None:
-        return op.operand_format.name
+        kind = operand_of(op.operand_format)
+        if kind is None:
+            raise UnsupportedError(f"no grouped GEMM kernel multiplies {op.operand_format.text}")
+        return kind.name
     name = dtype_name(op.operands()[0][0].dtype)
     if name not in OPERANDS:
         raise UnsupportedError(
