@@ -42,7 +42,7 @@ class MGroupedQuantizeGemmNVFP4(MixedInputGemm):
         bias: (G, N), added in fp32.
         alpha: (G,) fp32 factors.
         row_scaled: the second level of A is one amax per row instead of one per group.
-        out_dtype: bf16, fp16 or fp32; bf16 by default.
+        out_dtype: bf16, fp16 or fp32; bf16 by default, as in the second of the two ops.
         prepacked: as for ``m_grouped_gemm_nvfp4``.
 
     Returns:

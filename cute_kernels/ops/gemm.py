@@ -320,7 +320,7 @@ class MGroupedGemmNVFP4(GroupedGemm):
         bias: (G, N), added in fp32.
         alpha: (G,) fp32 factors.
         row_scaled: ``a_amax`` is per row.
-        out_dtype: bf16, fp16 or fp32; bf16 by default.
+        out_dtype: bf16, fp16 or fp32; bf16 by default: codes have no dtype that it could follow.
         prepacked: ``b_codes`` has the order of bits of ``cute_kernels.prepack``, which kernels for
             sm_90a and the reference take.
 
@@ -525,7 +525,7 @@ class KGroupedGemmNVFP4(GroupedGemm):
         b_amax_t: its (G,) fp32 second level.
         offs: (G,) int32 end rows.
         alpha: (G,) fp32 factors.
-        out_dtype: bf16, fp16 or fp32; bf16 by default.
+        out_dtype: bf16, fp16 or fp32; bf16 by default: codes have no dtype that it could follow.
 
     Returns:
         (G, N, K); zeros for an empty group. The ``_out`` form leaves those alone when accumulating.
