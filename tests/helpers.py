@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ from torch import Tensor
 
 import cute_kernels  # noqa: F401  (registers the ops)
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 __all__ = [
+    "DTYPES",
     "SENTINEL",
     "SPLITS",
     "assert_same_bytes",
@@ -27,6 +32,9 @@ __all__ = [
 ]
 
 ops = torch.ops.cute_kernels
+
+#: Dtypes of inputs and outputs, by the names that configurations use.
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def has_compiler() -> bool:
@@ -53,12 +61,12 @@ SPLITS = {
 }
 
 
-def end_rows(splits: tuple[int, ...]) -> list[int]:
+def end_rows(splits: Sequence[int]) -> list[int]:
     """End row of each group."""
     return torch.tensor(splits, dtype=torch.int64).cumsum(0).tolist()
 
 
-def offsets(splits: tuple[int, ...]) -> Tensor:
+def offsets(splits: Sequence[int]) -> Tensor:
     """End row of each group, as ops take them."""
     return torch.tensor(end_rows(splits), dtype=torch.int32)
 

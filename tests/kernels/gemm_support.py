@@ -26,13 +26,13 @@ from cute_kernels.layout.shapes import (
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.runtime import architecture, compile_kernel
+from tests.helpers import DTYPES, offsets
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.problem import GemmConfig
 
 ARCH = "sm_100a"
 NUM_SMS = 4
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: (rows of each group, N, K, rows of the tail).
 SHAPES = {
     "one row": ([1], 8, 32, 0),
@@ -127,10 +127,6 @@ def quantize(
     if not columnwise and not codes.is_contiguous():
         codes.copy_(out["codes"].view(codes.shape))
     return Operand(codes, scales, amax)
-
-
-def ends(sizes: list[int]) -> Tensor:
-    return torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 def randn(*shape: int, seed: int) -> Tensor:
@@ -235,7 +231,7 @@ def m_grouped(
     seed: int = 0,
 ) -> Product:
     """Ragged rows, the ``tail`` included, times a matrix a group (fprop; dgrad if columnwise)."""
-    offs, rows, groups = ends(sizes), sum(sizes) + tail, len(sizes)
+    offs, rows, groups = offsets(sizes), sum(sizes) + tail, len(sizes)
     x = randn(rows, k, seed=seed)
     transposed = columnwise_b or config.transpose_b
     w = randn(groups, *((k, n) if transposed else (n, k)), seed=seed + 1)
@@ -263,7 +259,7 @@ def k_grouped(
     config: GemmConfig, sizes: list[int], m: int, n: int, *, tail: int = 0, seed: int = 0
 ) -> Product:
     """Two ragged operands over their rows (wgrad)."""
-    offs, rows = ends(sizes), sum(sizes) + tail
+    offs, rows = offsets(sizes), sum(sizes) + tail
     x, y = randn(rows, m, seed=seed), randn(rows, n, seed=seed + 1)
     if config.kind.is_block_scaled:
         a, b = quantize(x, offs, columnwise=True), quantize(y, offs, columnwise=True)
@@ -294,14 +290,3 @@ def _bias(config: GemmConfig, groups: int, n: int, seed: int) -> Tensor | None:
 
 def _alpha(config: GemmConfig, groups: int, seed: int) -> Tensor | None:
     return randn(groups, 1, seed=seed + 3)[:, 0].contiguous() if config.has_alpha else None
-
-
-def assert_same_bits(got: Tensor, want: Tensor) -> None:
-    """Equal to the bit; says where the first difference is."""
-    width = {2: torch.int16, 4: torch.int32}[got.element_size()]
-    wrong = (got.view(width) != want.view(width)).nonzero()
-    if len(wrong):
-        at = tuple(wrong[0].tolist())
-        raise AssertionError(
-            f"{len(wrong)} of {got.numel()} differ, first at {at}: {got[at]} is not {want[at]}"
-        )

@@ -18,11 +18,11 @@ from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
+from tests.helpers import assert_same_bytes
 from tests.kernels.gemm_support import (
     SHAPES,
     WGRAD_SHAPES,
     Product,
-    assert_same_bits,
     compiled,
     k_grouped,
     m_grouped,
@@ -102,14 +102,14 @@ def device(request: pytest.FixtureRequest) -> str:
 def test_fprop(config: Sm90GemmConfig, shape: str, device: str) -> None:
     sizes, n, k, tail = SHAPES[shape]
     product = m_grouped(config, sizes, n, k, tail=tail)
-    assert_same_bits(product.run(device=device), product.expected())
+    assert_same_bytes(product.run(device=device), product.expected())
 
 
 @pytest.mark.parametrize("k", [32, 144, 320])
 @pytest.mark.parametrize("config", [FPROP, W4A16], ids=["nvfp4", "w4a16"])
 def test_dgrad_reads_a_columnwise_copy(config: Sm90GemmConfig, k: int, device: str) -> None:
     product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
-    assert_same_bits(product.run(device=device), product.expected())
+    assert_same_bytes(product.run(device=device), product.expected())
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES)
@@ -119,7 +119,7 @@ def test_dgrad_reads_a_columnwise_copy(config: Sm90GemmConfig, k: int, device: s
 def test_wgrad(config: Sm90GemmConfig, shape: str, device: str) -> None:
     sizes, m, n, tail = WGRAD_SHAPES[shape]
     product = k_grouped(config, sizes, m, n, tail=tail)
-    assert_same_bits(product.run(device=device), product.expected())
+    assert_same_bytes(product.run(device=device), product.expected())
 
 
 @pytest.mark.parametrize("shape", ["one row", "whole tiles", "tails"])
@@ -132,7 +132,7 @@ def test_plain_operands(config: Sm90GemmConfig, shape: str, device: str) -> None
         product = k_grouped(config, sizes, k, n, tail=tail)
     else:
         product = m_grouped(config, sizes, n, k, tail=tail)
-    assert_same_bits(product.run(device=device), product.expected())
+    assert_same_bytes(product.run(device=device), product.expected())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,7 +148,7 @@ def test_every_tile(tile: Sm90Tile, kind: str, device: str) -> None:
         m_grouped(config, [100, 0, 5, tile.n + 1], 264, 288, tail=11),
         m_grouped(config, [1, 8, 9, 33], 72, 48),
     ):
-        assert_same_bits(product.run(tile.num_ctas, device), product.expected())
+        assert_same_bytes(product.run(tile.num_ctas, device), product.expected())
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
@@ -167,7 +167,7 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
     ):
         want = product.expected()
         with emulator.options(**mode):
-            assert_same_bits(product.run(num_sms), want)
+            assert_same_bytes(product.run(num_sms), want)
 
 
 @pytest.mark.parametrize("tile", [M_TILES["256x32"], M_TILES["256x128x2"]], ids=name_of)
@@ -182,7 +182,7 @@ def test_the_tail_can_be_zeroed(tile: Sm90Tile, device: str) -> None:
         product.a.amax[sum(sizes) :] = float("nan")
         want = product.expected()
         want[sum(sizes) :] = 0.0
-        assert_same_bits(product.run(2, device), want)
+        assert_same_bytes(product.run(2, device), want)
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, 7])
@@ -191,7 +191,7 @@ def test_bits_do_not_depend_on_the_grid(num_sms: int, device: str) -> None:
         m_grouped(FPROP, [100, 0, 128, 5, 200], 136, 64, tail=11),
         k_grouped(WGRAD, [100, 0, 128, 5], 136, 136),
     ):
-        assert_same_bits(product.run(num_sms, device), product.expected())
+        assert_same_bytes(product.run(num_sms, device), product.expected())
 
 
 def contracted(values: torch.Tensor) -> torch.Tensor:
@@ -250,7 +250,7 @@ def test_extreme_weights_and_activations(dtype: str, device: str) -> None:
     bits = torch.randint(-(2**15), 2**15, product.a.codes.shape, generator=generator)
     wild = bits.to(torch.int16).view(product.a.codes.dtype)
     product.a.codes.copy_(torch.where(wild.isfinite(), wild, torch.zeros_like(wild)))
-    assert_same_bits(product.run(device=device), product.expected())
+    assert_same_bytes(product.run(device=device), product.expected())
 
 
 @pytest.mark.parametrize("tile", ["256x32", "128x256x2"])
@@ -264,7 +264,7 @@ def test_only_rows_of_groups_are_touched(tile: str) -> None:
     try:
         emulator.watch(*tensors, torch.from_numpy(memory[:105]))
         product.run_into(out)
-        assert_same_bits(out, want)
+        assert_same_bytes(out, want)
         emulator.unwatch()
         emulator.watch(*tensors, torch.from_numpy(memory[:104]))
         with pytest.raises(emulator.EmulatorError):
@@ -279,7 +279,7 @@ def test_values_of_every_magnitude_stay_exact(device: str) -> None:
     for operand, bytes_ in ((product.a, (0x01, 0x7E)), (product.b, (0x7E, 0x01))):
         assert operand.scales is not None
         operand.scales[..., 0::4], operand.scales[..., 1::4] = bytes_
-    assert_same_bits(product.run(device=device), product.expected())
+    assert_same_bytes(product.run(device=device), product.expected())
 
 
 def test_configurations_are_keys_that_survive_pickling() -> None:
@@ -350,5 +350,5 @@ def test_grouped_equals_each_group_alone(device: str) -> None:
             b = dataclasses.replace(product.b, codes=product.b.codes[one].clone())
             offs = torch.tensor([rows], dtype=torch.int32)
             alone = Product(config, a, b, offs, rows, product.before[part])
-            assert_same_bits(got[part], alone.run(device=device))
+            assert_same_bytes(got[part], alone.run(device=device))
         start += rows
