@@ -22,7 +22,7 @@ class Compiled:
     """One compiled variant.
 
     Attributes:
-        run: takes CPU tensors and numbers, as the variant's ``entry`` says.
+        run: takes CPU tensors and numbers, as the variant's kernel says.
         ptx: its PTX.
         cubin: its machine code.
     """

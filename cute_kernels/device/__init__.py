@@ -1,1 +1,1 @@
-"""Pieces used inside kernels. Importing any of its modules needs the CuTe DSL."""
+"""Pieces used inside kernels. All but ``constants`` need the CuTe DSL to be imported."""

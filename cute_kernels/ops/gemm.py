@@ -19,7 +19,7 @@ from cute_kernels.capability import require
 from cute_kernels.formats import Format, parse
 from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.layout.prepack import unpack
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT, TILE_ROWS
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT, TILE_ROWS, most_rows
 from cute_kernels.ops.checks import (
     INPUT_DTYPES,
     check_copy,
@@ -471,7 +471,7 @@ class KGroupedGemm(GroupedGemm):
         """T; of slots the most rows that they hold, for T itself is not known there."""
         if self.a_format is None:
             return self.a.shape[0]
-        return (self._slots() // TILE_ROWS - self.offs.shape[0] + 1) * TILE_ROWS - 1
+        return most_rows(self._slots() // TILE_ROWS, self.offs.shape[0])
 
     def _cols(self, side: str) -> int:
         """N or K."""

@@ -1,14 +1,14 @@
 """What a quantization kernel is compiled for, and which problems it takes.
 
 A configuration holds facts of code generation only, so it can be hashed, pickled and used as a
-cache key; shapes, group boundaries and the number of SMs stay dynamic. ``entry()`` gives what
-``cute.compile`` needs and is the only part that imports the CuTe DSL.
+cache key; shapes, group boundaries and the number of SMs stay dynamic. It names the kernel and does
+not import it: kernels need the CuTe DSL, configurations do not.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from cute_kernels.capability import Support
 from cute_kernels.formats import NVFP4
@@ -139,20 +139,19 @@ class RowScaledConfig:
             )
         return supported
 
-    def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile and its fake arguments.
+    @property
+    def kernel(self) -> str:
+        """The kernel's class.
 
         The compiled function takes (x, offs, amax, codes, scales, num_sms): x (T, K) or (G, N, K)
         contiguous; offs (G,) int32, None when uniform; amax (T,) fp32, or (G,); codes (T, K/2) or
         (G, N, K/2) uint8 of padded pitch; scales (tiles, K/64, 512) or (G, tiles, K/64, 512) uint8.
         With ``as_values`` codes are values (T, K up to a multiple of 128) fp16 in the order of
-        ``gemm.hopper.expand``, and scales None.
+        ``gemm.sm90.fp4.expand``, and scales None.
         """
-        from cute_kernels.quantize.nvfp4_rows import RowScaledQuantizer
-        from cute_kernels.quantize.nvfp4_values import RowValuesQuantizer
-
-        cls = RowValuesQuantizer if self.as_values else RowScaledQuantizer
-        return cls(self), cls.fake_args(self)
+        if self.as_values:
+            return "cute_kernels.quantize.nvfp4_values:RowValuesQuantizer"
+        return "cute_kernels.quantize.nvfp4_rows:RowScaledQuantizer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +178,12 @@ class TileConfig:
     square_blocks: bool = False
     compute_amax: bool = False
     arch: str = "sm_100a"
+
+    #: The compiled function takes (x, offs, row_amax, group_amax, codes, scales, codes_t,
+    #: scales_t, num_sms), with None for what the configuration does not use: row_amax (T,) fp32 is
+    #: used when row-scaled, group_amax (G,) fp32 when columnwise or not row-scaled. x needs at
+    #: least one row.
+    kernel: ClassVar[str] = "cute_kernels.quantize.nvfp4_tiles:TileQuantizer"
 
     #: Warps that convert one 128x128 tile together.
     warps_per_team = 4
@@ -220,18 +225,6 @@ class TileConfig:
             return Support(False, "row_scaled needs the rowwise direction and 1x16 blocks")
         return _supported_input(problem.dtype, problem.cols)
 
-    def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile and its fake arguments.
-
-        The compiled function takes (x, offs, row_amax, group_amax, codes, scales, codes_t,
-        scales_t, num_sms), with None for what the configuration does not use: row_amax (T,) fp32 is
-        used when row-scaled, group_amax (G,) fp32 when columnwise or not row-scaled. x needs at
-        least one row.
-        """
-        from cute_kernels.quantize.nvfp4_tiles import TileQuantizer
-
-        return TileQuantizer(self), TileQuantizer.fake_args(self)
-
 
 @dataclasses.dataclass(frozen=True)
 class AmaxConfig:
@@ -251,22 +244,16 @@ class AmaxConfig:
     per_group: bool = True
     arch: str = "sm_100a"
 
+    #: The compiled function takes (x, offs, row_amax, group_amax, num_sms): row_amax (T,) and
+    #: group_amax (G,) fp32, None where not written. Rows of the tail are left alone; an empty
+    #: group gives 0.
+    kernel: ClassVar[str] = "cute_kernels.quantize.amax:AmaxReducer"
+
     def can_implement(self, problem: QuantizeProblem) -> Support:
         """Whether the kernel takes ``problem``."""
         if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):
             return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
         return _supported_input(problem.dtype, problem.cols)
-
-    def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile and its fake arguments.
-
-        The compiled function takes (x, offs, row_amax, group_amax, num_sms): row_amax (T,) and
-        group_amax (G,) fp32, None where not written. Rows of the tail are left alone; an empty
-        group gives 0.
-        """
-        from cute_kernels.quantize.amax import AmaxReducer
-
-        return AmaxReducer(self), AmaxReducer.fake_args(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,6 +268,10 @@ class OffsetsConfig:
     splits: str = "int64"
     out: str = "int32"
 
+    #: The compiled function takes (splits, out, multiplier): splits (G,), out (G,), and the
+    #: factor of every offset.
+    kernel: ClassVar[str] = "cute_kernels.quantize.offsets:OffsetsKernel"
+
     def can_implement(self, splits: str, out: str) -> Support:
         """Whether the kernel takes these dtypes."""
         if (splits, out) != (self.splits, self.out):
@@ -288,16 +279,6 @@ class OffsetsConfig:
         if {splits, out} <= {"int32", "int64"}:
             return Support(True)
         return Support(False, f"splits and offsets must be int32 or int64, got {splits} and {out}")
-
-    def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile and its fake arguments.
-
-        The compiled function takes (splits, out, multiplier): splits (G,), out (G,), and the
-        factor of every offset.
-        """
-        from cute_kernels.quantize.offsets import OffsetsKernel
-
-        return OffsetsKernel(self), OffsetsKernel.fake_args(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,6 +293,10 @@ class DbiasConfig:
 
     dtype: str
     vectorized: bool = True
+
+    #: The compiled function takes (dy, offs, dbias, num_sms): dy (T, N) contiguous, offs (G,)
+    #: int32, dbias (G, N) fp32.
+    kernel: ClassVar[str] = "cute_kernels.quantize.dbias:DbiasReducer"
 
     @property
     def columns_per_lane(self) -> int:
@@ -334,16 +319,6 @@ class DbiasConfig:
             return Support(False, f"N must be a positive multiple of {multiple}, got {cols}")
         return Support(True)
 
-    def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile and its fake arguments.
-
-        The compiled function takes (dy, offs, dbias, num_sms): dy (T, N) contiguous, offs (G,)
-        int32, dbias (G, N) fp32.
-        """
-        from cute_kernels.quantize.dbias import DbiasReducer
-
-        return DbiasReducer(self), DbiasReducer.fake_args(self)
-
 
 @dataclasses.dataclass(frozen=True)
 class DequantizeConfig:
@@ -361,6 +336,11 @@ class DequantizeConfig:
     row_scaled: bool = False
     columnwise: bool = False
 
+    #: The compiled function takes (codes, scales, amax, offs, out, fresh, num_sms): codes, scales
+    #: and amax as the quantizers write them, rowwise or columnwise; offs (G,) int32, None when
+    #: uniform; out (T, K) or (G, N, K) contiguous; fresh, not 0 to write zeros to the tail.
+    kernel: ClassVar[str] = "cute_kernels.quantize.dequantize:Dequantizer"
+
     def can_implement(self, problem: QuantizeProblem) -> Support:
         """Whether the kernel takes ``problem``, whose dtype is the result's."""
         if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):
@@ -368,14 +348,3 @@ class DequantizeConfig:
         if self.row_scaled and self.columnwise:
             return Support(False, "the columnwise copy has no second level per row")
         return _supported_input(problem.dtype, problem.cols)
-
-    def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile and its fake arguments.
-
-        The compiled function takes (codes, scales, amax, offs, out, fresh, num_sms): codes, scales
-        and amax as the quantizers write them, rowwise or columnwise; offs (G,) int32, None when
-        uniform; out (T, K) or (G, N, K) contiguous; fresh, not 0 to write zeros to the tail.
-        """
-        from cute_kernels.quantize.dequantize import Dequantizer
-
-        return Dequantizer(self), Dequantizer.fake_args(self)

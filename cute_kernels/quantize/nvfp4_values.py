@@ -1,6 +1,6 @@
 """Row-scaled NVFP4 as what the GEMM of sm_90a multiplies: fp16 values instead of codes and scales.
 
-The numbers are those that ``gemm.hopper.expand`` makes of the codes, in its order, without codes
+The numbers are those that ``gemm.sm90.fp4.expand`` makes of the codes, in its order, without codes
 being written and read again. The same rows are read in the same way as by the quantizer.
 """
 

@@ -8,7 +8,6 @@ goes straight into it, without the DSL's Python wrapper.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from cute_kernels.host.settings import warn_once
 from cute_kernels.runtime.cache import cache_key, default_cache
 from cute_kernels.runtime.dsl import require_dsl
 from cute_kernels.runtime.emulated import load_emulated, real_device
-from cute_kernels.runtime.spec import short_name
+from cute_kernels.runtime.spec import resolve, short_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -126,7 +125,8 @@ def _compile(spec: KernelSpec, arch: Architecture) -> Any:
     """Compile a kernel now, in this process."""
     from cutlass import cute
 
-    entry, arguments = spec.entry()
+    kernel = resolve(spec.kernel)
+    arguments = kernel.fake_args(spec)
     options: tuple[Any, ...] = (cute.GPUArch(arch.target), cute.EnableTVMFFI(True))
     with tempfile.TemporaryDirectory(prefix="cute_kernels-") as folder:
         if arch.emulated:
@@ -134,23 +134,18 @@ def _compile(spec: KernelSpec, arch: Architecture) -> Any:
 
             # The DSL hands code over by way of files, which two processes must not share.
             options = (*options, cute.KeepPTX(True), cute.KeepCUBIN(True), DumpDir(folder))
-        with _kernels_named(f"{short_name(spec)}_{arch.target}", entry):
-            return cute.compile[options](entry, *arguments)
+        with _kernels_named(f"{short_name(spec)}_{arch.target}", kernel):
+            return cute.compile[options](kernel(spec), *arguments)
 
 
 @contextlib.contextmanager
-def _kernels_named(prefix: str, entry: Callable[..., Any]) -> Iterator[None]:
-    """Give the kernels that ``entry`` launches names that say which variant they are.
+def _kernels_named(prefix: str, owner: type) -> Iterator[None]:
+    """Give the kernels among the methods of ``owner`` names that say which variant they are.
 
     The DSL names a kernel after its function and arguments, so all variants of a class share one
-    name, and neither a profile nor an error message tells them apart. Kernels are looked for among
-    the methods of the entry's class, or the functions of its module.
+    name, and neither a profile nor an error message tells them apart.
     """
-    if inspect.isfunction(entry):
-        candidates = list(inspect.unwrap(entry).__globals__.values())
-    else:
-        owner = type(entry.__self__) if inspect.ismethod(entry) else type(entry)
-        candidates = [value for cls in owner.__mro__ for value in vars(cls).values()]
+    candidates = [value for cls in owner.__mro__ for value in vars(cls).values()]
     setters = [c.set_name_prefix for c in candidates if hasattr(c, "set_name_prefix")]
     for set_name_prefix in setters:
         set_name_prefix(prefix)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import importlib
 import re
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["KernelSpec", "canonical_text", "short_name"]
+__all__ = ["KernelSpec", "canonical_text", "resolve", "short_name"]
 
 
 class KernelSpec(Protocol):
@@ -21,16 +19,32 @@ class KernelSpec(Protocol):
     tensors, devices or problem sizes, so that one compiled object serves every shape.
     """
 
-    def entry(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """What to compile.
+    @property
+    def kernel(self) -> str:
+        """The class to compile, by name: ``"package.module:Class"``, see ``resolve``.
 
-        Returns:
-            The ``cute.jit`` callable and the arguments to trace it with: fake tensors whose common
-            extents share a ``cute.sym_int``, plain scalars, and last
-            ``make_fake_stream(use_tvm_ffi_env_stream=True)``. Called once a compilation, only when
-            the CuTe DSL is there.
+        ``Class(spec)`` is what ``cute.compile`` takes, and ``Class.fake_args(spec)`` are the
+        arguments to trace it with: fake tensors whose common extents share a ``cute.sym_int``,
+        plain scalars, and last ``make_fake_stream(use_tvm_ffi_env_stream=True)``. A name rather
+        than an import, because kernels need the CuTe DSL and what the spec says.
         """
         ...
+
+
+def resolve(name: str) -> Any:
+    """Import what ``"package.module:Name"`` names.
+
+    Raises:
+        ImportError: there is no such module, or it has no such name.
+        ValueError: ``name`` has another form.
+    """
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise ValueError(f"a kernel's name must be 'package.module:Class', got {name!r}")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except AttributeError as error:
+        raise ImportError(f"module {module} has no {attribute!r}") from error
 
 
 def canonical_text(value: object) -> str:

@@ -7,12 +7,12 @@ import torch
 
 import cute_kernels
 from cute_kernels import emulator
-from cute_kernels.gemm.hopper.config import ExpandConfig
+from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 from cute_kernels.quantize.config import QuantizeProblem, RowScaledConfig
 from tests.helpers import ops, sample
 from tests.kernels.gemm_support import compiled, on_device_of
 from tests.kernels.op_support import DTYPES, MODE_IDS, MODES, ends, many_groups
-from tests.kernels.test_gemm_hopper import DEVICES
+from tests.kernels.test_gemm_sm90 import DEVICES
 
 NUM_SMS = 3
 #: (rows of each group, rows of the tail, K).

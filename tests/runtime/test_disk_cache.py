@@ -19,7 +19,7 @@ import torch
 from cute_kernels.formats import NVFP4
 from cute_kernels.runtime import architecture, cache
 from cute_kernels.runtime.cache import CacheKey, DiskCache, cache_key, default_cache
-from cute_kernels.runtime.spec import canonical_text, short_name
+from cute_kernels.runtime.spec import canonical_text, resolve, short_name
 from tests.runtime.toy_kernels import Scale
 
 SM100 = architecture("sm_100a")
@@ -436,3 +436,16 @@ def test_values_without_a_stable_text_are_refused(value):
 def test_a_short_name_is_fit_for_files_and_symbols():
     assert short_name(Scale(2.0)).isidentifier()
     assert short_name(Scale(2.0)) != short_name(Scale(3.0))
+
+
+def test_names_of_kernels_are_resolved():
+    assert resolve("tests.runtime.toy_kernels:Scale") is Scale
+    for name, error in (
+        ("tests.runtime.toy_kernels:Nothing", "module tests.runtime.toy_kernels has no 'Nothing'"),
+        ("tests.runtime.nothing:Scale", "No module named 'tests.runtime.nothing'"),
+    ):
+        with pytest.raises(ImportError, match=error):
+            resolve(name)
+    for name in ("tests.runtime.toy_kernels", "tests.runtime.toy_kernels:", ":Scale"):
+        with pytest.raises(ValueError, match="must be 'package.module:Class', got"):
+            resolve(name)

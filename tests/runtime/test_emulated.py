@@ -55,8 +55,8 @@ def test_kernels_run_when_compiled_and_when_loaded_by_another_process():
     for arch in EMULATED:
         aot.precompile(SPECS, arch=arch, jobs=1, load=False, progress=False)
     program = (
-        "import json; from tests.runtime import test_emulated, toy_kernels\n"
-        "print(json.dumps([test_emulated.results(), toy_kernels.entries_traced]))"
+        "import json; from tests.runtime import test_emulated\n"
+        "print(json.dumps([test_emulated.results(), test_emulated.Scale.traced]))"
     )
     loaded, traced = json.loads(run_python(program).splitlines()[-1])
     assert traced == 0

@@ -1,6 +1,8 @@
 """The part of ``toy_kernels`` that needs the CuTe DSL."""
 
+import cutlass
 from cutlass import cute
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 THREADS = 64
 
@@ -8,6 +10,14 @@ THREADS = 64
 class ScaleKernel:
     def __init__(self, spec):
         self.spec = spec
+        type(spec).traced += 1
+
+    @staticmethod
+    def fake_args(spec):
+        extent = cute.sym_int()
+        dtype = getattr(cutlass, spec.dtype)
+        x, y = (make_fake_compact_tensor(dtype, (extent,), assumed_align=16) for _ in range(2))
+        return x, y, make_fake_stream(use_tvm_ffi_env_stream=True)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor, stream):

@@ -1,6 +1,7 @@
 """Imports go one way, and the packages load without the CuTe DSL."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ LAYERS = {
     "front": 6,
     "grouped": 7,
 }
+#: How a configuration names its kernel, which the runtime imports: ``"package.module:Name"``.
+NAMED = re.compile(r"((?:cute_kernels|grouped)(?:\.\w+)*):(\w+)")
 REFERENCE_NEEDS_ONLY = {"formats", "layout", "reference"}
 
 
@@ -63,7 +66,16 @@ def imported_names(nodes):
                 yield full if full in MODULES else node.module
 
 
-def all_imports(tree):
+def names_in_strings(nodes):
+    """Modules that strings name with a class, as configurations name their kernels."""
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named = NAMED.fullmatch(node.value)
+            if named and named[1] in MODULES:
+                yield named[1]
+
+
+def all_imports(tree, *, with_names=False):
     """Names imported anywhere in a module, except for type checkers only."""
     pending, found = [tree], []
     while pending:
@@ -73,7 +85,7 @@ def all_imports(tree):
             continue
         found.append(node)
         pending.extend(ast.iter_child_nodes(node))
-    return set(imported_names(found))
+    return {*imported_names(found), *(names_in_strings(found) if with_names else ())}
 
 
 def imports_at_load(tree):
@@ -107,13 +119,54 @@ def test_the_walk_sees_imports():
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_go_down(name):
     own = layer(name)
-    for target in all_imports(parse(name)):
+    for target in all_imports(parse(name), with_names=True):
         if target.split(".")[0] not in ("cute_kernels", "grouped"):
             continue
         other = layer(target)
         assert other == own or LAYERS[other] < LAYERS[own], f"{name} ({own}) imports {target}"
         if own == "reference":
             assert other in REFERENCE_NEEDS_ONLY, f"{name} imports {target}"
+
+
+def circles(imports):
+    """Sets of modules each of which imports all others of its set, by way of some of them.
+
+    Args:
+        imports: the names that each module imports.
+    """
+    reached = {}
+    for name in imports:
+        pending, seen = [name], set()
+        while pending:
+            new = set(imports.get(pending.pop(), ())) - seen
+            seen |= new
+            pending += new
+        reached[name] = seen
+    found = {
+        frozenset(other for other in reached[name] if name in reached.get(other, ()))
+        for name in imports
+        if name in reached[name]
+    }
+    return sorted(map(set, found), key=sorted)
+
+
+def test_circles_are_found():
+    imports = {"a": {"b"}, "b": {"c", "x"}, "c": {"a"}, "d": {"a", "e"}, "e": {"d"}, "f": {"f"}}
+    assert circles(imports) == [{"a", "b", "c"}, {"d", "e"}, {"f"}]
+
+
+def test_no_files_import_each_other():
+    """Imports inside functions count; those for type checkers only do not.
+
+    Nor does a kernel that a configuration names: the runtime imports it, after the configuration.
+    """
+    assert circles({name: all_imports(parse(name)) & set(MODULES) for name in MODULES}) == []
+
+
+def test_the_walk_sees_names():
+    tree = ast.parse('kernel = "cute_kernels.quantize.amax:AmaxReducer"; "cute_kernels.nothing:X"')
+    assert all_imports(tree, with_names=True) == {"cute_kernels.quantize.amax"}
+    assert not all_imports(tree)
 
 
 def test_loading_the_packages_does_not_load_the_dsl():

@@ -5,45 +5,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from cute_kernels.capability import UnsupportedError
-from cute_kernels.gemm.config import GemmConfig, GemmProblem
-from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
-from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperGemmConfig
-from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
-from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, ceil_div
+from cute_kernels.gemm.choice import choose_config
+from cute_kernels.gemm.operands import operand_of
+from cute_kernels.gemm.problem import GemmArguments, GemmConfig, GemmProblem
+from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+from cute_kernels.gemm.variants import CONFIGS
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import aligned, dense, dtype_name, readable
-from cute_kernels.layout.buffers import BufferSpec
-from cute_kernels.ops.registry import Allocator
-from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, RowScaledConfig
+from cute_kernels.ops.launch.sm90_operands import sm90_preparation, values_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-    from cute_kernels.gemm.config import TileShape
+    from cute_kernels.gemm.problem import TileShape
     from cute_kernels.ops.gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedQuantizeGemm
+    from cute_kernels.ops.launch.sm90_operands import Parts
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
 
-    Parts: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
-    Kernel: TypeAlias = Callable[..., object]
-    #: Turns both operands, given with offs, into what the GEMM takes.
-    Prepare: TypeAlias = Callable[[Parts, Parts, Tensor], tuple[Parts, Parts]]
-
 __all__ = ["force_tile", "k_grouped", "m_grouped", "quantizing"]
-
-_CONFIGS = {"sm_90a": HopperGemmConfig, "sm_100a": GemmConfig}
-_COSTS: dict[str, Callable[[Any, GemmProblem, int], float]] = {
-    "sm_90a": estimated_hopper_cycles,
-    "sm_100a": estimated_cycles,
-}
-
 
 _forced: list[TileShape] = []
 
@@ -55,8 +41,7 @@ def force_tile(tile: TileShape) -> Iterator[None]:
     Every tile gives the same bits. A product that cannot have the tile raises UnsupportedError.
 
     Args:
-        tile: one of ``cute_kernels.gemm.config.TILE_SHAPES``, or on sm_90a one of
-            ``cute_kernels.gemm.hopper.config.HOPPER_TILE_SHAPES``.
+        tile: one of ``SM100_TILES`` or ``SM90_TILES`` of ``cute_kernels.gemm``.
     """
     _forced.append(tile)
     registry.forget_plans()
@@ -70,23 +55,28 @@ def force_tile(tile: TileShape) -> Iterator[None]:
 def _operand(op: GroupedGemm) -> str:
     """Name of the kind of the operands, as GEMM configurations have it."""
     fmt = op.b_record
-    return dtype_name(op.a.dtype) if fmt is None else fmt.name
+    if fmt is None:
+        return dtype_name(op.a.dtype)
+    kind = operand_of(fmt)
+    if kind is None:
+        raise UnsupportedError(f"no grouped GEMM kernel multiplies {fmt.text}")
+    return kind.name
 
 
-def _hopper_fields(op: MGrouped) -> dict[str, Any]:
+def _sm90_fields(op: MGrouped) -> dict[str, Any]:
     """Fields of a configuration that only sm_90a has: of products with NVFP4 weights."""
     if op.a_format is None and op.b_format is not None:
         return {"activations": dtype_name(op.a.dtype)}
-    return {"prepacked": True} if getattr(op, "prepacked", False) else {}
+    return {"prepacked": True} if op.prepacked else {}
 
 
 def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
     """How the ``m_grouped`` GEMMs run."""
-    spec = op.outputs()[0]
+    (spec,) = op.outputs()
     rows, cols = spec.shape
     if rows == 0 or cols == 0:
         return _nothing
-    cls = _CONFIGS[launch.arch]
+    cls = CONFIGS[launch.arch]
     base = cls(
         _operand(op),
         tile=cls.any_tile("m_grouped"),
@@ -95,7 +85,7 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
         bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
         has_alpha=op.alpha is not None,
         transpose_b=op.is_b_mn_major,
-        **_hopper_fields(op),
+        **_sm90_fields(op),
     )
     problem = GemmProblem(
         base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth
@@ -104,28 +94,19 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
 
 
 def quantizing(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner | None:
-    """How ``m_grouped_quantize_gemm_nvfp4`` runs where A becomes values; None where it does not."""
-    if launch.arch != "sm_90a" or not op.a.numel() or _values_config(op, launch) is None:
+    """How ``m_grouped_quantize_gemm`` runs where A becomes values; None where it does not."""
+    if launch.arch != "sm_90a" or not op.a.numel() or values_config(op, launch) is None:
         return None
     return m_grouped(op, launch)
 
 
-def _values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> RowScaledConfig | None:
-    """The quantizer of A to values; None where no kernel can."""
-    problem = QuantizeProblem(dtype_name(op.a.dtype), op.a.shape[1])
-    config = RowScaledConfig.choose(
-        problem, launch.arch, group_amax=not op.row_scaled, as_values=True
-    )
-    return config if config.can_implement(problem) else None
-
-
 def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
-    """How ``k_grouped_gemm`` and ``k_grouped_gemm_nvfp4`` run."""
-    spec = op.outputs()[0]
+    """How ``k_grouped_gemm`` runs."""
+    (spec,) = op.outputs()
     groups, m, n = spec.shape
     if op.rows == 0 or m == 0 or n == 0:
         return _zero
-    cls = _CONFIGS[launch.arch]
+    cls = CONFIGS[launch.arch]
     base = cls(
         _operand(op),
         "k_grouped",
@@ -145,33 +126,29 @@ def _nothing(
 
 def _zero(op: object, outputs: Sequence[Tensor], accumulate: bool = False) -> None:
     """All groups are empty."""
-    if outputs[0] is not None and not accumulate:
+    if not accumulate:
         outputs[0].zero_()
 
 
 def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmConfig:
     try:
         tile = _forced[-1] if _forced else None
-        return choose_config(base, problem, launch.num_sms, tile, cost=_COSTS[launch.arch])
+        return choose_config(base, problem, launch.num_sms, tile)
     except ValueError as error:
         raise UnsupportedError(str(error)) from None
 
 
 def _runner(op: GroupedGemm, config: GemmConfig, launch: Launcher) -> Runner:
-    prepare: Prepare | None = None
-    if op.quantizes_a:
-        prepare = _quantizer(cast("MGroupedQuantizeGemm", op), launch)
-    elif config.activations is not None:
-        prepare = _arranger(op, config.activations, launch)
-    elif config.expanded is not None:
-        prepare = _expander(op, config.expanded, launch)
+    prepare = None
+    if isinstance(config, Sm90GemmConfig):
+        prepare = sm90_preparation(op, config, launch)
     # Strides are the same in every call; addresses are not.
     is_addressable = all(map(_is_addressable, op.operands()))
     vectors = (op.offs, getattr(op, "bias", None), op.alpha)
     is_dense = all(v is None or v.is_contiguous() for v in vectors)
 
     @functools.cache
-    def kernel(accumulate: bool, zero_tail: bool) -> Kernel:
+    def kernel(accumulate: bool, zero_tail: bool) -> Callable[..., object]:
         return launch.kernel(
             dataclasses.replace(config, accumulate=accumulate, zero_tail=zero_tail)
         )
@@ -182,96 +159,30 @@ def _runner(op: GroupedGemm, config: GemmConfig, launch: Launcher) -> Runner:
         accumulate: bool = False,
         fresh: bool = False,
     ) -> None:
-        left, right = op.operands()
-        if not is_addressable or _any_misaligned(left) or _any_misaligned(right):
-            left, right = _addressable_parts(left), _addressable_parts(right)
+        a, b = op.operands()
+        if not is_addressable or _is_misaligned(a) or _is_misaligned(b):
+            a, b = _addressable_parts(a), _addressable_parts(b)
         offs, bias, alpha = op.offs, getattr(op, "bias", None), op.alpha
         if not is_dense:
             offs, bias, alpha = offs.contiguous(), dense(bias), dense(alpha)
         # Parameters may be views of one flat buffer, at any element of it.
         bias = aligned(bias, PITCH_ALIGNMENT)
         if prepare is not None:
-            left, right = prepare(left, right, offs)
-        kernel(accumulate, fresh)(*left, *right, offs, bias, alpha, outputs[0], launch.num_sms)
+            a, b = prepare(a, b, offs)
+        arguments = GemmArguments(
+            *a, *b, offs=offs, bias=bias, alpha=alpha, out=outputs[0], num_sms=launch.num_sms
+        )
+        kernel(accumulate, fresh)(*arguments)
 
     return run
 
 
-def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
-    """What turns codes into fp16 values, in the order that Hopper kernels take, of one operand.
-
-    Args:
-        op: a call.
-        side: the operand, "a" or "b".
-        launch: the launcher.
-    """
-    kernel = launch.kernel(ExpandConfig(is_ragged=side == "a"))
-    rows, width = op.operands()["ab".index(side)][0].shape
-    workspace = Allocator([_pieces(rows, width * 2, torch.float16)], op.device)
-
-    def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        values = workspace.make()[0]
-        if side == "a":
-            codes, scales, amax = left
-            kernel(codes, scales, offs, values, launch.num_sms)
-            return (values, None, amax), right
-        codes, scales, amax = right
-        kernel(codes, scales, None, values, launch.num_sms)
-        return left, (values, None, amax)
-
-    return run
-
-
-def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
-    """What quantizes A to fp16 values, in the order that Hopper kernels take."""
-    # There is one: ``quantizing`` has looked.
-    config = cast("RowScaledConfig", _values_config(op, launch))
-    kernel = launch.kernel(config)
-    amax_kernel = None
-    if config.group_amax:
-        amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch))
-    rows, depth = op.a.shape
-    count = op.offs.shape[0] if config.group_amax else rows
-    specs = [_pieces(rows, depth, torch.float16), BufferSpec((count,), torch.float32)]
-    workspace = Allocator(specs, op.device)
-
-    def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        x = readable(left[0])
-        values, amax = workspace.make()
-        if amax_kernel is not None:
-            amax_kernel(x, offs, None, amax, launch.num_sms)
-        kernel(x, offs, amax, values, None, launch.num_sms)
-        return (values, None, amax), right
-
-    return run
-
-
-def _arranger(op: GroupedGemm, dtype: str, launch: Launcher) -> Prepare:
-    """What puts activations into the order that Hopper kernels take beside NVFP4 weights."""
-    kernel = launch.kernel(ArrangeConfig(dtype))
-    x = op.operands()[0][0]
-    rows, depth = x.shape
-    workspace = Allocator([_pieces(rows, depth, x.dtype)], op.device)
-
-    def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        values = workspace.make()[0]
-        kernel(left[0], offs, values, launch.num_sms)
-        return (values, None, None), right
-
-    return run
-
-
-def _pieces(rows: int, depth: int, dtype: torch.dtype) -> BufferSpec:
-    """A buffer of rows of whole pieces of K."""
-    return BufferSpec((rows, ceil_div(depth, PIECE_K) * PIECE_K), dtype)
-
-
-def _any_misaligned(parts: Parts) -> bool:
+def _is_misaligned(parts: Parts) -> bool:
     """Whether TMA cannot address an operand where it is."""
-    values, scales, amax = parts
-    address = values.data_ptr()
-    for part in (scales, amax):
-        address |= 0 if part is None else part.data_ptr()
+    address = 0
+    for part in parts:
+        if part is not None:
+            address |= part.data_ptr()
     return address % PITCH_ALIGNMENT != 0
 
 

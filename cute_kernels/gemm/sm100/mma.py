@@ -8,16 +8,20 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
-from cute_kernels.gemm import umma
-from cute_kernels.gemm.config import K_BLOCKS, TMEM_LANES
 from cute_kernels.gemm.scheduler import WorkTile
+from cute_kernels.gemm.sm100 import umma
+from cute_kernels.gemm.sm100.config import K_BLOCKS, TMEM_LANES
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.config import GemmConfig
     from cute_kernels.gemm.scheduler import TileReader
+    from cute_kernels.gemm.sm100.config import Sm100GemmConfig
+    from cute_kernels.gemm.sm100.storage import Stages
 
 __all__ = ["BlockScaledMma", "MmaWarp", "PlainMma"]
+
+#: Columns of tensor memory of one tile of block scales.
+_TILE_COLUMNS = SF_TILE_ROWS // TMEM_LANES
 
 
 class PlainMma:
@@ -61,15 +65,49 @@ class _BlockScaledTile(NamedTuple):
 
     Attributes:
         acc: the accumulator.
-        operands: descriptors of operands M and N in the first stage.
+        m: descriptor of operand M in the first stage.
+        n: descriptor of operand N in the first stage.
         instruction: descriptor of the instruction.
-        scale_column: block scales of operand N in tensor memory.
+        m_scales: block scales of operand M in tensor memory.
+        n_scales: block scales of operand N in tensor memory.
     """
 
     acc: Int32
-    operands: tuple[Int64, Int64]
+    m: Int64
+    n: Int64
     instruction: Int32
-    scale_column: Int32
+    m_scales: Int32
+    n_scales: Int32
+
+
+class _StagedScales(NamedTuple):
+    """The block scales of one operand, in shared and in tensor memory.
+
+    Attributes:
+        descriptor: of the first stage in shared memory.
+        column: the first in tensor memory, from its start on.
+        tiles: tiles of them side by side along M or N.
+        k_tiles: tiles of them along K of one stage.
+    """
+
+    descriptor: Int64
+    column: int
+    tiles: int
+    k_tiles: int
+
+    def copy(self, tmem: Int32, stage: Int32, num_ctas: int) -> None:
+        """Copy those of a stage into tensor memory; one thread issues."""
+        count, column = self.tiles * self.k_tiles, tmem + self.column
+        first = self.descriptor + Int64(stage) * (count * SF_TILE_BYTES // umma.UNIT)
+        for at in range(count):
+            # In shared memory K runs fastest; in tensor memory the tiles of all rows lie side by
+            # side for each step along K.
+            target = at % self.k_tiles * self.tiles + at // self.k_tiles
+            umma.copy_scales(
+                column + target * _TILE_COLUMNS,
+                first + at * (SF_TILE_BYTES // umma.UNIT),
+                num_ctas,
+            )
 
 
 class BlockScaledMma:
@@ -77,7 +115,7 @@ class BlockScaledMma:
 
     Args:
         config: the kernel's configuration.
-        shared: stages of operands M and N and of their block scales.
+        shared: stages of both operands and of their block scales.
         tmem: start of tensor memory.
         acc_stride: columns from the first accumulator to the second.
         scale_columns: first columns of the block scales of operands M and N.
@@ -85,40 +123,47 @@ class BlockScaledMma:
 
     def __init__(
         self,
-        config: GemmConfig,
-        shared: tuple[cute.Tensor, ...],
+        config: Sm100GemmConfig,
+        shared: Stages,
         tmem: cute.Pointer,
         acc_stride: int,
         scale_columns: tuple[int, int],
     ):
         self.config = config
-        self.elements = tuple(umma.element_descriptor(x.iterator) for x in shared[:2])
-        self.scales = tuple(umma.scale_descriptor(x.iterator) for x in shared[2:])
+        self.m = umma.element_descriptor(shared.m.iterator)
+        self.n = umma.element_descriptor(shared.n.iterator)
         self.tmem = Int32(tmem.toint())
         self.acc_stride = acc_stride
-        self.scale_columns = scale_columns
+        self.m_scales, self.n_scales = (
+            _StagedScales(umma.scale_descriptor(x.iterator), column, tiles, config.k_scale_tiles)
+            for x, column, tiles in zip(
+                (shared.m_scales, shared.n_scales), scale_columns, config.scale_tiles, strict=True
+            )
+        )
 
     @cute.jit
     def start(self, tile: WorkTile, which: Int32) -> _BlockScaledTile:
         """What the stages of a tile have in common, with the accumulator numbered ``which``."""
         config = self.config
-        m, n = self.elements
+        m, n = self.m, self.n
         cols = Int32(config.tile.n)
         if cutlass.const_expr(config.tile.swap_ab):
             cols = config.instruction_n(cutlass.min(tile.rows, config.tile.n))
-        if cutlass.const_expr(config.tile.swap_tails):
+        if cutlass.const_expr(config.tile.swap_partial):
             if tile.rows < config.tile.rows:
-                n, m = self.elements
+                n, m = self.m, self.n
                 cols = config.instruction_n(tile.rows)
-        scale_column = self.tmem + self.scale_columns[1]
+        n_scales = self.tmem + self.n_scales.column
         if cutlass.const_expr(config.tile.n < SF_TILE_ROWS):
             # A scale tile has four columns of 32 rows each.
-            scale_column += (tile.n_sf_row & (SF_TILE_ROWS - 1)) >> 5
+            n_scales += (tile.n_sf_row & (SF_TILE_ROWS - 1)) >> 5
         return _BlockScaledTile(
-            self.tmem + which * self.acc_stride,
-            (m, n),
-            umma.instruction_descriptor(config.kind, config.tile.m, cols),
-            scale_column,
+            acc=self.tmem + which * self.acc_stride,
+            m=m,
+            n=n,
+            instruction=umma.instruction_descriptor(config.kind, config.tile.m, cols),
+            m_scales=self.tmem + self.m_scales.column,
+            n_scales=n_scales,
         )
 
     @cute.jit
@@ -127,43 +172,36 @@ class BlockScaledMma:
 
         The first overwrites what the accumulator holds.
         """
-        config, num_ctas = self.config, self.config.tile.num_ctas
-        scale_columns = (self.tmem + self.scale_columns[0], tile.scale_column)
-        operands = tuple(
-            x + Int64(stage) * (size // umma.UNIT)
-            for x, size in zip(tile.operands, config.element_stage_bytes, strict=True)
-        )
+        m_bytes, n_bytes = self.config.element_stage_bytes
+        m = tile.m + Int64(stage) * (m_bytes // umma.UNIT)
+        n = tile.n + Int64(stage) * (n_bytes // umma.UNIT)
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(2):
-                tiles = config.scale_tiles[i]
-                first = self.scales[i] + Int64(stage) * (
-                    tiles * K_BLOCKS * SF_TILE_BYTES // umma.UNIT
-                )
-                column = self.tmem + self.scale_columns[i]
-                for at in cutlass.range_constexpr(tiles * K_BLOCKS):
-                    # Of each K block, the tiles of all rows lie side by side in tensor memory.
-                    target = at % K_BLOCKS * tiles + at // K_BLOCKS
-                    umma.copy_scales(
-                        column + target * (SF_TILE_ROWS // TMEM_LANES),
-                        first + at * (SF_TILE_BYTES // umma.UNIT),
-                        num_ctas,
-                    )
+            self.m_scales.copy(self.tmem, stage, self.config.tile.num_ctas)
+            self.n_scales.copy(self.tmem, stage, self.config.tile.num_ctas)
             for k_block in cutlass.range_constexpr(K_BLOCKS):
-                step = k_block * (umma.ELEMENT_ROW_BYTES // K_BLOCKS // umma.UNIT)
-                flags = {"accumulate": k_tile}
-                if cutlass.const_expr(k_block > 0):
-                    flags = {"more_than": (left, k_block)}
-                umma.multiply(
-                    tile.acc,
-                    tuple(x + step for x in operands),
-                    tile.instruction,
-                    tuple(
-                        column + k_block * tiles * (SF_TILE_ROWS // TMEM_LANES)
-                        for column, tiles in zip(scale_columns, config.scale_tiles, strict=True)
-                    ),
-                    num_ctas,
-                    **flags,
-                )
+                self.issue(tile, m, n, k_block, k_tile, left)
+
+    def issue(
+        self, tile: _BlockScaledTile, m: Int64, n: Int64, k_block: int, k_tile: Int32, left: Int32
+    ) -> None:
+        """Multiply one K block of the stage whose elements are at ``m`` and ``n``."""
+        kind = self.config.kind
+        step = k_block * (umma.ELEMENT_ROW_BYTES // K_BLOCKS // umma.UNIT)
+        k_scale_tile, number = divmod(k_block, kind.k_blocks_of_scale_tile)
+        # The first instruction of a tile overwrites; those behind the tile's last do nothing.
+        flags = {"more_than": (left, k_block)} if k_block else {"accumulate": k_tile}
+        umma.multiply(
+            kind,
+            tile.acc,
+            (m + step, n + step),
+            tile.instruction + umma.scale_id(number) if number else tile.instruction,
+            (
+                tile.m_scales + k_scale_tile * self.m_scales.tiles * _TILE_COLUMNS,
+                tile.n_scales + k_scale_tile * self.n_scales.tiles * _TILE_COLUMNS,
+            ),
+            self.config.tile.num_ctas,
+            **flags,
+        )
 
 
 class MmaWarp:
@@ -209,7 +247,8 @@ class MmaWarp:
                 if cutlass.const_expr(self.acc_pipeline.num_stages == 1):
                     which = acc_state.phase ^ 1
                 started = self.mma.start(tile, which)
-                k_tiles = (tile.k_blocks + (K_BLOCKS - 1)) >> 2
+                # A shift: a division of a signed number takes more instructions.
+                k_tiles = (tile.k_blocks + (K_BLOCKS - 1)) >> (K_BLOCKS.bit_length() - 1)
                 for k_tile in cutlass.range(k_tiles, unroll=1):
                     # What lies behind the last K block belongs to another group or to nobody.
                     left = tile.k_blocks - k_tile * K_BLOCKS

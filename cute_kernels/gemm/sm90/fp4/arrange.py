@@ -13,24 +13,24 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
+from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping
 from cute_kernels.device.memory import load_global_if, store_global, transpose_four
 from cute_kernels.device.ptx import asm
-from cute_kernels.gemm.config import N_ALIGN
-from cute_kernels.gemm.operands import DSL_TYPES
+from cute_kernels.gemm.problem import N_ALIGN
+from cute_kernels.gemm.views import DSL_TYPES
 from cute_kernels.layout.shapes import PIECE_K
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.hopper.config import ArrangeConfig
+    from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig
 
 __all__ = ["ArrangeKernel"]
 
-_WARP = 32
 _ROWS = 8
 _CTAS_PER_SM = 8
 _QUAD = 4
 #: Chunks of 128 elements that a warp takes at once, one a quad.
-_CHUNKS = _WARP // _QUAD
+_CHUNKS = WARP_SIZE // _QUAD
 _VECTOR_BYTES = 16
 
 
@@ -70,7 +70,7 @@ class ArrangeKernel:
             stream: where to launch.
         """
         self.kernel(x, offs, out).launch(
-            grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[_WARP * _ROWS, 1, 1], stream=stream
+            grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[WARP_SIZE * _ROWS, 1, 1], stream=stream
         )
 
     @cute.kernel

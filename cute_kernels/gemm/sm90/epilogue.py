@@ -1,6 +1,6 @@
 """The epilogue of consumer warpgroups: from registers, rescaled in fp32, into the output.
 
-The arithmetic is that of ``cute_kernels.gemm.epilogue``. A warpgroup passes its accumulators
+The arithmetic is that of ``gemm.output``. A warpgroup passes its accumulators
 through shared memory, some rows of 128 bytes of output at a time. Then eight lanes have the whole
 of a row, and rows outside of the group are left out.
 """
@@ -14,22 +14,22 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import asm, asm_volatile, bits_as_f32, f32_as_bits
-from cute_kernels.gemm.hopper.config import DECODED_SCALE, WARPGROUP_M
-from cute_kernels.gemm.hopper.warp_schedule import (
+from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, out_offset
+from cute_kernels.gemm.scheduler import WorkTile
+from cute_kernels.gemm.sm90.config import WARPGROUP_M
+from cute_kernels.gemm.sm90.fp4.config import DECODED_SCALE
+from cute_kernels.gemm.sm90.warp_schedule import (
     FIRST_EPILOGUE_BARRIER,
-    FIRST_TURN_BARRIER,
+    FIRST_PING_PONG_BARRIER,
     WARPGROUP_SIZE,
 )
-from cute_kernels.gemm.operands import DSL_TYPES
-from cute_kernels.gemm.scheduler import WorkTile
+from cute_kernels.gemm.views import DSL_TYPES
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.epilogue import EpilogueTensors
-    from cute_kernels.gemm.hopper.config import HopperGemmConfig
+    from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 
-__all__ = ["HopperEpilogue", "Turns"]
+__all__ = ["Epilogue", "PingPong"]
 
-_VECTOR_BYTES = 16
 #: Bytes of a row of a panel, and the rows after which the swizzle of its vectors repeats.
 _ROW_BYTES = 128
 _SWIZZLE_ROWS = 8
@@ -82,7 +82,7 @@ class _Window(NamedTuple):
     cols: Int32
 
 
-class Turns:
+class PingPong:
     """Lets two consumer warpgroups through their epilogues by turns, the first one first.
 
     So they are half an epilogue or more apart from then on: while one stores, the other multiplies.
@@ -92,8 +92,8 @@ class Turns:
     """
 
     def __init__(self, is_second: Int32):
-        self.own = FIRST_TURN_BARRIER + is_second
-        self.other = FIRST_TURN_BARRIER + 1 - is_second
+        self.own = FIRST_PING_PONG_BARRIER + is_second
+        self.other = FIRST_PING_PONG_BARRIER + 1 - is_second
         self.is_second = is_second
 
     @cute.jit
@@ -117,7 +117,7 @@ class Turns:
             self.begin()
 
 
-class HopperEpilogue:
+class Epilogue:
     """The epilogue of one consumer warpgroup.
 
     A block is what the warpgroup stages at a time: ``config.block_shape`` elements of output in
@@ -135,7 +135,7 @@ class HopperEpilogue:
 
     def __init__(
         self,
-        config: HopperGemmConfig,
+        config: Sm90GemmConfig,
         tensors: EpilogueTensors,
         blocks: cute.Tensor,
         factors: cute.Tensor | None,
@@ -155,10 +155,10 @@ class HopperEpilogue:
         if cutlass.const_expr(factors is not None):
             self.factors = factors.iterator.toint() + group * (config.tile.n * 4)
         #: Elements of a vector, and vectors of a block.
-        self.vector = _VECTOR_BYTES * 8 // self.staged_element.width
+        self.vector = VECTOR_BYTES * 8 // self.staged_element.width
         self.vectors = self.block_rows * self.block_cols // self.vector
         #: The first vector of a block that this thread copies.
-        per_row = _ROW_BYTES // _VECTOR_BYTES
+        per_row = _ROW_BYTES // VECTOR_BYTES
         own = self.thread % min(self.vectors, WARPGROUP_SIZE)
         self.own_row = own // per_row % self.block_rows
         panel = own // (per_row * self.block_rows)
@@ -184,9 +184,9 @@ class HopperEpilogue:
                 if cutlass.const_expr(config.row_scaled):
                     local = i * WARPGROUP_SIZE + self.thread
                     if local < cutlass.min(tile.rows, config.tile.n):
-                        factor = self.tensors.factor(tile.group, tile.n_row + local)
+                        factor = self.tensors.factor(config.kind, tile.group, tile.n_row + local)
                 else:
-                    factor = self.tensors.factor(tile.group, tile.group)
+                    factor = self.tensors.factor(config.kind, tile.group, tile.group)
             factors[i] = factor
         return factors
 
@@ -203,14 +203,14 @@ class HopperEpilogue:
                     store_shared(self.factors + local * 4, [f32_as_bits(factors[i])])
         # The factors are there, and the blocks of the tile before have been read.
         self.sync()
-        turn, window = Int32(0), self.window(tile)
+        slot, window = Int32(0), self.window(tile)
         block_n = self.block_rows if config.tile.swap_ab else self.block_cols
         for repeat in cutlass.range_constexpr(self.repeats):
             bias = self.load_bias(tile, repeat)
             for block in cutlass.range_constexpr(config.tile.n // block_n):
                 # The same for all threads: no row of a block that is left out is the group's.
                 if not cutlass.const_expr(config.tile.swap_ab) or block * block_n < tile.rows:
-                    buffer = self.blocks + turn * config.block_bytes
+                    buffer = self.blocks + slot * config.block_bytes
                     for first in cutlass.range_constexpr(0, block_n, 16):
                         at = (block * block_n + first) // 8
                         columns = range(at, at + min(2, block_n // 8))
@@ -218,7 +218,7 @@ class HopperEpilogue:
                         self.stage(values, buffer, first)
                     self.sync()
                     self.copy(buffer, window, repeat, block * block_n)
-                    turn = turn ^ 1
+                    slot = slot ^ 1
 
     def sync(self) -> None:
         """Wait for the whole warpgroup."""
@@ -310,9 +310,9 @@ class HopperEpilogue:
         width = self.staged_element.width // 8
         per_row = _ROW_BYTES // width
         at = col % per_row * width
-        vector = (at // _VECTOR_BYTES) ^ (row % _SWIZZLE_ROWS)
+        vector = (at // VECTOR_BYTES) ^ (row % _SWIZZLE_ROWS)
         panel = col // per_row * (self.block_rows * _ROW_BYTES)
-        return buffer + panel + row * _ROW_BYTES + vector * _VECTOR_BYTES + at % _VECTOR_BYTES
+        return buffer + panel + row * _ROW_BYTES + vector * VECTOR_BYTES + at % VECTOR_BYTES
 
     @cute.jit
     def window(self, tile: WorkTile) -> _Window:
@@ -329,9 +329,7 @@ class HopperEpilogue:
         if cutlass.const_expr(self.vectors < WARPGROUP_SIZE):
             if self.thread >= self.vectors:
                 rows = Int32(0)
-        offset = Int64(row) * out.stride[1] + col
-        if cutlass.const_expr(self.config.grouping == "k_grouped"):
-            offset += Int64(tile.group) * out.stride[0]
+        offset = out_offset(self.config, out, tile.group, row, col)
         address = out.iterator.toint() + offset * width
         return _Window(address, Int64(out.stride[1]) * width, rows, out.shape[2] - col)
 
@@ -358,7 +356,7 @@ class HopperEpilogue:
 
     def step_of(self, i: int) -> tuple[int, int]:
         """Rows and columns of a block from a thread's first vector to its ``i``-th."""
-        per_row = _ROW_BYTES // _VECTOR_BYTES
+        per_row = _ROW_BYTES // VECTOR_BYTES
         rows = i * (WARPGROUP_SIZE // per_row)
         return rows % self.block_rows, rows // self.block_rows * (per_row * self.vector)
 

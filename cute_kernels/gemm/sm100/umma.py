@@ -2,7 +2,7 @@
 
 The DSL's MMA atoms fix M and N when they are traced and guard every instruction by itself. Here a
 kernel computes the descriptors, which are plain integers, and one thread issues a whole stage.
-Bit fields: PTX ISA, "tcgen05 matrix descriptor" and "instruction descriptor" of mxf4nvf4.
+Bit fields: PTX ISA, "tcgen05 matrix descriptor" and "instruction descriptor".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cute_kernels.layout.shapes import SF_TILE_BYTES
 if TYPE_CHECKING:
     from cutlass import cute
 
-    from cute_kernels.gemm.config import OperandKind
+    from cute_kernels.gemm.operands import OperandKind
 
 __all__ = [
     "ELEMENT_ROW_BYTES",
@@ -27,6 +27,7 @@ __all__ = [
     "instruction_descriptor",
     "multiply",
     "scale_descriptor",
+    "scale_id",
 ]
 
 #: Bytes of the unit in which descriptors of shared memory count.
@@ -37,7 +38,6 @@ _ATOM_ROWS = 8
 _ADDRESS_MASK = 0x3FFF
 _VERSION = 1 << 46
 _SWIZZLE_128B = 2 << 61
-_E2M1 = 1
 
 
 def _descriptor(start: cute.Pointer, stride_bytes: int, swizzle: int) -> Int64:
@@ -58,18 +58,24 @@ def scale_descriptor(stages: cute.Pointer) -> Int64:
 
 
 def instruction_descriptor(kind: OperandKind, m: int, n: Int32 | int) -> Int32:
-    """Shape and types of an instruction: E2M1 operands, K-major, with E4M3 scales.
+    """Shape and types of an instruction with K-major operands, and the first scales of a tile.
 
     Args:
         kind: block-scaled operand kind.
         m: 128, or 256 with two CTAs.
         n: a multiple of 8, or of 16 with two CTAs; at most 256.
     """
-    if (kind.bits, kind.sf_vec_size) != (4, 16):
+    types = kind.tcgen05
+    if types is None:
         raise ValueError(f"no instruction for operands of kind {kind.name}")
-    constant = _E2M1 << 7 | _E2M1 << 10 | m // 16 << 24
+    constant = types.element << 7 | types.element << 10 | types.scale << 23 | m // 16 << 24
     # N / 8 goes to bit 17.
     return Int32(n) << 14 | constant
+
+
+def scale_id(number: int) -> int:
+    """What to add to a descriptor for the ``number``-th of the scales in a tile along K."""
+    return number << 4 | number << 29
 
 
 def copy_scales(tmem: Int32, source: Int64, num_ctas: int) -> None:
@@ -79,6 +85,7 @@ def copy_scales(tmem: Int32, source: Int64, num_ctas: int) -> None:
 
 
 def multiply(
+    kind: OperandKind,
     acc: Int32,
     operands: tuple[Int64, Int64],
     descriptor: Int32,
@@ -91,6 +98,7 @@ def multiply(
     """One MMA instruction; one thread issues.
 
     Args:
+        kind: of the operands.
         acc: the accumulator in tensor memory.
         operands: descriptors of operands M and N.
         descriptor: see ``instruction_descriptor``.
@@ -100,6 +108,7 @@ def multiply(
         more_than: two numbers; multiply only if the first is larger. A predicate, because branches
             around single instructions cost more, and CuTe DSL 4.8 fails to compile some.
     """
+    assert kind.tcgen05 is not None
     values = [acc, *operands, descriptor, *scales]
     set_up, guard = "mov.pred p, -1;", ""
     if accumulate is not None:
@@ -111,7 +120,7 @@ def multiply(
         guard = "@q "
     asm_volatile(
         f"{{ .reg .pred p, q; {set_up} "
-        f"{guard}tcgen05.mma.cta_group::{num_ctas}.kind::mxf4nvf4.block_scale.block16 "
+        f"{guard}tcgen05.mma.cta_group::{num_ctas}.kind::{kind.tcgen05.qualifiers} "
         "[$0], $1, $2, $3, [$4], [$5], p; }",
         values,
     )

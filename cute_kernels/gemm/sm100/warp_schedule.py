@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-__all__ = ["WARP_SIZE", "NamedBarrierId", "WarpSchedule"]
+from cute_kernels.device.constants import WARP_SIZE
 
-WARP_SIZE = 32
+__all__ = ["NamedBarrierId", "WarpSchedule"]
 
 
 class NamedBarrierId(enum.IntEnum):

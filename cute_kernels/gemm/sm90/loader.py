@@ -1,55 +1,26 @@
-"""How stages of both operands, and of operand M's block scales, get into shared memory."""
+"""How both operands, and operand M's block scales, get into shared memory."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Int16, Int32, Int64, cute
+from cutlass import Int16, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.formats import NVFP4
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+from cute_kernels.layout.shapes import SF_TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.loader import TmaSource
 
-__all__ = ["SCALE_TILE_K", "StageLoad", "codes_view", "scale_words_view"]
-
-#: Elements of K whose block scales are in one scale tile.
-SCALE_TILE_K = SF_TILE_COLS * NVFP4.sf_vec_size
-
-
-def codes_view(codes: cute.Tensor) -> cute.Tensor:
-    """([G,] rows, bytes) codes as (rows, bytes, G or 1)."""
-    groups, group_stride = 1, Int64(0)
-    if len(codes.shape) == 3:
-        groups = codes.shape[0]
-        group_stride = cute.assume(Int64(codes.stride[0]), PITCH_ALIGNMENT)
-    rows, width = codes.shape[-2:]
-    pitch = cute.assume(Int64(codes.stride[-2]), PITCH_ALIGNMENT)
-    layout = cute.make_layout((rows, width, groups), stride=(pitch, 1, group_stride))
-    return cute.make_tensor(codes.iterator, layout)
-
-
-def scale_words_view(scales: cute.Tensor) -> cute.Tensor:
-    """Scale tiles ([G,] row tiles, K tiles, 512) as 32-bit words (row tiles, K tiles, words, G)."""
-    row_tiles, k_tiles, _ = scales.shape[-3:]
-    groups = scales.shape[0] if len(scales.shape) == 4 else 1
-    words = SF_TILE_BYTES // 4
-    row_stride = cute.assume(Int64(k_tiles) * words, words)
-    group_stride = cute.assume(row_stride * row_tiles, words)
-    layout = cute.make_layout(
-        (row_tiles, k_tiles, words, groups), stride=(row_stride, words, 1, group_stride)
-    )
-    return cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=Int32), layout)
+__all__ = ["StageLoad"]
 
 
 class StageLoad(NamedTuple):
     """How one tensor gets into shared memory.
 
     Attributes:
-        source: where it comes from, (rows, K, G); of block scales see ``scale_words_view``.
+        source: where it comes from, (rows, K, G); of block scales see ``fp4.views``.
         shared: its stages, (rows, K, STAGE), or (row tiles, K tiles, words, STAGE).
         tiler: its extents in one stage, without the last.
         k_divisor: elements of K for one of its own along K.

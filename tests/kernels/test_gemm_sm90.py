@@ -13,22 +13,16 @@ import pytest
 import torch
 
 from cute_kernels import emulator
-from cute_kernels.gemm.config import GemmProblem
-from cute_kernels.gemm.heuristics import choose_config
-from cute_kernels.gemm.hopper.config import (
-    HOPPER_TILE_SHAPES,
-    ArrangeConfig,
-    ExpandConfig,
-    HopperGemmConfig,
-    HopperTile,
-)
-from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
-from cute_kernels.gemm.hopper.warp_schedule import HopperWarpSchedule
+from cute_kernels.gemm.choice import choose_config
+from cute_kernels.gemm.problem import GemmProblem
+from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
+from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
+from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
+from tests.helpers import assert_same_bytes
 from tests.kernels.gemm_support import (
     SHAPES,
     WGRAD_SHAPES,
     Product,
-    assert_same_bits,
     compiled,
     k_grouped,
     m_grouped,
@@ -36,16 +30,16 @@ from tests.kernels.gemm_support import (
 from tests.kernels.op_support import MODE_IDS, MODES
 
 
-def name_of(tile: HopperTile) -> str:
+def name_of(tile: Sm90Tile) -> str:
     ctas = f"x{tile.num_ctas}" if tile.num_ctas > 1 else ""
     return f"{tile.m}x{tile.n}{ctas}{' fitted' * tile.fitted}"
 
 
-M_TILES = {name_of(tile): tile for tile in HOPPER_TILE_SHAPES if tile.swap_ab}
-K_TILES = {name_of(tile): tile for tile in HOPPER_TILE_SHAPES if not tile.swap_ab}
+M_TILES = {name_of(tile): tile for tile in SM90_TILES if tile.swap_ab}
+K_TILES = {name_of(tile): tile for tile in SM90_TILES if not tile.swap_ab}
 
-FPROP = HopperGemmConfig("nvfp4", row_scaled=True, tile=M_TILES["128x128"])
-FPROP_ALL = HopperGemmConfig(
+FPROP = Sm90GemmConfig("nvfp4", row_scaled=True, tile=M_TILES["128x128"])
+FPROP_ALL = Sm90GemmConfig(
     "nvfp4",
     out_dtype="float16",
     bias_dtype="float32",
@@ -54,21 +48,21 @@ FPROP_ALL = HopperGemmConfig(
     tile=M_TILES["256x16"],
 )
 CLUSTER = dataclasses.replace(FPROP_ALL, row_scaled=True, tile=M_TILES["256x128x2"])
-WGRAD = HopperGemmConfig("nvfp4", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
+WGRAD = Sm90GemmConfig("nvfp4", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
 WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True)
 WGRAD_16 = dataclasses.replace(WGRAD, out_dtype="bfloat16", tile=K_TILES["128x256"])
-PLAIN = HopperGemmConfig("bfloat16", bias_dtype="bfloat16", tile=M_TILES["256x32"])
-PLAIN_DGRAD = HopperGemmConfig(
+PLAIN = Sm90GemmConfig("bfloat16", bias_dtype="bfloat16", tile=M_TILES["256x32"])
+PLAIN_DGRAD = Sm90GemmConfig(
     "float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=M_TILES["128x128"]
 )
-PLAIN_WGRAD = HopperGemmConfig(
+PLAIN_WGRAD = Sm90GemmConfig(
     "bfloat16", "k_grouped", out_dtype="float32", accumulate=True, tile=K_TILES["128x128"]
 )
 
 FITTED = dataclasses.replace(FPROP, tile=M_TILES["256x32 fitted"])
 PREPACKED = dataclasses.replace(FPROP, prepacked=True, tile=M_TILES["256x8"])
-W4A16 = HopperGemmConfig("nvfp4", activations="bfloat16", tile=M_TILES["256x16"])
-W4A16_ALL = HopperGemmConfig(
+W4A16 = Sm90GemmConfig("nvfp4", activations="bfloat16", tile=M_TILES["256x16"])
+W4A16_ALL = Sm90GemmConfig(
     "nvfp4",
     activations="float16",
     out_dtype="float32",
@@ -105,46 +99,46 @@ def device(request: pytest.FixtureRequest) -> str:
     [FPROP, FPROP_ALL, FITTED, CLUSTER, PREPACKED, W4A16, W4A16_ALL],
     ids=["row-scaled", "all", "fitted", "cluster", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
 )
-def test_fprop(config: HopperGemmConfig, shape: str, device: str) -> None:
+def test_fprop(config: Sm90GemmConfig, shape: str, device: str) -> None:
     sizes, n, k, tail = SHAPES[shape]
     product = m_grouped(config, sizes, n, k, tail=tail)
-    assert_same_bits(product.run(device=device), product.expected())
+    assert_same_bytes(product.run(device=device), product.expected())
 
 
 @pytest.mark.parametrize("k", [32, 144, 320])
 @pytest.mark.parametrize("config", [FPROP, W4A16], ids=["nvfp4", "w4a16"])
-def test_dgrad_reads_a_columnwise_copy(config: HopperGemmConfig, k: int, device: str) -> None:
+def test_dgrad_reads_a_columnwise_copy(config: Sm90GemmConfig, k: int, device: str) -> None:
     product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
-    assert_same_bits(product.run(device=device), product.expected())
+    assert_same_bytes(product.run(device=device), product.expected())
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES)
 @pytest.mark.parametrize(
     "config", [WGRAD, WGRAD_ADD, WGRAD_16], ids=["overwrite", "accumulate", "16 bits"]
 )
-def test_wgrad(config: HopperGemmConfig, shape: str, device: str) -> None:
+def test_wgrad(config: Sm90GemmConfig, shape: str, device: str) -> None:
     sizes, m, n, tail = WGRAD_SHAPES[shape]
     product = k_grouped(config, sizes, m, n, tail=tail)
-    assert_same_bits(product.run(device=device), product.expected())
+    assert_same_bytes(product.run(device=device), product.expected())
 
 
 @pytest.mark.parametrize("shape", ["one row", "whole tiles", "tails"])
 @pytest.mark.parametrize(
     "config", [PLAIN, PLAIN_DGRAD, PLAIN_WGRAD], ids=["fprop", "dgrad", "wgrad"]
 )
-def test_plain_operands(config: HopperGemmConfig, shape: str, device: str) -> None:
+def test_plain_operands(config: Sm90GemmConfig, shape: str, device: str) -> None:
     sizes, n, k, tail = SHAPES[shape]
     if config.grouping == "k_grouped":
         product = k_grouped(config, sizes, k, n, tail=tail)
     else:
         product = m_grouped(config, sizes, n, k, tail=tail)
-    assert_same_bits(product.run(device=device), product.expected())
+    assert_same_bytes(product.run(device=device), product.expected())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", M_TILES.values(), ids=M_TILES)
-def test_every_tile(tile: HopperTile, kind: str, device: str) -> None:
-    base = HopperGemmConfig(out_dtype="float32", tile=M_TILES["128x128"], **KINDS[kind])
+def test_every_tile(tile: Sm90Tile, kind: str, device: str) -> None:
+    base = Sm90GemmConfig(out_dtype="float32", tile=M_TILES["128x128"], **KINDS[kind])
     if not base.takes(tile):
         with pytest.raises(ValueError, match="cannot have the tile"):
             dataclasses.replace(base, tile=tile)
@@ -154,7 +148,7 @@ def test_every_tile(tile: HopperTile, kind: str, device: str) -> None:
         m_grouped(config, [100, 0, 5, tile.n + 1], 264, 288, tail=11),
         m_grouped(config, [1, 8, 9, 33], 72, 48),
     ):
-        assert_same_bits(product.run(tile.num_ctas, device), product.expected())
+        assert_same_bytes(product.run(tile.num_ctas, device), product.expected())
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
@@ -173,12 +167,12 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
     ):
         want = product.expected()
         with emulator.options(**mode):
-            assert_same_bits(product.run(num_sms), want)
+            assert_same_bytes(product.run(num_sms), want)
 
 
 @pytest.mark.parametrize("tile", [M_TILES["256x32"], M_TILES["256x128x2"]], ids=name_of)
-def test_the_tail_can_be_zeroed(tile: HopperTile, device: str) -> None:
-    config = HopperGemmConfig(
+def test_the_tail_can_be_zeroed(tile: Sm90Tile, device: str) -> None:
+    config = Sm90GemmConfig(
         "nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16", tile=tile
     )
     config = dataclasses.replace(config, zero_tail=True)
@@ -188,7 +182,7 @@ def test_the_tail_can_be_zeroed(tile: HopperTile, device: str) -> None:
         product.a.amax[sum(sizes) :] = float("nan")
         want = product.expected()
         want[sum(sizes) :] = 0.0
-        assert_same_bits(product.run(2, device), want)
+        assert_same_bytes(product.run(2, device), want)
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, 7])
@@ -197,7 +191,7 @@ def test_bits_do_not_depend_on_the_grid(num_sms: int, device: str) -> None:
         m_grouped(FPROP, [100, 0, 128, 5, 200], 136, 64, tail=11),
         k_grouped(WGRAD, [100, 0, 128, 5], 136, 136),
     ):
-        assert_same_bits(product.run(num_sms, device), product.expected())
+        assert_same_bytes(product.run(num_sms, device), product.expected())
 
 
 def contracted(values: torch.Tensor) -> torch.Tensor:
@@ -246,9 +240,7 @@ def test_activations_are_only_rearranged(dtype: torch.dtype, device: str) -> Non
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_extreme_weights_and_activations(dtype: str, device: str) -> None:
     """All codes and block scales, and activations over the whole range of their type."""
-    config = HopperGemmConfig(
-        "nvfp4", activations=dtype, out_dtype="float32", tile=M_TILES["256x16"]
-    )
+    config = Sm90GemmConfig("nvfp4", activations=dtype, out_dtype="float32", tile=M_TILES["256x16"])
     product = m_grouped(config, [16, 3], 264, 256, seed=7)
     generator = torch.Generator().manual_seed(1)
     scales, codes = product.b.scales, product.b.codes
@@ -258,7 +250,7 @@ def test_extreme_weights_and_activations(dtype: str, device: str) -> None:
     bits = torch.randint(-(2**15), 2**15, product.a.codes.shape, generator=generator)
     wild = bits.to(torch.int16).view(product.a.codes.dtype)
     product.a.codes.copy_(torch.where(wild.isfinite(), wild, torch.zeros_like(wild)))
-    assert_same_bits(product.run(device=device), product.expected())
+    assert_same_bytes(product.run(device=device), product.expected())
 
 
 @pytest.mark.parametrize("tile", ["256x32", "128x256x2"])
@@ -272,7 +264,7 @@ def test_only_rows_of_groups_are_touched(tile: str) -> None:
     try:
         emulator.watch(*tensors, torch.from_numpy(memory[:105]))
         product.run_into(out)
-        assert_same_bits(out, want)
+        assert_same_bytes(out, want)
         emulator.unwatch()
         emulator.watch(*tensors, torch.from_numpy(memory[:104]))
         with pytest.raises(emulator.EmulatorError):
@@ -287,7 +279,7 @@ def test_values_of_every_magnitude_stay_exact(device: str) -> None:
     for operand, bytes_ in ((product.a, (0x01, 0x7E)), (product.b, (0x7E, 0x01))):
         assert operand.scales is not None
         operand.scales[..., 0::4], operand.scales[..., 1::4] = bytes_
-    assert_same_bits(product.run(device=device), product.expected())
+    assert_same_bytes(product.run(device=device), product.expected())
 
 
 def test_configurations_are_keys_that_survive_pickling() -> None:
@@ -296,10 +288,10 @@ def test_configurations_are_keys_that_survive_pickling() -> None:
 
 
 @pytest.mark.parametrize("operand", ["nvfp4", "bfloat16"])
-@pytest.mark.parametrize("tile", HOPPER_TILE_SHAPES, ids=name_of)
-def test_memory_of_every_tile_fits(tile: HopperTile, operand: str) -> None:
+@pytest.mark.parametrize("tile", SM90_TILES, ids=name_of)
+def test_memory_of_every_tile_fits(tile: Sm90Tile, operand: str) -> None:
     grouping = "m_grouped" if tile.swap_ab else "k_grouped"
-    base = HopperGemmConfig(operand, grouping, tile=HopperGemmConfig.any_tile(grouping))
+    base = Sm90GemmConfig(operand, grouping, tile=Sm90GemmConfig.any_tile(grouping))
     if not base.takes(tile):
         return
     config = dataclasses.replace(base, tile=tile)
@@ -307,7 +299,7 @@ def test_memory_of_every_tile_fits(tile: HopperTile, operand: str) -> None:
     assert config.num_ab_stage >= 3 or (operand, tile.n) == ("nvfp4", 256)
     assert config.num_ab_stage >= 2
     assert config.num_ab_stage * config.stage_bytes + config.epilogue_bytes <= 227 * 1024 - 2048
-    warps = HopperWarpSchedule(tile.consumers)
+    warps = WarpSchedule(tile.consumers)
     consumer, other = warps.registers
     # What a CTA is launched with, in steps of eight a thread, is all that its warps can share.
     launched = 65536 // warps.num_threads // 8 * 8 * warps.num_threads
@@ -326,7 +318,7 @@ def test_memory_of_every_tile_fits(tile: HopperTile, operand: str) -> None:
 )
 def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: str) -> None:
     problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
-    chosen = choose_config(FPROP, problem, 132, cost=estimated_hopper_cycles)
+    chosen = choose_config(FPROP, problem, 132)
     assert name_of(chosen.tile) == tile
 
 
@@ -334,8 +326,8 @@ def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: str) -> None
 @pytest.mark.parametrize("operand", ["nvfp4", "bfloat16"])
 def test_the_tile_of_wgrad_does_not_depend_on_the_rows(operand: str, rows_each: int) -> None:
     problem = GemmProblem(operand, "k_grouped", "bfloat16", 32, 32 * rows_each, 7168, m=4096)
-    base = HopperGemmConfig(operand, "k_grouped", tile=K_TILES["128x128"])
-    chosen = choose_config(base, problem, 132, cost=estimated_hopper_cycles)
+    base = Sm90GemmConfig(operand, "k_grouped", tile=K_TILES["128x128"])
+    chosen = choose_config(base, problem, 132)
     assert name_of(chosen.tile) == "128x256"
 
 
@@ -358,5 +350,5 @@ def test_grouped_equals_each_group_alone(device: str) -> None:
             b = dataclasses.replace(product.b, codes=product.b.codes[one].clone())
             offs = torch.tensor([rows], dtype=torch.int32)
             alone = Product(config, a, b, offs, rows, product.before[part])
-            assert_same_bits(got[part], alone.run(device=device))
+            assert_same_bytes(got[part], alone.run(device=device))
         start += rows

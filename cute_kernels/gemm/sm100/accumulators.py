@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.config import GemmConfig
+    from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
 __all__ = ["AccReader"]
 
@@ -31,7 +31,7 @@ class AccReader:
 
     def __init__(
         self,
-        config: GemmConfig,
+        config: Sm100GemmConfig,
         acc: cute.Tensor,
         columns: int,
         load: Any,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from cute_kernels.gemm.warp_schedule import WARP_SIZE
+from cute_kernels.device.constants import WARP_SIZE
 
-__all__ = ["FIRST_EPILOGUE_BARRIER", "FIRST_TURN_BARRIER", "WARPGROUP_SIZE", "HopperWarpSchedule"]
+__all__ = ["FIRST_EPILOGUE_BARRIER", "FIRST_PING_PONG_BARRIER", "WARPGROUP_SIZE", "WarpSchedule"]
 
 #: Warps of a warpgroup.
 _WARPS = 4
@@ -14,14 +14,14 @@ WARPGROUP_SIZE = _WARPS * WARP_SIZE
 #: The first warpgroup's hardware barrier in the epilogue; 0 is the one of ``sync_threads``.
 FIRST_EPILOGUE_BARRIER = 1
 #: The first of the two barriers that let a warpgroup begin its epilogue.
-FIRST_TURN_BARRIER = 5
+FIRST_PING_PONG_BARRIER = 5
 #: Registers of a thread by the number of consumer warpgroups: of consumers, and of the others.
 #: Together no more than the CTA is launched with: a warp that asks for more waits forever.
 _REGISTERS = {2: (232, 40), 4: (104, 40)}
 
 
 @dataclasses.dataclass(frozen=True)
-class HopperWarpSchedule:
+class WarpSchedule:
     """Warp roles of a CTA: warpgroups that multiply, then one that loads and schedules.
 
     Attributes:

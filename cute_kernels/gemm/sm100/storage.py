@@ -9,16 +9,33 @@ from cutlass import Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
-from cute_kernels.gemm.config import SWAPPED_BLOCK, TAIL_BOX_ROWS
-from cute_kernels.gemm.operands import DSL_TYPES, element_type, scale_type
+from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.gemm.scheduler import TILE_WORDS
-from cute_kernels.gemm.warp_schedule import WARP_SIZE, NamedBarrierId, WarpSchedule
+from cute_kernels.gemm.sm100.config import BOX_ROWS, SWAPPED_BLOCK
+from cute_kernels.gemm.sm100.warp_schedule import NamedBarrierId, WarpSchedule
+from cute_kernels.gemm.views import DSL_TYPES, element_type, scale_type
 from cute_kernels.layout.shapes import SF_TILE_ROWS, round_up
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.config import GemmConfig
+    from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
-__all__ = ["Barriers", "Layouts", "make_pipelines"]
+__all__ = ["Barriers", "Layouts", "Pipelines", "Stages", "make_pipelines"]
+
+
+class Stages(NamedTuple):
+    """Stages in shared memory, or their layouts.
+
+    Attributes:
+        m: elements of operand M.
+        n: elements of operand N.
+        m_scales: block scales of operand M; None without.
+        n_scales: block scales of operand N; None without.
+    """
+
+    m: Any
+    n: Any
+    m_scales: Any = None
+    n_scales: Any = None
 
 
 class Layouts:
@@ -30,14 +47,14 @@ class Layouts:
             are not split between a pair of CTAs and come in whole tiles of 128 rows.
         cluster: the CTAs of a cluster, (V, M, N, K).
         cluster_sf: the same for ``tiled_mma_sf``.
-        a, b, sfa, sfb: stages in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
-        a_boxes: those of operand M as boxes of rows, (rows, K, boxes of all stages).
+        stages: stages in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
+        boxes: those of operand M as boxes of rows, (rows, K, boxes of all stages).
         out: staged blocks of the output, (32, columns, STAGE), those of one epilogue warp together.
         swapped_out: the same memory as blocks of tiles with swapped operands; None if no tiles
             have them or none leave by TMA.
     """
 
-    def __init__(self, config: GemmConfig):
+    def __init__(self, config: Sm100GemmConfig):
         self.config = config
         kind = config.kind
         self.tiler = config.mma_tiler_mnk
@@ -55,15 +72,23 @@ class Layouts:
         self.cluster_sf = cute.tiled_divide(ctas, (self.tiled_mma_sf.thr_id.shape,))
         stages = config.num_ab_stage
         operand = (self.tiled_mma, self.tiler, self.element, stages)
-        self.a = blackwell_helpers.make_smem_layout_a(*operand)
-        self.b = blackwell_helpers.make_smem_layout_b(*operand)
+        self.stages = Stages(
+            blackwell_helpers.make_smem_layout_a(*operand),
+            blackwell_helpers.make_smem_layout_b(*operand),
+        )
+        if kind.is_block_scaled:
+            scales = (self.tiled_mma, self.tiler, kind.sf_vec_size, stages)
+            self.stages = self.stages._replace(
+                m_scales=blockscaled_layout.make_smem_layout_sfa(*scales),
+                n_scales=blockscaled_layout.make_smem_layout_sfb(*scales),
+            )
         swizzle = tcgen05.SmemLayoutAtomKind.K_SW128
-        self.a_boxes = None
-        if config.tile.swap_tails:
-            boxes = self.tiler[0] // config.tile.num_ctas // TAIL_BOX_ROWS * stages
-            self.a_boxes = cute.tile_to_shape(
+        self.boxes = None
+        if config.tile.swap_partial:
+            boxes = self.tiler[0] // config.tile.num_ctas // BOX_ROWS * stages
+            self.boxes = cute.tile_to_shape(
                 tcgen05.make_smem_layout_atom(swizzle, self.element),
-                (TAIL_BOX_ROWS, self.tiler[2], boxes),
+                (BOX_ROWS, self.tiler[2], boxes),
                 order=(0, 1, 2),
             )
         atom = tcgen05.make_smem_layout_atom(swizzle, DSL_TYPES[config.out_dtype])
@@ -71,7 +96,7 @@ class Layouts:
         block = (WARP_SIZE, config.store_columns, staged_blocks)
         self.out = cute.tile_to_shape(atom, block, order=(0, 1, 2))
         self.swapped_out = None
-        if config.tile.swap_tails:
+        if config.tile.swap_partial:
             dtype = DSL_TYPES[config.out_dtype]
             kinds = tcgen05.SmemLayoutAtomKind
             swizzle = kinds.K_SW64 if dtype.width == 16 else kinds.K_SW128
@@ -81,11 +106,6 @@ class Layouts:
                 (SWAPPED_BLOCK, SWAPPED_BLOCK, blocks),
                 order=(0, 1, 2),
             )
-        self.sfa = self.sfb = None
-        if kind.is_block_scaled:
-            scales = (self.tiled_mma, self.tiler, kind.sf_vec_size, stages)
-            self.sfa = blockscaled_layout.make_smem_layout_sfa(*scales)
-            self.sfb = blockscaled_layout.make_smem_layout_sfb(*scales)
 
     def _make_mma(self, group: tcgen05.CtaGroup, shape_mn: tuple[int, int]) -> cute.TiledMma:
         kind = self.config.kind
@@ -119,10 +139,10 @@ class Layouts:
 
     def stage_bytes(self) -> int:
         """Bytes that fill one stage of all CTAs that share a tile."""
-        staged = [(self.a, self.element), (self.b, self.element)]
+        staged = [(self.stages.m, self.element), (self.stages.n, self.element)]
         if self.config.kind.is_block_scaled:
             scales = scale_type(self.config.kind)
-            staged += [(self.sfa, scales), (self.sfb, scales)]
+            staged += [(self.stages.m_scales, scales), (self.stages.n_scales, scales)]
         total = 0
         for layout, dtype in staged:
             total += cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, None, 0)))
@@ -150,7 +170,7 @@ class Barriers(NamedTuple):
     tiles: cute.Tensor
 
     @staticmethod
-    def allocate(config: GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
+    def allocate(config: Sm100GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
         """Reserve them."""
         words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
         return Barriers(
@@ -163,10 +183,26 @@ class Barriers(NamedTuple):
         )
 
 
+class Pipelines(NamedTuple):
+    """What warps pass to each other.
+
+    Attributes:
+        ab: stages.
+        acc: accumulators.
+        ring: tile records.
+        tmem: the allocator of tensor memory.
+    """
+
+    ab: pipeline.PipelineTmaUmma
+    acc: pipeline.PipelineUmmaAsync
+    ring: pipeline.PipelineAsync
+    tmem: cutlass.memory.TmemAllocator
+
+
 def make_pipelines(
-    config: GemmConfig, warps: WarpSchedule, layouts: Layouts, barriers: Barriers
-) -> tuple[Any, ...]:
-    """The pipelines of stages, accumulators and tile records, and the tensor memory allocator."""
+    config: Sm100GemmConfig, warps: WarpSchedule, layouts: Layouts, barriers: Barriers
+) -> Pipelines:
+    """The pipelines over ``barriers``."""
 
     def threads(count: int) -> pipeline.CooperativeGroup:
         return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
@@ -204,4 +240,4 @@ def make_pipelines(
         is_two_cta=config.tile.num_ctas == 2,
         two_cta_tmem_dealloc_mbar_ptr=barriers.tmem_free,
     )
-    return ab_pipeline, acc_pipeline, ring, tmem
+    return Pipelines(ab_pipeline, acc_pipeline, ring, tmem)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from cute_kernels.layout.shapes import ceil_div
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.config import GemmProblem
-    from cute_kernels.gemm.hopper.config import HopperGemmConfig
+    from cute_kernels.gemm.problem import GemmProblem
+    from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 
-__all__ = ["estimated_hopper_cycles"]
+__all__ = ["estimated_cycles"]
 
 #: Multiply-adds of fp16 that one SM does in a cycle.
 _MACS_PER_CYCLE = 2048
@@ -36,7 +36,7 @@ _FILL_CYCLES = 3000
 _UNEVEN_GROUPS = 1.07
 
 
-def estimated_hopper_cycles(config: HopperGemmConfig, problem: GemmProblem, num_sms: int) -> float:
+def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int) -> float:
     """Cycles of one call on ``num_sms`` SMs, by the model of this module."""
     tile = config.tile
     live = min(problem.groups, problem.rows)

@@ -3,8 +3,8 @@
 The arithmetic is that of ``epilogue``. A warp owns 32 columns of the output and takes 32 rows at a
 time. Tensor memory gives each thread pairs of neighbouring rows, in the fragments of an 8x8 matrix,
 so rows can be rescaled two at a time; ``stmatrix`` transposes them on their way into shared memory.
-Blocks whose rows all belong to the group leave by TMA where ``swap_tails`` has tiles of many rows;
-of others lanes store vectors of the rows that the group has.
+Blocks whose rows all belong to the group leave by TMA where ``swap_partial`` has tiles of many
+rows; of others lanes store vectors of the rows that the group has.
 """
 
 from __future__ import annotations
@@ -15,21 +15,16 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
+from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.ptx import asm_volatile
-from cute_kernels.gemm.accumulators import AccReader
-from cute_kernels.gemm.config import SWAPPED_BLOCK
-from cute_kernels.gemm.epilogue import (
-    EpilogueTensors,
-    OutputStore,
-    out_offset,
-    pairwise,
-    vector_at,
-)
+from cute_kernels.gemm.output import EpilogueTensors, out_offset, vector_at
 from cute_kernels.gemm.scheduler import WorkTile
-from cute_kernels.gemm.warp_schedule import WARP_SIZE
+from cute_kernels.gemm.sm100.accumulators import AccReader
+from cute_kernels.gemm.sm100.config import SWAPPED_BLOCK
+from cute_kernels.gemm.sm100.epilogue import OutputStore, pairwise
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.config import GemmConfig
+    from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
 __all__ = ["SwappedEpilogue"]
 
@@ -55,7 +50,7 @@ class SwappedEpilogue:
 
     def __init__(
         self,
-        config: GemmConfig,
+        config: Sm100GemmConfig,
         tensors: EpilogueTensors,
         staged: cute.Pointer,
         block_store: OutputStore | None,
@@ -84,7 +79,7 @@ class SwappedEpilogue:
         """Rescale and store a tile."""
         config = self.config
         row, col = tile.n_row, tile.m_row
-        if cutlass.const_expr(config.tile.swap_tails):
+        if cutlass.const_expr(config.tile.swap_partial):
             row, col = col, row
             # Blocks of the tile before may still be on their way out of the same memory.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -152,7 +147,7 @@ class SwappedEpilogue:
         if cutlass.const_expr(self.tensors.has_factor):
             if self.lane < rows:
                 at = row + self.lane if cutlass.const_expr(self.config.row_scaled) else group
-                factor = self.tensors.factor(group, at)
+                factor = self.tensors.factor(self.config.kind, group, at)
         return factor
 
     @cute.jit

@@ -17,6 +17,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
+from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.decode import high_bytes, scales_as_fp16, times_scale
 from cute_kernels.device.groups import Grouping, group_start
 from cute_kernels.device.memory import load_global_if, store_global
@@ -31,11 +32,10 @@ from cute_kernels.layout.shapes import (
 )
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.hopper.config import ExpandConfig
+    from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 
 __all__ = ["ExpandKernel"]
 
-_WARP = 32
 _ROWS = 8
 #: Of codes.
 _BLOCK_BYTES = 8
@@ -97,7 +97,7 @@ class ExpandKernel:
             stream: where to launch.
         """
         self.kernel(codes, scales, offs, out).launch(
-            grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[_WARP * _ROWS, 1, 1], stream=stream
+            grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[WARP_SIZE * _ROWS, 1, 1], stream=stream
         )
 
     @cute.kernel

@@ -1,4 +1,4 @@
-"""What a grouped GEMM kernel for sm_90a is compiled for.
+"""What the grouped GEMM for sm_90a is compiled for, and how it uses a CTA's memory.
 
 The tensor cores of sm_90a know no FP4. A code times its block scale has 6 significant bits at most,
 so it is exact in fp16, and fp16 instructions multiply the values. Operand M goes into the kernel as
@@ -14,41 +14,32 @@ for both, which saves a third of what L2 is read for, and the power that takes.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from cute_kernels.formats import NVFP4
-from cute_kernels.gemm.config import (
-    DTYPE_BYTES,
+from cute_kernels.gemm.operands import DTYPE_BYTES, OPERANDS
+from cute_kernels.gemm.problem import (
     N_ALIGN,
     GemmConfig,
-    Grouping,
-    OperandKind,
+    GemmGrouping,
+    GemmProblem,
     TileShape,
 )
+from cute_kernels.gemm.sm90.fp4.config import DECODED_SCALE
+from cute_kernels.gemm.sm90.heuristics import estimated_cycles
 from cute_kernels.layout.shapes import PIECE_K
 
-__all__ = [
-    "HOPPER_TILE_SHAPES",
-    "ArrangeConfig",
-    "ExpandConfig",
-    "HopperGemmConfig",
-    "HopperTile",
-]
+__all__ = ["SM90_TILES", "WARPGROUP_M", "Sm90GemmConfig", "Sm90Tile"]
 
-#: Elements along K of one stage: 128 bytes of fp16, one swizzle atom; or where operand M is decoded
-#: a piece that the lanes of a quad read at once, see ``decode``, and two of them in tiles of up to
+#: Bytes along K of one stage: one swizzle atom. Where operand M is decoded a stage has a piece that
+#: the lanes of a quad read at once, see ``decode``, and two of them in tiles of up to
 #: ``_LONG_STAGE_N`` columns, whose instructions are short beside what a stage costs.
-STAGE_K = 64
+_STAGE_ROW_BYTES = 128
 _LONG_STAGE_K = 2 * PIECE_K
 _LONG_STAGE_N = 16
-#: Values decoded to this type are this much smaller than what they stand for, see ``decode``.
-DECODED_SCALE = {"float16": 2.0**-14, "bfloat16": 2.0**-7}
 #: Columns up to which a tile's instructions are short beside what a group of them costs.
 _SHORT_N = 64
-#: Columns above which the epilogues of two warpgroups take turns.
+#: Columns above which two warpgroups ping-pong: one multiplies while the other stores.
 _WIDE_N = 128
-#: Elements of K that one instruction takes.
-INSTRUCTION_K = 16
 #: Rows of M of one instruction, which a warpgroup issues.
 WARPGROUP_M = 64
 #: Bytes of output that a warpgroup stages at a time, by the number of consumer warpgroups, and of a
@@ -62,7 +53,7 @@ _SMEM_RESERVED = 2048
 
 
 @dataclasses.dataclass(frozen=True)
-class HopperTile(TileShape):
+class Sm90Tile(TileShape):
     """What a CTA works on at a time; ``m`` and ``n`` are those of one CTA.
 
     Attributes:
@@ -77,48 +68,40 @@ class HopperTile(TileShape):
 
     @property
     def cluster_m(self) -> int:
-        """Rows of operand M of a cluster."""
+        """Rows of operand M that a cluster covers."""
         return self.m * self.num_ctas
 
-    @property
-    def rows(self) -> int:
-        """Rows of the output that a cluster covers."""
-        return self.n if self.swap_ab else self.cluster_m
 
-    @property
-    def cols(self) -> int:
-        """Columns of the output that a cluster covers."""
-        return self.cluster_m if self.swap_ab else self.n
-
-
-HOPPER_TILE_SHAPES = (
-    HopperTile(256, 8, swap_ab=True, consumers=4),
-    HopperTile(256, 16, swap_ab=True, consumers=4),
-    HopperTile(256, 32, swap_ab=True, consumers=4),
-    HopperTile(256, 64, swap_ab=True, consumers=4),
-    HopperTile(256, 32, swap_ab=True, consumers=4, fitted=True),
-    HopperTile(128, 128, swap_ab=True),
-    HopperTile(256, 128, num_ctas=2, swap_ab=True),
-    HopperTile(128, 256, num_ctas=2, swap_ab=True),
-    HopperTile(128, 128),
-    HopperTile(128, 256),
+SM90_TILES = (
+    Sm90Tile(256, 8, swap_ab=True, consumers=4),
+    Sm90Tile(256, 16, swap_ab=True, consumers=4),
+    Sm90Tile(256, 32, swap_ab=True, consumers=4),
+    Sm90Tile(256, 64, swap_ab=True, consumers=4),
+    Sm90Tile(256, 32, swap_ab=True, consumers=4, fitted=True),
+    Sm90Tile(128, 128, swap_ab=True),
+    Sm90Tile(256, 128, num_ctas=2, swap_ab=True),
+    Sm90Tile(128, 256, num_ctas=2, swap_ab=True),
+    Sm90Tile(128, 128),
+    Sm90Tile(128, 256),
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class HopperGemmConfig(GemmConfig):
-    """One variant of the grouped GEMM for sm_90a; it has the attributes of sm_100a's, too.
+class Sm90GemmConfig(GemmConfig):
+    """One variant of the grouped GEMM for sm_90a.
 
     Attributes:
+        tile: one of ``SM90_TILES``; the rest as ``GemmConfig``.
         activations: dtype of A where it is plain and B is NVFP4; None if both are of one kind.
         prepacked: B's codes have the order of bits that ``decode`` takes fewer instructions for.
     """
 
-    tile: TileShape = HopperTile(128, 128)
+    tile: Sm90Tile = Sm90Tile(128, 128)
     activations: str | None = None
     prepacked: bool = False
 
-    tile_shapes: ClassVar[tuple[TileShape, ...]] = HOPPER_TILE_SHAPES
+    kernel: ClassVar[str] = "cute_kernels.gemm.sm90.kernel:Sm90Gemm"
+    tile_shapes: ClassVar[tuple[TileShape, ...]] = SM90_TILES
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,35 +109,41 @@ class HopperGemmConfig(GemmConfig):
             if self.activations not in DECODED_SCALE:
                 kinds = " or ".join(DECODED_SCALE)
                 raise ValueError(f"activations must be {kinds}, got {self.activations!r}")
-            if self.operand != NVFP4.name or self.grouping != "m_grouped" or self.row_scaled:
-                raise ValueError("activations need NVFP4 weights of an m_grouped product")
+            if not self.is_decoded or self.grouping != "m_grouped" or self.row_scaled:
+                raise ValueError("activations need FP4 weights of an m_grouped product")
         if self.prepacked and not (self.multiplied == "float16" and self.grouping == "m_grouped"):
-            raise ValueError("only NVFP4 weights that are decoded to fp16 can be prepacked")
+            raise ValueError("only FP4 weights that are decoded to fp16 can be prepacked")
 
     @classmethod
-    def any_tile(cls, grouping: Grouping) -> TileShape:
+    def any_tile(cls, grouping: GemmGrouping) -> Sm90Tile:
         """A tile that every product of a grouping may have."""
-        return HopperTile(128, 128, swap_ab=grouping == "m_grouped")
+        return Sm90Tile(128, 128, swap_ab=grouping == "m_grouped")
 
-    def takes(self, tile: TileShape) -> bool:
-        """Whether this configuration means something with another tile."""
+    def refuses(self, tile: Sm90Tile) -> str:
+        """Why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
+        if tile.swap_ab != (self.grouping == "m_grouped"):
+            return "operands of an m_grouped product are swapped, others are not"
         if self.is_decoded and tile.swap_ab and tile.n > _WIDE_N:
             # 3 to 5% slower than 256 x 128 at 512 and 4096 rows a group (H200).
-            return False
-        if not self.is_decoded and isinstance(tile, HopperTile) and tile.fitted:
-            return False
-        return tile.swap_ab == (self.grouping == "m_grouped")
+            return f"operands that are decoded have at most {_WIDE_N} columns"
+        if tile.fitted and not self.is_decoded:
+            return "only products of operands that are decoded are fitted"
+        return ""
+
+    def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
+        """What a call costs, by a model of time."""
+        return estimated_cycles(self, problem, num_sms)
 
     @property
-    def kind(self) -> OperandKind:
-        """What the operands are made of."""
-        return dataclasses.replace(super().kind, instruction_k=INSTRUCTION_K)
+    def instruction_k(self) -> int:
+        """Elements of K that one instruction contracts."""
+        return OPERANDS[self.multiplied].instruction_k
 
     @property
     def stage_k(self) -> int:
         """Elements along K of one stage."""
         if not self.is_decoded:
-            return STAGE_K
+            return _STAGE_ROW_BYTES * 8 // OPERANDS[self.multiplied].bits
         return _LONG_STAGE_K if self.tile.n <= _LONG_STAGE_N else PIECE_K
 
     @property
@@ -163,9 +152,9 @@ class HopperGemmConfig(GemmConfig):
         return self.stage_k // PIECE_K
 
     @property
-    def k_blocks(self) -> int:  # type: ignore[override]
-        """MMA instructions along K for one stage of shared memory."""
-        return self.stage_k // INSTRUCTION_K
+    def k_blocks(self) -> int:
+        """Instructions along K for one stage of shared memory."""
+        return self.stage_k // self.instruction_k
 
     @property
     def k_groups(self) -> int:
@@ -176,7 +165,6 @@ class HopperGemmConfig(GemmConfig):
         """
         if not self.is_decoded:
             return self.k_blocks
-        assert isinstance(self.tile, HopperTile)
         # Several widths take registers: with fewer groups ptxas would serialize the products.
         return (2 if self.tile.n <= _SHORT_N and not self.tile.fitted else 4) * self.pieces
 
@@ -194,7 +182,7 @@ class HopperGemmConfig(GemmConfig):
     @property
     def is_decoded(self) -> bool:
         """Whether operand M comes as codes, and becomes what is multiplied in registers."""
-        return self.kind.is_block_scaled
+        return not self.kind.is_wgmma
 
     @property
     def multiplied(self) -> str:
@@ -204,7 +192,7 @@ class HopperGemmConfig(GemmConfig):
         return self.activations or "float16"
 
     @property
-    def expanded(self) -> str | None:  # type: ignore[override]
+    def expanded(self) -> str | None:
         """The operand, "a" or "b", that a kernel before this one puts into the order of ``decode``.
 
         It comes as the fp16 values of its codes, or as activations.
@@ -216,20 +204,18 @@ class HopperGemmConfig(GemmConfig):
     @property
     def consumers(self) -> int:
         """Warpgroups that multiply."""
-        assert isinstance(self.tile, HopperTile)
         return self.tile.consumers
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Columns of an instruction: one is chosen for each tile."""
-        assert isinstance(self.tile, HopperTile)
         if not self.tile.fitted:
             return (self.tile.n,)
         return tuple(8 << i for i in range((self.tile.n // 8).bit_length()))
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether warpgroups go through their epilogues one after the other.
+    def is_ping_pong(self) -> bool:
+        """Whether two warpgroups go through their epilogues one after the other.
 
         Then they are some stages apart, and one multiplies while the other stores: 2.5% at K =
         2048. It costs as many stages of prefetch, which few rows, bound by memory, need more: 2% of
@@ -241,17 +227,21 @@ class HopperGemmConfig(GemmConfig):
     def m_stage_bytes(self) -> tuple[int, int]:
         """Bytes of operand M in one stage, and of its block scales."""
         if self.is_decoded:
-            vec = NVFP4.sf_vec_size
             return (
                 self.tile.m * self.stage_k * self.kind.bits // 8,
-                self.tile.m * self.stage_k // vec,
+                self.tile.m * self.stage_k // self.kind.sf_vec_size,
             )
-        return self.tile.m * self.stage_k * 2, 0
+        return self.tile.m * self._multiplied_row_bytes, 0
 
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage of both operands."""
-        return sum(self.m_stage_bytes) + self.tile.n * self.stage_k * 2
+        return sum(self.m_stage_bytes) + self.tile.n * self._multiplied_row_bytes
+
+    @property
+    def _multiplied_row_bytes(self) -> int:
+        """Bytes of the elements of one stage that are multiplied, of one row."""
+        return self.stage_k * OPERANDS[self.multiplied].bits // 8
 
     @property
     def staged_type(self) -> str:
@@ -291,49 +281,3 @@ class HopperGemmConfig(GemmConfig):
     def num_ab_stage(self) -> int:
         """Stages of both operands that fit in shared memory."""
         return (_SMEM_CAPACITY - _SMEM_RESERVED - self.epilogue_bytes) // self.stage_bytes
-
-    @property
-    def num_acc_stage(self) -> int:
-        """Accumulators are in registers: one."""
-        return 1
-
-    def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile and its fake arguments, see ``HopperGemmKernel.__call__``."""
-        from cute_kernels.gemm.hopper.kernel import HopperGemmKernel
-
-        return HopperGemmKernel(self), HopperGemmKernel.fake_args(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpandConfig:
-    """One variant of the kernel that turns NVFP4 codes and block scales into fp16 values.
-
-    Attributes:
-        is_ragged: rows of groups, with block scales in slots; otherwise a row's number is its place
-            among the block scales.
-    """
-
-    is_ragged: bool
-
-    def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile and its fake arguments, see ``ExpandKernel.__call__``."""
-        from cute_kernels.gemm.hopper.expand import ExpandKernel
-
-        return ExpandKernel(self), ExpandKernel.fake_args(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class ArrangeConfig:
-    """One variant of the kernel that puts plain activations into the order of ``decode``.
-
-    Attributes:
-        dtype: ``"bfloat16"`` or ``"float16"``.
-    """
-
-    dtype: str
-
-    def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile and its fake arguments, see ``ArrangeKernel.__call__``."""
-        from cute_kernels.gemm.hopper.arrange import ArrangeKernel
-
-        return ArrangeKernel(self), ArrangeKernel.fake_args(self)

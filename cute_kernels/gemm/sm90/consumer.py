@@ -8,16 +8,16 @@ import cutlass
 from cutlass import Boolean, Float32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.gemm.hopper.decode import FragmentDecoder
-from cute_kernels.gemm.hopper.epilogue import Turns
-from cute_kernels.gemm.hopper.warp_schedule import WARPGROUP_SIZE
 from cute_kernels.gemm.scheduler import WorkTile
+from cute_kernels.gemm.sm90.epilogue import PingPong
+from cute_kernels.gemm.sm90.fp4.decode import FragmentDecoder
+from cute_kernels.gemm.sm90.warp_schedule import WARPGROUP_SIZE
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.hopper.config import HopperGemmConfig
-    from cute_kernels.gemm.hopper.epilogue import HopperEpilogue
-    from cute_kernels.gemm.hopper.storage import HopperLayouts
     from cute_kernels.gemm.scheduler import TileReader
+    from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+    from cute_kernels.gemm.sm90.epilogue import Epilogue
+    from cute_kernels.gemm.sm90.storage import Layouts, Stages
 
 __all__ = ["Consumer"]
 
@@ -42,7 +42,7 @@ class Consumer:
     Args:
         config: the kernel's configuration.
         layouts: its layouts.
-        stages: stages of operand M, of its block scales or None, and of operand N.
+        stages: stages of both operands.
         tiles: the tile records.
         ab_pipeline: the stages.
         epilogue: what becomes of the accumulators.
@@ -50,12 +50,12 @@ class Consumer:
 
     def __init__(
         self,
-        config: HopperGemmConfig,
-        layouts: HopperLayouts,
-        stages: tuple[cute.Tensor, cute.Tensor | None, cute.Tensor],
+        config: Sm90GemmConfig,
+        layouts: Layouts,
+        stages: Stages,
         tiles: TileReader,
         ab_pipeline: pipeline.PipelineTmaAsync,
-        epilogue: HopperEpilogue,
+        epilogue: Epilogue,
     ):
         self.config = config
         self.tiles = tiles
@@ -63,22 +63,21 @@ class Consumer:
         self.epilogue = epilogue
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP_SIZE)
         threads = cute.make_layout(config.consumers, stride=WARPGROUP_SIZE)
-        self.turns = Turns(group)
+        self.ping_pong = PingPong(group)
         thread = layouts.tiled_mma.get_slice(threads(group))
-        operand_m, scales, operand_n = stages
         shape = thread.partition_shape_C((config.tile.m, config.tile.n))
         self.acc = cute.make_rmem_tensor(shape, Float32)
         self.products = [
-            self.product(layouts.mma_of(width), threads(group), operand_n, width)
+            self.product(layouts.mma_of(width), threads(group), stages.n, width)
             for width in config.widths
         ]
         if config.is_decoded:
-            self.decoder = FragmentDecoder(config, operand_m, scales)
+            self.decoder = FragmentDecoder(config, stages.m, stages.m_scales)
             width = config.stage_k // config.k_groups
             shape = thread.partition_shape_A((config.tile.m, width))
             self.fragments = [cute.make_rmem_tensor(shape, layouts.element) for _ in range(2)]
         else:
-            self.m = layouts.tiled_mma.make_fragment_A(thread.partition_A(operand_m))
+            self.m = layouts.tiled_mma.make_fragment_A(thread.partition_A(stages.m))
 
     def product(
         self, tiled_mma: cute.TiledMma, thread: Any, operand_n: cute.Tensor, width: int
@@ -99,21 +98,21 @@ class Consumer:
         ab_state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Consumer, self.ab_pipeline.num_stages
         )
-        if cutlass.const_expr(self.config.takes_turns):
-            self.turns.start()
+        if cutlass.const_expr(self.config.is_ping_pong):
+            self.ping_pong.start()
         tile, tile_state = self.tiles.next(tile_state)
         while tile.group >= 0:
             self.acc.fill(0.0)
             factors = self.epilogue.load_factors(tile)
             ab_state = self.multiply_fitted(tile, ab_state, 0)
-            if cutlass.const_expr(self.config.takes_turns):
-                self.turns.begin()
+            if cutlass.const_expr(self.config.is_ping_pong):
+                self.ping_pong.begin()
             self.epilogue.store(self.acc, factors, tile)
-            if cutlass.const_expr(self.config.takes_turns):
-                self.turns.end()
+            if cutlass.const_expr(self.config.is_ping_pong):
+                self.ping_pong.end()
             tile, tile_state = self.tiles.next(tile_state)
-        if cutlass.const_expr(self.config.takes_turns):
-            self.turns.finish()
+        if cutlass.const_expr(self.config.is_ping_pong):
+            self.ping_pong.finish()
 
     @cute.jit
     def multiply_fitted(self, tile: WorkTile, state: Any, index: int) -> Any:

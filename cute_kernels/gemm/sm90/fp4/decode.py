@@ -27,13 +27,12 @@ from cute_kernels.device.decode import (
 )
 from cute_kernels.device.memory import load_shared
 from cute_kernels.device.ptx import asm
-from cute_kernels.gemm.hopper.config import WARPGROUP_M
-from cute_kernels.gemm.hopper.loader import SCALE_TILE_K
-from cute_kernels.gemm.hopper.warp_schedule import WARPGROUP_SIZE
+from cute_kernels.gemm.sm90.config import WARPGROUP_M
+from cute_kernels.gemm.sm90.warp_schedule import WARPGROUP_SIZE
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.hopper.config import HopperGemmConfig
+    from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 
 __all__ = ["FragmentDecoder"]
 
@@ -100,7 +99,7 @@ class FragmentDecoder:
         scales: stages of scale tiles as words, (row tiles, K tiles, words, STAGE).
     """
 
-    def __init__(self, config: HopperGemmConfig, codes: cute.Tensor, scales: cute.Tensor):
+    def __init__(self, config: Sm90GemmConfig, codes: cute.Tensor, scales: cute.Tensor):
         thread = cute.arch.thread_idx()[0]
         lane, quad_lane = thread % 32, thread % 4
         row = thread // WARPGROUP_SIZE * WARPGROUP_M
@@ -117,7 +116,8 @@ class FragmentDecoder:
         # Rows follow each other without a swizzle: eight lanes read 128 neighbouring bytes.
         self.codes_address = codes.iterator.toint() + row * self.row_bytes + quad_lane * _LANE_BYTES
         #: Bytes of scale tiles that follow each other along K in a stage.
-        self.scale_row_bytes = config.stage_k // SCALE_TILE_K * SF_TILE_BYTES
+        self.piece_scale_bytes = PIECE_K // config.kind.scale_tile_k * SF_TILE_BYTES
+        self.scale_row_bytes = config.pieces * self.piece_scale_bytes
         lanes_of_tile = SF_TILE_COLS // _LANE_SCALES
         self.scale_address = (
             scales.iterator.toint()
@@ -136,7 +136,7 @@ class FragmentDecoder:
         """Read the thread's codes and block scales of a piece of a stage."""
         codes = self.codes_address + stage * self.stage_bytes[0] + piece * self.piece_bytes
         scales = self.scale_address + stage * self.stage_bytes[1]
-        scales += piece * (PIECE_K // SCALE_TILE_K * SF_TILE_BYTES)
+        scales += piece * self.piece_scale_bytes
         for repeat in range(self.repeats):
             for row in range(2):
                 at = codes + (repeat * self.step + row * _NEXT_ROW) * self.row_bytes

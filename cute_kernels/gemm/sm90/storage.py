@@ -8,18 +8,18 @@ from cutlass import Float32, Int32, Int64, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from cute_kernels.gemm.hopper.config import WARPGROUP_M
-from cute_kernels.gemm.operands import DSL_TYPES
 from cute_kernels.gemm.scheduler import TILE_WORDS
-from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+from cute_kernels.gemm.sm90.config import WARPGROUP_M
+from cute_kernels.gemm.sm90.fp4.operand import codes_stages, scale_stages
+from cute_kernels.gemm.views import DSL_TYPES
 
 if TYPE_CHECKING:
     import cutlass
 
-    from cute_kernels.gemm.hopper.config import HopperGemmConfig
-    from cute_kernels.gemm.hopper.warp_schedule import HopperWarpSchedule
+    from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+    from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
 
-__all__ = ["HopperBarriers", "HopperLayouts", "make_hopper_pipelines"]
+__all__ = ["Barriers", "Layouts", "Pipelines", "Stages", "make_pipelines"]
 
 _Kind = warpgroup.SmemLayoutAtomKind
 #: Swizzles that keep the rows of a tile apart, by the bytes of a row.
@@ -27,47 +27,46 @@ _K_SWIZZLES = {128: _Kind.K_SW128}
 _MN_SWIZZLES = {16: _Kind.MN_INTER, 32: _Kind.MN_SW32, 64: _Kind.MN_SW64, 128: _Kind.MN_SW128}
 
 
-class HopperLayouts:
+class Stages(NamedTuple):
+    """Stages in shared memory, or their layouts.
+
+    Attributes:
+        m: operand M, (rows, K, STAGE); bytes if it comes as codes.
+        n: operand N, (rows, K, STAGE).
+        m_scales: operand M's block scales, (row tiles, K tiles, words, STAGE); None without.
+    """
+
+    m: Any
+    n: Any
+    m_scales: Any = None
+
+
+class Layouts:
     """The tiled MMA and the layouts of a configuration; made while tracing.
 
     Attributes:
         element: type of the elements that are multiplied.
         tiled_mma: the MMA.
-        m: stages of operand M, (rows, K, STAGE); a plain layout of bytes if it comes as codes.
-        scales: stages of its block scales as words, (row tiles, K tiles, words, STAGE), or None.
-        n: stages of operand N, (rows, K, STAGE).
+        stages: stages of both operands.
+        tilers: extents of one stage, without the last.
     """
 
-    def __init__(self, config: HopperGemmConfig):
+    def __init__(self, config: Sm90GemmConfig):
         self.config = config
-        tile, stages = config.tile, config.num_ab_stage
+        tile = config.tile
         self.element = DSL_TYPES[config.multiplied]
         m_major, n_major = config.mn_major
-        decoded = config.is_decoded
         self.tiled_mma = self.mma_of(tile.n)
-        self.scales = None
-        if decoded:
-            width = PIECE_K * config.kind.bits // 8
-            self.m_type, self.m_tiler = Uint8, (tile.m, width * config.pieces)
-            # Lanes read whole rows of a piece, without conflicts as they are.
-            piece = tile.m * width
-            self.m = cute.make_layout(
-                (tile.m, (width, config.pieces), stages),
-                stride=(width, (1, piece), piece * config.pieces),
-            )
-            tiles = tile.m // SF_TILE_ROWS
-            words = SF_TILE_BYTES // 4
-            k_tiles = config.stage_k // (SF_TILE_COLS * config.kind.sf_vec_size)
-            self.scale_tiler = (tiles, k_tiles, words)
-            self.scales = cute.make_layout(
-                (*self.scale_tiler, stages),
-                stride=(k_tiles * words, words, 1, tiles * k_tiles * words),
-            )
+        n_tiler = (tile.n, config.stage_k)
+        n = self._staged(n_tiler, n_major, config.num_ab_stage)
+        if config.is_decoded:
+            m_tiler, m = codes_stages(config)
+            scale_tiler, scales = scale_stages(config)
+            self.tilers, self.stages = Stages(m_tiler, n_tiler, scale_tiler), Stages(m, n, scales)
         else:
-            self.m_type, self.m_tiler = self.element, (tile.m, config.stage_k)
-            self.m = self._staged(self.m_tiler, m_major, stages)
-        self.n_tiler = (tile.n, config.stage_k)
-        self.n = self._staged(self.n_tiler, n_major, stages)
+            m_tiler = (tile.m, config.stage_k)
+            m = self._staged(m_tiler, m_major, config.num_ab_stage)
+            self.tilers, self.stages = Stages(m_tiler, n_tiler), Stages(m, n)
 
     def mma_of(self, width: int) -> cute.TiledMma:
         """The MMA of all consumer warpgroups for ``width`` columns."""
@@ -90,7 +89,7 @@ class HopperLayouts:
         return cute.tile_to_shape(atom, (*tiler, stages), order)
 
 
-class HopperBarriers(NamedTuple):
+class Barriers(NamedTuple):
     """Barriers and small exchanges in shared memory.
 
     Attributes:
@@ -108,7 +107,7 @@ class HopperBarriers(NamedTuple):
     factors: cute.Tensor | None
 
     @staticmethod
-    def allocate(config: HopperGemmConfig, smem: cutlass.memory.SmemAllocator) -> HopperBarriers:
+    def allocate(config: Sm90GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
         """Reserve them."""
         words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
         blocks = config.consumers * config.num_store_stage * config.block_bytes
@@ -116,7 +115,7 @@ class HopperBarriers(NamedTuple):
         if config.row_scaled:
             layout = cute.make_layout(config.factor_words)
             factors = smem.allocate_tensor(Float32, layout, byte_alignment=16)
-        return HopperBarriers(
+        return Barriers(
             ab=smem.allocate_array(Int64, 2 * config.num_ab_stage, byte_alignment=8),
             sched=smem.allocate_array(Int64, 2 * config.num_sched_stage, byte_alignment=8),
             tiles=smem.allocate_tensor(Int32, words, byte_alignment=16),
@@ -125,10 +124,20 @@ class HopperBarriers(NamedTuple):
         )
 
 
-def make_hopper_pipelines(
-    config: HopperGemmConfig, warps: HopperWarpSchedule, barriers: HopperBarriers
-) -> tuple[Any, Any]:
-    """The pipelines of stages and of tile records."""
+class Pipelines(NamedTuple):
+    """What warps pass to each other.
+
+    Attributes:
+        ab: stages.
+        ring: tile records.
+    """
+
+    ab: pipeline.PipelineTmaAsync
+    ring: pipeline.PipelineAsync
+
+
+def make_pipelines(config: Sm90GemmConfig, warps: WarpSchedule, barriers: Barriers) -> Pipelines:
+    """The pipelines over ``barriers``."""
 
     def threads(count: int) -> pipeline.CooperativeGroup:
         return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
@@ -150,4 +159,4 @@ def make_hopper_pipelines(
         consumer_group=threads(warps.tile_consumer_arrivals),
         defer_sync=True,
     )
-    return ab_pipeline, ring
+    return Pipelines(ab_pipeline, ring)

@@ -1,8 +1,6 @@
 """The epilogue warps: accumulators out of tensor memory, rescaled in fp32, into the output.
 
-The factors are folded first, ``f = fl(fl(amax_a * c) * fl(amax_b * c))`` with ``c = fl(1/2688)``,
-times alpha if there is one; then each element is ``cast(fl(fl(fl(acc * f) + bias) + out))``. Every
-product and sum is rounded by itself: packed instructions cannot be contracted into an FMA.
+The arithmetic is that of ``gemm.output``: packed instructions cannot be contracted into an FMA.
 
 A thread owns one row of the accumulator and takes 128 bytes of output at a time; a warp owns 32
 rows and needs no other. Rows that all belong to the group leave through shared memory by TMA, which
@@ -18,65 +16,20 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from cute_kernels.formats import NVFP4
-from cute_kernels.gemm.accumulators import AccReader
-from cute_kernels.gemm.config import N_ALIGN, GemmConfig
-from cute_kernels.gemm.scheduler import TileReader, WorkTile
-from cute_kernels.gemm.warp_schedule import WARP_SIZE
+from cute_kernels.device.constants import WARP_SIZE
+from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, out_offset, vector_at
+from cute_kernels.gemm.problem import N_ALIGN
+from cute_kernels.gemm.scheduler import WorkTile
+from cute_kernels.gemm.sm100.accumulators import AccReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cute_kernels.gemm.epilogue_swapped import SwappedEpilogue
+    from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
-__all__ = [
-    "Epilogue",
-    "EpilogueWarps",
-    "EpilogueTensors",
-    "OutputStore",
-    "pairwise",
-    "read_vector",
-    "vector_at",
-]
+__all__ = ["Epilogue", "OutputStore", "pairwise"]
 
-_VECTOR_BYTES = 16
 _SWIZZLE_ROWS = 8
-
-
-class EpilogueTensors(NamedTuple):
-    """What the epilogue reads and writes in global memory.
-
-    Attributes:
-        out: (T, N) as (1, T, N), or (G, M, N) of a k_grouped product; rows of any pitch.
-        amax_a: (G,) or (T,) fp32, None if A is plain.
-        amax_b: (G,) fp32, None if B is plain.
-        alpha: (G,) fp32 or None.
-        bias: (G, N) or None.
-    """
-
-    out: cute.Tensor
-    amax_a: cute.Tensor | None
-    amax_b: cute.Tensor | None
-    alpha: cute.Tensor | None
-    bias: cute.Tensor | None
-
-    @cute.jit
-    def factor(self, group: Int32, at: Int32) -> Float32:
-        """The f of the module, with the amax of A at ``at``: its row or its group."""
-        factor = Float32(1.0)
-        rcp_max = Float32(1.0 / NVFP4().tensor_max)
-        if cutlass.const_expr(self.amax_b is not None):
-            factor = self.amax_b[group] * rcp_max
-        if cutlass.const_expr(self.amax_a is not None):
-            factor = (self.amax_a[at] * rcp_max) * factor
-        if cutlass.const_expr(self.alpha is not None):
-            factor = factor * self.alpha[group]
-        return factor
-
-    @property
-    def has_factor(self) -> bool:
-        """Whether there is anything to multiply by."""
-        return self.amax_b is not None or self.alpha is not None
 
 
 class OutputStore(NamedTuple):
@@ -108,17 +61,6 @@ class OutputStore(NamedTuple):
         cute.copy(self.atom, source[None, slot], target)
 
 
-def vector_at(tensor: cute.Tensor, offset: Int64, size: int) -> cute.Tensor:
-    """``size`` elements of ``tensor`` from element ``offset`` on, aligned to 16 bytes."""
-    width = tensor.element_type.width // 8
-    address = tensor.iterator.toint() + offset * width
-    align = min(_VECTOR_BYTES, size * width)
-    pointer = cute.make_ptr(
-        tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=align
-    )
-    return cute.make_tensor(pointer, cute.make_layout(size))
-
-
 def read_vector(tensor: cute.Tensor, offset: Int64, size: int = N_ALIGN) -> cute.Tensor:
     """``size`` elements of ``tensor`` from element ``offset`` on as fp32 registers."""
     narrow = cute.make_rmem_tensor(size, tensor.element_type)
@@ -137,97 +79,6 @@ def pairwise(
         target[i], target[i + 1] = pair
 
 
-def out_offset(config: GemmConfig, out: cute.Tensor, group: Int32, row: Int32, col: Int32) -> Int64:
-    """Element offset into the output."""
-    offset = Int64(row) * out.stride[1] + col
-    if config.grouping == "k_grouped":
-        offset += Int64(group) * out.stride[0]
-    return offset
-
-
-class EpilogueWarps:
-    """The four epilogue warps.
-
-    Args:
-        config: the kernel's configuration.
-        tensors: what is read and written in global memory.
-        direct: what becomes of tiles whose operands are not swapped; None if there are none.
-        swapped: what becomes of those whose operands are; None if there are none.
-        cta_row: first row of a tile's accumulator that this CTA holds.
-        tiles: the tile records.
-    """
-
-    def __init__(
-        self,
-        config: GemmConfig,
-        tensors: EpilogueTensors,
-        direct: Epilogue | None,
-        swapped: SwappedEpilogue | None,
-        cta_row: Int32,
-        tiles: TileReader,
-    ):
-        self.config = config
-        self.tensors = tensors
-        self.direct = direct
-        self.swapped = swapped
-        self.cta_row = cta_row
-        self.tiles = tiles
-
-    @cute.jit
-    def run(self) -> None:
-        tile_shape = self.config.tile
-        either = self.swapped if self.direct is None else self.direct
-        tile_state, acc_state = self.tiles.new_state(), either.acc.new_state()
-        stage = Int32(0)
-        tile, tile_state = self.tiles.next(tile_state)
-        while tile.group >= 0:
-            if tile.k_blocks == 0:
-                if cutlass.const_expr(self.config.writes_zeros):
-                    self.store_zeros(tile)
-            else:
-                if cutlass.const_expr(tile_shape.swap_ab):
-                    self.swapped.finish(tile, acc_state)
-                elif cutlass.const_expr(tile_shape.swap_tails):
-                    if tile.rows < tile_shape.rows:
-                        self.swapped.finish(tile, acc_state)
-                    else:
-                        stage = self.direct.finish(tile, acc_state, stage)
-                else:
-                    stage = self.direct.finish(tile, acc_state, stage)
-                acc_state.advance()
-            tile, tile_state = self.tiles.next(tile_state)
-        if cutlass.const_expr(self.direct is not None):
-            self.direct.store_pipeline.producer_tail()
-
-    @cute.jit
-    def store_zeros(self, tile: WorkTile) -> None:
-        """Zeros for this CTA's part of a tile; exact, whatever the factors are."""
-        out, config = self.tensors.out, self.config
-        row, col, rows = tile.m_row, tile.n_row, tile.rows
-        if cutlass.const_expr(config.tile.swap_ab):
-            row, col = tile.n_row, tile.m_row
-            rows = cutlass.min(rows, config.tile.n)
-            num_cols = config.tile.m
-        else:
-            row += self.cta_row
-            if cutlass.const_expr(config.grouping == "k_grouped"):
-                rows = out.shape[1] - row
-            else:
-                rows -= self.cta_row
-            rows = cutlass.min(rows, 128)
-            num_cols = config.tile.n
-        per_vector = _VECTOR_BYTES * 8 // out.element_type.width
-        lanes = num_cols // per_vector
-        zeros = cute.make_rmem_tensor(per_vector, out.element_type)
-        zeros.fill(0.0)
-        thread = cute.arch.thread_idx()[0]
-        col += thread % lanes * per_vector
-        if col < out.shape[2]:
-            for i in cutlass.range(thread // lanes, rows, 128 // lanes, unroll=1):
-                offset = out_offset(config, out, tile.group, row + i, col)
-                cute.autovec_copy(zeros, vector_at(out, offset, per_vector))
-
-
 class Epilogue:
     """What becomes of a tile whose operands are not swapped.
 
@@ -242,7 +93,7 @@ class Epilogue:
 
     def __init__(
         self,
-        config: GemmConfig,
+        config: Sm100GemmConfig,
         tensors: EpilogueTensors,
         store: OutputStore,
         acc: cute.Tensor,
@@ -275,7 +126,7 @@ class Epilogue:
         factor = Float32(1.0)
         if in_group:
             at = row if cutlass.const_expr(self.config.row_scaled) else tile.group
-            factor = self.tensors.factor(tile.group, at)
+            factor = self.tensors.factor(self.config.kind, tile.group, at)
         self.acc.acc_pipeline.consumer_wait(acc_state)
         num_blocks = self.config.tile.n // self.columns
         for step in cutlass.range(num_blocks, unroll=1):
@@ -341,11 +192,11 @@ class Epilogue:
         # Lanes write the 16-byte chunks of their rows where the 128-byte swizzle has them; eight
         # lanes then touch all banks.
         base = self.store.shared.iterator.toint() + (slot * WARP_SIZE + self.lane) * 128
-        per_chunk = _VECTOR_BYTES * 8 // rounded.element_type.width
-        for chunk in cutlass.range_constexpr(128 // _VECTOR_BYTES):
-            place = base + (chunk ^ (self.lane % _SWIZZLE_ROWS)) * _VECTOR_BYTES
+        per_chunk = VECTOR_BYTES * 8 // rounded.element_type.width
+        for chunk in cutlass.range_constexpr(128 // VECTOR_BYTES):
+            place = base + (chunk ^ (self.lane % _SWIZZLE_ROWS)) * VECTOR_BYTES
             space = cute.AddressSpace.smem
-            pointer = cute.make_ptr(rounded.element_type, place, space, assumed_align=_VECTOR_BYTES)
+            pointer = cute.make_ptr(rounded.element_type, place, space, assumed_align=VECTOR_BYTES)
             vector = cute.make_layout(per_chunk)
             part = cute.make_tensor(rounded.iterator + chunk * per_chunk, vector)
             cute.autovec_copy(part, cute.make_tensor(pointer, vector))
