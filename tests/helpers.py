@@ -12,12 +12,15 @@ from torch import Tensor
 import cute_kernels  # noqa: F401  (registers the ops)
 
 __all__ = [
+    "DTYPES",
     "SENTINEL",
     "SPLITS",
     "assert_same_bytes",
     "dtype_ulp",
     "end_rows",
+    "ends",
     "has_compiler",
+    "many_groups",
     "needs_compiler",
     "offsets",
     "ops",
@@ -35,6 +38,9 @@ def has_compiler() -> bool:
 
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="Inductor needs g++")
+
+#: Inputs, by the names that kernels' configurations use.
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 #: Byte that no quantizer writes by chance everywhere; marks what must stay untouched.
 SENTINEL = 0xA5
@@ -61,6 +67,19 @@ def end_rows(splits: tuple[int, ...]) -> list[int]:
 def offsets(splits: tuple[int, ...]) -> Tensor:
     """End row of each group, as ops take them."""
     return torch.tensor(end_rows(splits), dtype=torch.int32)
+
+
+def ends(*rows: int) -> Tensor:
+    """End rows, as ops take them, whatever they are."""
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def many_groups() -> Tensor:
+    """End rows of 1500 groups: none to two rows each, a long run of empty ones, and a long one."""
+    sizes = torch.randint(0, 3, (1500,), generator=torch.Generator().manual_seed(5))
+    sizes[700:1400] = 0
+    sizes[1450] = 130
+    return sizes.cumsum(0).int()
 
 
 def sample(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -97,15 +116,23 @@ def dtype_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
     return magnitude.log2().floor().exp2() * info.eps
 
 
-def assert_same_bytes(got: Tensor, want: Tensor, what: str = "output") -> None:
-    """Bitwise equality; the message gives the first difference."""
+def assert_same_bytes(
+    got: Tensor, want: Tensor, what: str = "output", *, any_nan: bool = False
+) -> None:
+    """Bitwise equality; the message gives the first difference.
+
+    With ``any_nan`` one NaN is as good as another.
+    """
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, not {want.dtype}"
     if got.numel() == 0:
         return
     a = got.contiguous().flatten().view(torch.uint8).view(-1, got.element_size())
     b = want.contiguous().flatten().view(torch.uint8).view(-1, got.element_size())
-    wrong = (a != b).any(1).nonzero()
+    differs = (a != b).any(1)
+    if any_nan:
+        differs &= ~(got.isnan() & want.isnan()).flatten()
+    wrong = differs.nonzero()
     if len(wrong):
         at = int(wrong[0])
         where = torch.unravel_index(torch.tensor(at), got.shape)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 
 from cute_kernels.capability import UnsupportedError
+from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.config import OPERANDS, GemmConfig, GemmProblem
 from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
 from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperGemmConfig
@@ -18,7 +19,7 @@ from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, ceil_div
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import dense, dtype_name, readable
 from cute_kernels.ops.registry import Allocator, OutputSpec
-from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, RowScaledConfig
+from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, ValuesConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -133,12 +134,10 @@ def quantizing(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Runner | None
     return m_grouped(op, launch)
 
 
-def _values_config(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> RowScaledConfig | None:
+def _values_config(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> ValuesConfig | None:
     """The quantizer of A to values; None where no kernel can."""
     problem = QuantizeProblem(dtype_name(op.a.dtype), op.a.shape[1])
-    config = RowScaledConfig.choose(
-        problem, launch.arch, group_amax=not op.row_scaled, as_values=True
-    )
+    config = ValuesConfig.choose(NVFP4(row_scaled=op.row_scaled), problem, launch.arch)
     return config if config.can_implement(problem) else None
 
 
@@ -251,10 +250,10 @@ def _quantizer(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Prepare:
     assert config is not None
     kernel = launch.kernel(config)
     amax_kernel = None
-    if config.group_amax:
+    if not config.computes_amax:
         amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch))
     rows, depth = op.a.shape
-    count = op.offs.shape[0] if config.group_amax else rows
+    count = rows if config.computes_amax else op.offs.shape[0]
     specs = [_pieces(rows, depth, torch.float16), OutputSpec((count,), torch.float32)]
     workspace = Allocator(specs, op.device)
 
@@ -264,7 +263,7 @@ def _quantizer(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Prepare:
         assert values is not None
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
-        kernel(x, offs, amax, values, None, launch.num_sms)
+        kernel(x, offs, amax, values, None, None, None, launch.num_sms)
         return (values, None, amax), right
 
     return run

@@ -10,17 +10,6 @@ from torch import Tensor
 
 from cute_kernels import reference
 from cute_kernels.formats import NVFP4, Format
-from cute_kernels.ops import quantize_kernels
-from cute_kernels.ops.checks import (
-    INPUT_DTYPES,
-    check_dtype,
-    check_multiple,
-    check_offs,
-    check_tensor,
-    same_device,
-)
-from cute_kernels.ops.registry import Op, OutputSpec, register
-from cute_kernels.reference.groups import Groups
 from cute_kernels.layout.shapes import (
     SF_TILE_BYTES,
     SF_TILE_ROWS,
@@ -31,6 +20,17 @@ from cute_kernels.layout.shapes import (
     scale_tiles,
     uniform_tiles,
 )
+from cute_kernels.ops.checks import (
+    INPUT_DTYPES,
+    check_dtype,
+    check_multiple,
+    check_offs,
+    check_tensor,
+    same_device,
+)
+from cute_kernels.ops.launch import quantize as quantize_kernels
+from cute_kernels.ops.registry import Op, OutputSpec, register
+from cute_kernels.reference.groups import Groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

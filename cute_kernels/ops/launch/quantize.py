@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cute_kernels.formats import NVFP4
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT, code_pitch
 from cute_kernels.ops.arguments import ALIGNMENT, dense, dtype_name, readable
 from cute_kernels.quantize.config import (
     AmaxConfig,
@@ -17,10 +19,9 @@ from cute_kernels.quantize.config import (
     DequantizeConfig,
     OffsetsConfig,
     QuantizeProblem,
-    RowScaledConfig,
+    RowsConfig,
     TileConfig,
 )
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT, code_pitch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,28 +84,29 @@ def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
     return run
 
 
+def _format(op: GroupedQuantizeNVFP4) -> NVFP4:
+    return NVFP4(row_scaled=op.row_scaled, block=(16, 16) if op.block_2d else (1, 16))
+
+
 def quantize_nvfp4(op: GroupedQuantizeNVFP4, launch: Launcher) -> Runner:
     """How ``grouped_quantize_nvfp4`` runs."""
     if not op.x.numel():
         return _zero
-    problem = _problem(op.x, op.offs)
-    if op.row_scaled and op.rowwise and not op.columnwise:
-        rows = RowScaledConfig.choose(problem, launch.arch)
-        if rows.can_implement(problem):
-            return _rows(rows, launch, given=False)
-    if launch.arch == "sm_90a" and op.rowwise and not (op.columnwise or op.block_2d):
-        # Faster there than tile by tile: 94 instead of 83 % of a copy's rate on an H200.
-        rows = RowScaledConfig.choose(problem, launch.arch, group_amax=True)
-        if rows.can_implement(problem):
+    fmt, problem = _format(op), _problem(op.x, op.offs)
+    if op.rowwise and not op.columnwise:
+        rows = RowsConfig.choose(fmt, problem, launch.arch)
+        # Amaxes of groups that are given: sm_90a takes 299 us by rows, and 299 to 303 tile by tile
+        # (perf/results/quantize_h200.md); sm_100a has not been measured.
+        if rows.can_implement(problem) and (rows.computes_amax or launch.arch == "sm_90a"):
             return _rows(rows, launch, given=op.amax is not None)
-    return _tiles(op, problem, launch)
+    return _tiles(op, fmt, problem, launch)
 
 
-def _rows(config: RowScaledConfig, launch: Launcher, given: bool) -> Runner:
+def _rows(config: RowsConfig, launch: Launcher, given: bool) -> Runner:
     """Rows to codes in one read; amaxes of rows too, those of groups before if not given."""
     kernel = launch.kernel(config)
-    amax_kernel = None
-    if config.group_amax and not given:
+    computes_amax, amax_kernel = config.computes_amax, None
+    if not (computes_amax or given):
         amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch))
 
     def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
@@ -112,43 +114,42 @@ def _rows(config: RowScaledConfig, launch: Launcher, given: bool) -> Runner:
         x, offs = readable(op.x), dense(op.offs)
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
-        elif config.group_amax and op.amax is not None and amax is not None:
+        elif not computes_amax and op.amax is not None and amax is not None:
             amax.copy_(op.amax)
-        kernel(x, offs, _flat(amax), codes, scales, launch.num_sms)
+        kernel(x, offs, _flat(amax), codes, scales, None, None, launch.num_sms)
 
     return run
 
 
-def _tiles(op: GroupedQuantizeNVFP4, problem: QuantizeProblem, launch: Launcher) -> Runner:
+def _tiles(
+    op: GroupedQuantizeNVFP4, fmt: NVFP4, problem: QuantizeProblem, launch: Launcher
+) -> Runner:
     """Amaxes first where they are not given, then all copies from one read."""
-    row_scaled = op.row_scaled and op.rowwise
-    config = TileConfig(
-        problem.dtype,
-        problem.grouping,
+    config = TileConfig.choose(
+        fmt,
+        problem,
+        launch.arch,
         rowwise=op.rowwise,
         columnwise=op.columnwise,
-        row_scaled=row_scaled,
-        square_blocks=op.block_2d,
         compute_amax=op.amax is None,
-        arch=launch.arch,
     )
     kernel = launch.kernel(config)
-    row_kernel = None
-    if row_scaled and op.amax is not None:
+    by_row, row_kernel = config.uses_row_amax, None
+    if by_row and op.amax is not None:
         rows_only = AmaxConfig(problem.dtype, problem.grouping, True, False, launch.arch)
         row_kernel = launch.kernel(rows_only)
 
     def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
         codes, scales, amax, codes_t, scales_t, amax_t = outputs
         x, offs = readable(op.x), dense(op.offs)
-        row_amax = _flat(amax) if row_scaled else None
-        group_amax = amax_t if row_scaled or amax is None else amax
+        row_amax = _flat(amax) if by_row else None
+        group_amax = amax_t if by_row or amax is None else amax
         if op.amax is not None and group_amax is not None:
             group_amax.copy_(op.amax)
         if row_kernel is not None:
             row_kernel(x, offs, row_amax, None, launch.num_sms)
         buffers = (codes, scales, codes_t, scales_t)
-        kernel(x, offs, row_amax, group_amax, *buffers, launch.num_sms)
+        kernel(x, offs, row_amax, group_amax, *buffers, None, None, launch.num_sms)
         if amax_t is not None and group_amax is not None and amax_t is not group_amax:
             amax_t.copy_(group_amax)
 
@@ -176,11 +177,11 @@ def dequantize_nvfp4(op: GroupedDequantizeNVFP4, launch: Launcher) -> Runner:
     """How ``grouped_dequantize_nvfp4`` runs."""
     if not op.rows:
         return lambda op, outputs, fresh=False: None
-    config = DequantizeConfig(
+    config = DequantizeConfig.choose(
+        NVFP4(row_scaled=op.row_scaled),
         dtype_name(op.dtype),
         "uniform" if op.offs is None else "ragged",
-        row_scaled=op.row_scaled,
-        columnwise=op.columnwise,
+        op.columnwise,
     )
     kernel = launch.kernel(config)
 
