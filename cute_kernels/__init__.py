@@ -14,7 +14,7 @@ __all__ = ["emulator"]
 if importlib.util.find_spec("torch") is not None:
     from cute_kernels import ops
     from cute_kernels.capability import UnsupportedError, support
-    from cute_kernels.gemm.hopper.prepack import prepack, unpack
+    from cute_kernels.layout.prepack import prepack, unpack
     from cute_kernels.runtime.aot import precompile
     from cute_kernels.runtime.backend import Backend, active_backend, backend
 

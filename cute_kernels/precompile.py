@@ -1,20 +1,13 @@
-"""The command line of ``cute_kernels.precompile``: ``python -m cute_kernels.precompile --help``."""
+"""The command line of ``cute_kernels.precompile``: ``python -m cute_kernels.precompile --help``.
 
-from __future__ import annotations
+To be run, not imported: an import would put this module where the package has the function.
+"""
 
 import sys
-import types
 
-from cute_kernels.runtime.aot import main, precompile
+if __name__ != "__main__":
+    raise ImportError("call cute_kernels.precompile(), or run python -m cute_kernels.precompile")
 
+from cute_kernels.runtime.aot import main
 
-class _CallableModule(types.ModuleType):
-    """Importing a submodule rebinds the package's name for it: keep that name a function."""
-
-    __call__ = staticmethod(precompile)
-
-
-sys.modules[__name__].__class__ = _CallableModule
-
-if __name__ == "__main__":
-    sys.exit(main())
+sys.exit(main())

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map, tree_map_only
 
 from cute_kernels import ops, prepack, unpack
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
-from grouped.members import GroupedMember, GroupSpan, QuantizedCopy, group_spans, member
+from cute_kernels.ops.derivatives import register_autograd
+from grouped.members import GroupedMember, GroupSpan, QuantizedCopy, group_spans, member, nvfp4
+from grouped.updates import adds_update, snapshot, warn_if_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,9 +38,21 @@ _FORMATS: dict[str, type[Any]] = {f.name: f for f in (NVFP4, MXFP8, FP8Block, FP
 class GroupedTensor(Tensor):
     """A quantized grouped tensor; make one with ``grouped.quantize``.
 
-    Its shape is (T, K), ragged, when it has ``offs``, and (G, N, K) when it has none. Shape ops and
-    arithmetic that would decode it behind your back raise: call ``dequantize()``. In-place ops
-    decode, compute, quantize into the same storage and return self.
+    Its shape is (T, K), ragged, when it has ``offs``, and (G, N, K) when it has none.
+
+    One rule for arithmetic: what optimizers, ``nn.init`` and clipping apply to parameters decodes,
+    everything else raises TypeError and names ``dequantize()``.
+
+    - In place (``add_``, ``mul_``, ``copy_``, ``normal_``, ``torch._foreach_*_``, fused
+      optimizers): decode, compute, quantize into the same storage, return self. An update that
+      changes no byte warns on a CPU; on a GPU, where nobody may look, the first one says that it
+      might.
+    - Out of place, with a plain tensor as the result: ``+ - * / **``, ``neg``, ``abs``, ``lerp``,
+      ``where``, comparisons, ``isfinite``, ``isnan``, ``isinf``, ``torch.equal``, vector norms, and
+      the ``torch._foreach_*`` forms of arithmetic and norm.
+    - Raise: products of matrices, other functions and reductions, indexing, and changes of shape.
+
+    ``zeros_like`` and its kin are plain, as gradients and optimizer states are.
 
     Attributes:
         format: the format record; every fact that a reader of the bytes needs.
@@ -105,9 +120,55 @@ class GroupedTensor(Tensor):
     @property
     def amax(self) -> Tensor:  # type: ignore[override]
         """Second level of the rowwise copy, or of the columnwise one if that is all there is."""
+        return self._first_copy().amax
+
+    def _first_copy(self) -> QuantizedCopy:
+        """The rowwise copy, or the columnwise one if that is all there is."""
         held = self.rowwise or self.columnwise
-        assert held is not None
-        return held.amax
+        if held is None:
+            raise RuntimeError("this GroupedTensor holds neither a rowwise nor a columnwise copy")
+        return held
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of all plain tensors that it holds, those of ``offs`` among them.
+
+        ``element_size()`` and ``itemsize`` stay those of ``dtype``, what an element decodes to: one
+        of four bits and its share of a scale is no whole number of bytes, and PyTorch's own sums
+        over parameters take them from the dtype.
+        """
+        return sum(t.nbytes for t in self._inner().values())
+
+    @property
+    def data(self) -> GroupedTensor:  # type: ignore[override]
+        """The same storage without autograd's history.
+
+        Assigning another GroupedTensor of this shape makes this one hold what that one holds, with
+        its format, directions, dtype and device, as ``weight.data = weight.data.prepack()``.
+
+        Raises:
+            TypeError: a plain tensor is assigned: ``copy_`` quantizes one.
+            ValueError: a tensor of another shape is assigned.
+        """
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        if not isinstance(other, GroupedTensor):
+            raise TypeError(
+                f".data of a GroupedTensor must be a GroupedTensor, got {type(other).__name__}; "
+                "copy_() quantizes into the storage that is there, grouped.quantize makes a new one"
+            )
+        if other.shape != self.shape:
+            raise ValueError(
+                f".data must keep the shape {tuple(self.shape)}, got {tuple(other.shape)}"
+            )
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.format = other.format
+        for name in _INNER:
+            setattr(self, name, getattr(other, name))
+        # A backward pass that was to read the old values must not take the new ones for them.
+        increment_version(self)
 
     def dequantize(  # type: ignore[override]
         self, dtype: torch.dtype | None = None, direction: str | None = None
@@ -144,8 +205,7 @@ class GroupedTensor(Tensor):
         return self._reordered(False)
 
     def _reordered(self, prepacked: bool) -> GroupedTensor:
-        assert isinstance(self.format, NVFP4)
-        fmt = dataclasses.replace(self.format, prepacked=prepacked)
+        fmt = dataclasses.replace(nvfp4(self.format), prepacked=prepacked)
         if fmt == self.format:
             return self
         change = prepack if prepacked else unpack
@@ -176,8 +236,7 @@ class GroupedTensor(Tensor):
 
     def _member(self, span: GroupSpan) -> GroupedMember:
         x = self.unpack()
-        assert isinstance(x.format, NVFP4)
-        return member(span, x.format, x.shape[-1], x.rowwise, x.columnwise)
+        return member(span, nvfp4(x.format), x.shape[-1], x.rowwise, x.columnwise)
 
     def __matmul__(self, other: Any) -> Tensor:
         raise TypeError(
@@ -194,9 +253,7 @@ class GroupedTensor(Tensor):
 
     def is_shared(self) -> bool:
         """Whether the plain tensors are in shared memory."""
-        held = self.rowwise or self.columnwise
-        assert held is not None
-        return bool(held.codes.is_shared())
+        return bool(self._first_copy().codes.is_shared())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = [d for d in ("rowwise", "columnwise") if getattr(self, d) is not None]
@@ -209,7 +266,7 @@ class GroupedTensor(Tensor):
     # ------------------------------------------------------------------ how PyTorch handles it
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Format, torch.dtype]]:
-        return [n for n in _INNER if getattr(self, n) is not None], (self.format, self.dtype)
+        return list(self._inner()), (self.format, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -224,39 +281,42 @@ class GroupedTensor(Tensor):
             outer_size, dtype, fmt, parts[6], _copy_of(*parts[:3]), _copy_of(*parts[3:6])
         )
 
+    def _inner(self) -> dict[str, Tensor]:
+        """The plain tensors that it holds, by attribute."""
+        return {n: getattr(self, n) for n in _INNER if getattr(self, n) is not None}
+
     def _apply_inner(
         self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> GroupedTensor:
         """The same tensor over ``function`` of the plain tensors."""
-        inner = {
-            name: function(getattr(self, name))
-            for name in _INNER
-            if getattr(self, name) is not None
-        }
+        inner = {name: function(t) for name, t in self._inner().items()}
         context = (self.format, dtype or self.dtype)
         return self.__tensor_unflatten__(inner, context, self.shape, self.stride())
 
     def _quantize_into(self, x: Tensor, offs: Tensor | None, amax: Tensor | None = None) -> None:
         """Quantize ``x``, of this shape and cut at ``offs``, into this tensor's storage."""
-        assert isinstance(self.format, NVFP4)
+        fmt = nvfp4(self.format)
         names = ("out_codes", "out_scales", "out_amax", "out_codes_t", "out_scales_t", "out_amax_t")
         outs = {name: getattr(self, inner) for name, inner in zip(names, _INNER[:6], strict=True)}
         torch.ops.cute_kernels.grouped_quantize_nvfp4_out(
             x,
             offs,
             amax,
-            self.format.row_scaled,
-            self.format.is_2d,
+            fmt.row_scaled,
+            fmt.is_2d,
             self._codes is not None,
             self._codes_t is not None,
             **outs,
         )
-        if self.format.prepacked:
+        if fmt.prepacked:
             for codes in (self._codes, self._codes_t):
                 if codes is not None:
                     codes.copy_(prepack(codes))
         if offs is not None and self._offs is not None and offs is not self._offs:
             self._offs.copy_(offs)
+            increment_version(self._offs)
+        # The flat op told autograd of the plain tensors; what holds them may be saved, too.
+        increment_version(self)
 
     def _copy_from(self, source: Tensor) -> None:
         same_bytes = (
@@ -271,12 +331,14 @@ class GroupedTensor(Tensor):
             and (self._offs is None) == (source._offs is None)
         )
         if same_bytes:
-            for name in _INNER:
-                if getattr(self, name) is not None:
-                    getattr(self, name).copy_(getattr(source, name))
+            for name, held in self._inner().items():
+                held.copy_(getattr(source, name))
+            # PyTorch counts the write to the wrapper, but not what it does inside.
+            increment_version([self, *self._inner().values()])
             return
         dense = source.dequantize() if isinstance(source, GroupedTensor) else source
-        self._quantize_into(dense.to(self.device, self.dtype).expand(self.shape), self._offs)
+        dense = dense.detach().to(self.device, self.dtype)
+        self._quantize_into(dense.expand(self.shape), self._offs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -298,7 +360,7 @@ class GroupedTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         fields = dataclasses.asdict(self.format)
-        inner = {n: getattr(self, n) for n in _INNER if getattr(self, n) is not None}
+        inner = self._inner()
         is_parameter = getattr(self, "_is_param", False)
         return _rebuild, (
             tuple(self.shape),
@@ -377,9 +439,7 @@ def _save_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype = inputs[0].dtype
 
 
-torch.library.register_autograd(
-    "grouped::dequantize", _straight_through, setup_context=_save_dtype, lib=_LIBRARY
-)
+register_autograd("dequantize", _straight_through, _save_dtype, _LIBRARY)
 
 
 def handler(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -405,13 +465,13 @@ def _dequantize(
     held = x.rowwise if direction == "rowwise" else x.columnwise
     if held is None:
         raise RuntimeError(f"this GroupedTensor has no {direction} copy: {x!r}")
-    assert isinstance(x.format, NVFP4)
+    fmt = nvfp4(x.format)
     out: Tensor = ops.grouped_dequantize_nvfp4(
         *held,
         x.offs,
         x.shape[-2],
         dtype or x.dtype,
-        direction == "rowwise" and x.format.row_scaled,
+        direction == "rowwise" and fmt.row_scaled,
         direction == "columnwise",
     )
     return out
@@ -463,8 +523,28 @@ def _like(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Tensor:
     return out
 
 
+@handler(aten.new_empty.default)
+def _new_empty(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
+    # The staging of torch.distributed.checkpoint asks for an empty tensor of this shape on the CPU
+    # and then sets each attribute of this one on it. On a plain tensor they would have no effect,
+    # and it would store what happens to be in memory.
+    if tuple(size) == tuple(x.shape) and kwargs.get("device") is not None:
+        device, dtype = torch.device(kwargs["device"]), kwargs.get("dtype") or x.dtype
+        if dtype in ops.checks.INPUT_DTYPES:
+            return x._apply_inner(
+                lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device),
+                dtype,
+            )
+    plain: Tensor = _new(func, x, size, **kwargs)
+    return plain
+
+
+@handler(aten.is_pinned.default)
+def _is_pinned(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> bool:
+    return all(func(t, *args, **kwargs) for t in x._inner().values())
+
+
 @handler(
-    aten.new_empty.default,
     aten.new_empty_strided.default,
     aten.new_zeros.default,
     aten.new_ones.default,
@@ -480,8 +560,8 @@ def _copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False
     if isinstance(target, GroupedTensor):
         target._copy_from(source)
         return target
-    assert isinstance(source, GroupedTensor)
-    return target.copy_(source.dequantize(), non_blocking)
+    dense = source.dequantize() if isinstance(source, GroupedTensor) else source
+    return target.copy_(dense, non_blocking)
 
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "neg", "abs", "lerp", "pow")
@@ -534,7 +614,7 @@ def _decode_compute_encode(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     Arguments are matched to the schema by name, and those that ``func`` returns come back as the
     grouped tensors they were.
     """
-    schema = func._schema.arguments
+    schema, name = func._schema.arguments, func._schema.name.split("::")[1]
     named = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
     dense: dict[int, Tensor] = {}
 
@@ -544,6 +624,7 @@ def _decode_compute_encode(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return dense[id(x)]
 
     decoded = tree_map_only(GroupedTensor, decode, named)
+    operands = dict(decoded)
     positional = [decoded.pop(a.name) for a in schema if not a.kwarg_only and a.name in decoded]
     result = func(*positional, **decoded)
     owners: dict[int, GroupedTensor] = {}
@@ -551,8 +632,13 @@ def _decode_compute_encode(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         value = named.get(argument.name)
         if not _writes(argument):
             continue
-        for x in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(x, GroupedTensor):
-                x._quantize_into(dense[id(x)], x._offs)
-                owners[id(dense[id(x)])] = x
+        for i, x in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+            if not isinstance(x, GroupedTensor):
+                continue
+            values, watched = dense[id(x)], adds_update(name)
+            before = snapshot(x) if watched else None
+            x._quantize_into(values, x._offs)
+            if watched:
+                warn_if_lost(x, before, name, operands, i, values)
+            owners[id(values)] = x
     return tree_map(lambda t: owners.get(id(t), t), result)

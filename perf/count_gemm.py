@@ -22,8 +22,9 @@ import dataclasses
 import torch
 
 from cute_kernels import emulator
-from cute_kernels.gemm.config import TILE_SHAPES, GemmConfig, GemmProblem, TileShape
-from cute_kernels.gemm.heuristics import choose_config
+from cute_kernels.gemm.choice import choose_config
+from cute_kernels.gemm.problem import GemmProblem
+from cute_kernels.gemm.sm100.config import SM100_TILES, Sm100GemmConfig, Sm100Tile
 from cute_kernels.layout.shapes import ceil_div, num_slot_tiles, scale_tiles, slot_tile
 from cute_kernels.reference.groups import untile_scales
 from cute_kernels.reference.tensor_core import tensor_core_gemm
@@ -92,7 +93,7 @@ class Operands:
         rows, packed_k = self.a.shape
         return 2.0 * rows * self.b.shape[1] * 2 * packed_k
 
-    def run(self, config: GemmConfig) -> torch.Tensor:
+    def run(self, config: Sm100GemmConfig) -> torch.Tensor:
         """The (T, N) bf16 output of one launch."""
         from perf.compiled import compile_for_emulator
 
@@ -129,17 +130,17 @@ class Operands:
             start = end
 
 
-def tile_name(tile: TileShape) -> str:
+def tile_name(tile: Sm100Tile) -> str:
     """Size of a tile; with an s if its operands are swapped, a t if only those of tails are."""
-    return f"{tile.m}x{tile.n}{'s' * tile.swap_ab}{'t' * tile.swap_tails}"
+    return f"{tile.m}x{tile.n}{'s' * tile.swap_ab}{'t' * tile.swap_partial}"
 
 
-def report(tile: TileShape, operands: Operands, is_chosen: bool) -> None:
+def report(tile: Sm100Tile, operands: Operands, is_chosen: bool) -> None:
     """Print one line of the table."""
     from perf.compiled import compile_for_emulator
     from perf.cubin import read_resources
 
-    config = GemmConfig("nvfp4", row_scaled=True, tile=tile)
+    config = Sm100GemmConfig("nvfp4", row_scaled=True, tile=tile)
     emulator.reset_stats()
     out = operands.run(config)
     stats = emulator.stats()
@@ -168,8 +169,8 @@ def report_case(case: str, sizes: list[int], n: int, k: int, tiles: list[str]) -
             print(f"{'example ' + name:18}" + cells)
     operands = Operands.random(sizes, n, k)
     problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", len(sizes), sum(sizes), n, k=k)
-    chosen = choose_config(GemmConfig("nvfp4", row_scaled=True), problem, NUM_SMS).tile
-    for tile in TILE_SHAPES:
+    chosen = choose_config(Sm100GemmConfig("nvfp4", row_scaled=True), problem, NUM_SMS).tile
+    for tile in SM100_TILES:
         if tile_name(tile) in tiles:
             report(tile, operands, tile == chosen)
     print()
@@ -182,7 +183,7 @@ def main() -> None:
     parser.add_argument("--sizes", help="rows of each group, instead of --cases")
     parser.add_argument("--n", type=int, default=2048)
     parser.add_argument("--k", type=int, default=2048)
-    names = [tile_name(tile) for tile in TILE_SHAPES]
+    names = [tile_name(tile) for tile in SM100_TILES]
     parser.add_argument("--tiles", nargs="+", choices=names, default=names)
     options = parser.parse_args()
     emulator.install(arch=ARCH)

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 import cute_kernels
-from cute_kernels.gemm.heuristics import choose_config
-from cute_kernels.gemm.hopper.config import HOPPER_TILE_SHAPES, ExpandConfig, HopperGemmConfig
-from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
+from cute_kernels.gemm.choice import choose_config
+from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
+from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 from cute_kernels.layout.shapes import PIECE_K, ceil_div
 from cute_kernels.runtime.backend import active_backend
 from cute_kernels.runtime.launch import launcher
@@ -35,7 +35,7 @@ from perf.routing import ROUTINGS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cute_kernels.gemm.config import TileShape
+    from cute_kernels.gemm.problem import TileShape
 
 #: Bytes of one element of the weights, block scales included.
 _ELEMENT_BYTES = {"nvfp4": 0.5625, "w4a16": 0.5625, "fused": 0.5625, "bf16": 2.0, "fp8": 1.0}
@@ -98,20 +98,20 @@ class Bench:
             with Path(self.path).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(result | self.facts) + "\n")
 
-    def configs(self, case: Case, operand: str) -> list[HopperGemmConfig]:
+    def configs(self, case: Case, operand: str) -> list[Sm90GemmConfig]:
         """The chosen configuration, then those with the tiles that were asked for."""
         problem = case.problem(operand)
-        base = HopperGemmConfig(
+        base = Sm90GemmConfig(
             operand,
             problem.grouping,
-            tile=HopperGemmConfig.any_tile(problem.grouping),
+            tile=Sm90GemmConfig.any_tile(problem.grouping),
             row_scaled=operand == "nvfp4" and not case.is_wgrad,
             transpose_b=operand != "nvfp4" and case.product == "dgrad",
         )
-        best = choose_config(base, problem, self.launch.num_sms, cost=estimated_hopper_cycles)
+        best = choose_config(base, problem, self.launch.num_sms)
         tiles = [
             tile
-            for tile in HOPPER_TILE_SHAPES
+            for tile in SM90_TILES
             if base.takes(tile) and tile != best.tile and tile_name(tile) in self.tiles
         ]
         return [best, *(dataclasses.replace(base, tile=tile) for tile in tiles)]

@@ -21,8 +21,8 @@ import torch
 
 import cute_kernels
 from cute_kernels import ops
-from cute_kernels.gemm.hopper.config import HOPPER_TILE_SHAPES
-from cute_kernels.ops.gemm_kernels import force_tile
+from cute_kernels.gemm.sm90.config import SM90_TILES
+from cute_kernels.ops.launch.gemm import force_tile
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 #: Exit status of a tool that reports something.
@@ -70,7 +70,7 @@ def quantize() -> None:
 def _in_all_tiles(*calls: Any) -> None:
     for call in calls:
         call()
-    for tile, call in itertools.product(HOPPER_TILE_SHAPES, calls):
+    for tile, call in itertools.product(SM90_TILES, calls):
         with force_tile(tile):
             try:
                 call()

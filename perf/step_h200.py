@@ -26,8 +26,8 @@ from torch.nn import functional as F
 
 import cute_kernels
 import grouped
-from cute_kernels.gemm.config import GemmConfig
-from cute_kernels.gemm.hopper.config import ExpandConfig
+from cute_kernels.gemm.problem import GemmConfig
+from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 from cute_kernels.runtime.aot import declared_specs
 from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.spec import short_name

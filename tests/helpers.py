@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor
 
 import cute_kernels  # noqa: F401  (registers the ops)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "DTYPES",
@@ -31,6 +35,9 @@ __all__ = [
 
 ops = torch.ops.cute_kernels
 
+#: Dtypes of inputs and outputs, by the names that configurations use.
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
 
 def has_compiler() -> bool:
     """Whether there is a C++ compiler, for the emulator and for Inductor."""
@@ -38,9 +45,6 @@ def has_compiler() -> bool:
 
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="Inductor needs g++")
-
-#: Inputs, by the names that kernels' configurations use.
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 #: Byte that no quantizer writes by chance everywhere; marks what must stay untouched.
 SENTINEL = 0xA5
@@ -59,12 +63,12 @@ SPLITS = {
 }
 
 
-def end_rows(splits: tuple[int, ...]) -> list[int]:
+def end_rows(splits: Sequence[int]) -> list[int]:
     """End row of each group."""
     return torch.tensor(splits, dtype=torch.int64).cumsum(0).tolist()
 
 
-def offsets(splits: tuple[int, ...]) -> Tensor:
+def offsets(splits: Sequence[int]) -> Tensor:
     """End row of each group, as ops take them."""
     return torch.tensor(end_rows(splits), dtype=torch.int32)
 

@@ -1,118 +1,173 @@
-"""Views of the layout contract's buffers as (rows, K, groups), the way that TMA and MMA see them.
+"""What a tensor core needs to know of its operands: one kind for each pair of element and scale.
 
-Row pitches and group strides are 64-bit; a mode that the grouping lacks has extent 1.
+Kernels and configurations ask a kind, never a format: the kind of a format is found by what its
+record says. A new one is a record among ``_FORMATS``, the DSL's names of its types, and, where
+kernels write its instructions out themselves, a row of ``_TCGEN05``. All instructions, of sm_100a
+and sm_90a, contract 32 bytes of K.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from typing import Literal
 
-import cutlass
-from cutlass import Int64, cute
+from cute_kernels.formats import NVFP4, BlockScale, Format
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_COLS
 
-from cute_kernels.formats import NVFP4
-from cute_kernels.gemm.config import RAGGED_ROWS
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+__all__ = ["DTYPE_BYTES", "OPERANDS", "OperandKind", "Tcgen05Kind", "operand_of"]
 
-if TYPE_CHECKING:
-    from cute_kernels.gemm.config import OperandKind
+#: Bytes of one element, by the dtype names that configurations use.
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+#: Bytes of K that one instruction contracts.
+_INSTRUCTION_BYTES = 32
 
-__all__ = [
-    "DSL_TYPES",
-    "element_type",
-    "matrix_view",
-    "output_view",
-    "ragged_rows_view",
-    "scale_type",
-    "scales_view",
-]
 
-#: DSL types by the dtype names that configurations use.
-DSL_TYPES = {
-    "bfloat16": cutlass.BFloat16,
-    "float16": cutlass.Float16,
-    "float32": cutlass.Float32,
+@dataclasses.dataclass(frozen=True)
+class Tcgen05Kind:
+    """Block-scaled instructions of sm_100a, which kernels write out themselves.
+
+    Attributes:
+        qualifiers: the kind and what follows it.
+        element: number of the elements' type in the descriptor of an instruction.
+        scale: number of the block scales' type there.
+    """
+
+    qualifiers: str
+    element: int
+    scale: int
+
+
+#: Formats whose codes tensor cores multiply, or kernels decode on the way to them.
+_FORMATS: tuple[Format, ...] = (NVFP4(),)
+_PLAIN = ("bfloat16", "float16")
+#: The DSL's names of types of elements and scales.
+_DSL_TYPES = {
+    "e2m1": "Float4E2M1FN",
+    "e4m3": "Float8E4M3FN",
+    "bfloat16": "BFloat16",
+    "float16": "Float16",
 }
-_ELEMENTS = {NVFP4.name: cutlass.Float4E2M1FN, **DSL_TYPES}
-_SCALES = {NVFP4.name: cutlass.Float8E4M3FN}
+#: By element and element of the block scale; instructions that are not here are the DSL's, which
+#: fix N when they are traced.
+_TCGEN05 = {("e2m1", "e4m3"): Tcgen05Kind("mxf4nvf4.block_scale.block16", element=1, scale=0)}
+#: Elements that instructions of sm_90a take; others are decoded to these.
+_WGMMA = ("bfloat16", "float16")
 
 
-def element_type(kind: OperandKind) -> Any:
-    """The DSL's type of an operand's elements."""
-    return _ELEMENTS[kind.name]
+@dataclasses.dataclass(frozen=True)
+class OperandKind:
+    """Both operands of a product, as tensor cores see them.
 
-
-def scale_type(kind: OperandKind) -> Any:
-    """The DSL's type of an operand's block scales."""
-    return _SCALES[kind.name]
-
-
-#: Stride of a mode whose coordinate ``RAGGED_ROWS`` makes the address wrap around at 2^64 bytes.
-_WRAP_STRIDE = 2**34
-
-
-def ragged_rows_view(matrix: cute.Tensor) -> cute.Tensor:
-    """(T, rows) as (rows, K, (ends, wrap)), so that TMA zero-fills past the end of a group.
-
-    A tensor map bounds each mode by itself, and groups end anywhere. So K counts up to the fixed
-    extent ``RAGGED_ROWS``, and element k of a group that ends at row e and has n rows is at
-    ``K = RAGGED_ROWS - n + k``, ``ends = e``, ``wrap = RAGGED_ROWS``: past the group's end K leaves
-    the extent. The modes ``ends`` and ``wrap`` move the address back by ``RAGGED_ROWS - e`` rows,
-    in arithmetic modulo 2^64. Triton's ragged tensor descriptors do the same.
+    Attributes:
+        name: how configurations name it: the text of a format, or a dtype.
+        fmt: a format of such operands; None if they are plain.
     """
-    width = matrix.element_type.width // 8
-    aligned = PITCH_ALIGNMENT // width
-    pitch = cute.assume(Int64(matrix.stride[0]), aligned)
-    wrap = cute.assume(Int64(_WRAP_STRIDE) - pitch, aligned)
-    layout = cute.make_layout(
-        (matrix.shape[1], RAGGED_ROWS, (2**31 - 1, 2**31 - 1)), stride=(1, pitch, (pitch, wrap))
-    )
-    return cute.make_tensor(matrix.iterator, layout)
+
+    name: str
+    fmt: Format | None = None
+
+    @property
+    def element(self) -> str:
+        """Name of the elements' type."""
+        return self.name if self.fmt is None else self.fmt.element.name
+
+    @property
+    def bits(self) -> int:
+        """Bits of one element."""
+        return DTYPE_BYTES[self.name] * 8 if self.fmt is None else self.fmt.element.bits
+
+    @property
+    def scale(self) -> BlockScale | None:
+        """The block scales beside the elements; None without."""
+        return None if self.fmt is None else self.fmt.scale
+
+    @property
+    def is_block_scaled(self) -> bool:
+        """Whether block scales are read beside the elements."""
+        return self.scale is not None
+
+    @property
+    def sf_vec_size(self) -> int:
+        """Elements that share a block scale; 0 without block scales."""
+        return 0 if self.scale is None else self.scale.vec_size
+
+    @property
+    def level_factor(self) -> float | None:
+        """What the second level of scales is multiplied by to decode; None without one."""
+        level = None if self.fmt is None else self.fmt.second_level
+        return None if level is None else level.factor
+
+    @property
+    def columnwise(self) -> Literal["transposed", "untransposed"] | None:
+        """How the copy lies whose blocks run along rows, see ``formats``.
+
+        None if operands are plain: then one tensor serves both directions, and has no slots.
+        """
+        return None if self.fmt is None else self.fmt.columnwise
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether each group's rows start at a slot where they are contracted.
+
+        Otherwise K begins and ends at any row.
+        """
+        return self.columnwise is not None
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether operands are contiguous along K whatever is contracted.
+
+        Otherwise those whose rows are contracted are contiguous along M or N.
+        """
+        return self.columnwise == "transposed"
+
+    @property
+    def dsl_types(self) -> tuple[str, str | None]:
+        """The DSL's names of the types of elements and of block scales."""
+        scale = None if self.scale is None else _DSL_TYPES[self.scale.element.name]
+        return _DSL_TYPES[self.element], scale
+
+    @property
+    def tcgen05(self) -> Tcgen05Kind | None:
+        """Instructions of sm_100a with N chosen at run time; None for the DSL's, which fix it."""
+        if self.scale is None:
+            return None
+        return _TCGEN05.get((self.element, self.scale.element.name))
+
+    @property
+    def is_wgmma(self) -> bool:
+        """Whether instructions of sm_90a take the elements; otherwise they are decoded."""
+        return self.element in _WGMMA
+
+    @property
+    def instruction_k(self) -> int:
+        """Elements of K that one instruction contracts."""
+        return _INSTRUCTION_BYTES * 8 // self.bits
+
+    @property
+    def scale_tile_k(self) -> int:
+        """Elements of K whose block scales are in one 128x4 tile of them."""
+        return self.sf_vec_size * SF_TILE_COLS
+
+    @property
+    def k_blocks_of_scale_tile(self) -> int:
+        """Instructions along K whose block scales are in one tile; each picks its own by number."""
+        return self.scale_tile_k // self.instruction_k
+
+    @property
+    def k_align(self) -> int:
+        """K must be a multiple of this in an m_grouped product: rows TMA can address."""
+        return PITCH_ALIGNMENT * 8 // self.bits if self.fmt is None else self.fmt.k_multiple
 
 
-def matrix_view(matrix: cute.Tensor, kind: OperandKind, mn_major: bool) -> cute.Tensor:
-    """An operand's matrix, or one a group, as elements (rows, K, G or 1).
-
-    Args:
-        matrix: ([G,] rows, K) with packed codes as bytes; ([G,] K, rows) if ``mn_major``.
-        kind: what it is made of.
-        mn_major: rows are contiguous instead of K.
-    """
-    per_item = matrix.element_type.width // kind.bits
-    # TMA takes pitches of whole 16 bytes only; the argument's own stride promises that.
-    aligned = 128 // kind.bits
-    pitch = cute.assume(Int64(matrix.stride[-2]) * per_item, aligned)
-    shape = [matrix.shape[-2], matrix.shape[-1] * per_item, 1]
-    stride = [pitch, 1, Int64(0)]
-    if len(matrix.shape) == 3:
-        shape[2] = matrix.shape[0]
-        stride[2] = cute.assume(Int64(matrix.stride[0]) * per_item, aligned)
-    if mn_major:
-        shape[:2], stride[:2] = shape[1::-1], stride[1::-1]
-    layout = cute.make_layout(tuple(shape), stride=tuple(stride))
-    return cute.make_tensor(cute.recast_ptr(matrix.iterator, dtype=element_type(kind)), layout)
+#: Operand kinds by name; both operands are of the same kind.
+OPERANDS = {
+    **{fmt.text: OperandKind(fmt.text, fmt) for fmt in _FORMATS},
+    **{name: OperandKind(name) for name in _PLAIN},
+}
+_BY_FACTS = {(kind.fmt.element, kind.fmt.scale): kind for kind in OPERANDS.values() if kind.fmt}
 
 
-def scales_view(scales: cute.Tensor, kind: OperandKind) -> cute.Tensor:
-    """Scale tiles ([G,] rows, K tiles, 512) as (((32, 4), rows), ((vec, 4), K tiles), G or 1)."""
-    row_tiles, k_tiles, _ = scales.shape[-3:]
-    groups = scales.shape[0] if len(scales.shape) == 4 else 1
-    row_stride = Int64(k_tiles) * SF_TILE_BYTES
-    layout = cute.make_layout(
-        (
-            ((32, SF_TILE_ROWS // 32), row_tiles),
-            ((kind.sf_vec_size, SF_TILE_COLS), k_tiles),
-            groups,
-        ),
-        stride=(((16, 4), row_stride), ((0, 1), SF_TILE_BYTES), row_stride * row_tiles),
-    )
-    return cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=scale_type(kind)), layout)
-
-
-def output_view(tensor: cute.Tensor) -> cute.Tensor:
-    """(rows, cols) or (G, rows, cols) as (G or 1, rows, cols)."""
-    if len(tensor.shape) == 3:
-        return tensor
-    rows, cols = tensor.shape
-    layout = cute.make_layout((1, rows, cols), stride=(Int64(0), *tensor.stride))
-    return cute.make_tensor(tensor.iterator, layout)
+def operand_of(fmt: Format) -> OperandKind | None:
+    """The kind of a format's operands; None if no kernel multiplies them."""
+    return _BY_FACTS.get((fmt.element, fmt.scale))

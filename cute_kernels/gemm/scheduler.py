@@ -16,10 +16,11 @@ import cutlass
 from cutlass import Int32, cute, pipeline
 
 from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.layout.shapes import TILE_ROWS
+from cute_kernels.device.groups import group_end, group_start
+from cute_kernels.layout.shapes import TILE_ROWS, slot_tile
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.config import GemmConfig
+    from cute_kernels.gemm.problem import Extents, GemmConfig
 
 __all__ = ["TILE_WORDS", "TileReader", "TileScheduler", "WorkTile"]
 
@@ -95,8 +96,7 @@ class TileScheduler:
         ring: the ring of tile records.
         buffer: its (stages * 8,) int32 in shared memory.
         offs: (G,) int32 end rows.
-        extents: rows of the buffer, rows of operands M and N (of one group), and K; a grouping uses
-            some of them.
+        extents: the sizes; a grouping uses some of them.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class TileScheduler:
         ring: pipeline.PipelineAsync,
         buffer: cute.Tensor,
         offs: cute.Tensor,
-        extents: tuple[Int32, Int32, Int32, Int32],
+        extents: Extents,
     ):
         self.config = config
         self.ring = ring
         self.buffer = buffer
         self.offs = offs
-        self.num_rows, self.size_m, self.size_n, self.size_k = extents
+        self.extents = extents
         self.tile = config.tile
 
     @cute.jit
@@ -159,11 +159,10 @@ class TileScheduler:
         """
         start, end = Int32(0), Int32(0)
         if group < self.num_listed():
-            end = Int32(self.num_rows)
+            end = Int32(self.extents.rows)
             if group < self.offs.shape[0]:
-                end = cutlass.max(cutlass.min(self.offs[group], self.num_rows), 0)
-            if group > 0:
-                start = cutlass.max(cutlass.min(self.offs[group - 1], self.num_rows), 0)
+                end = group_end(self.offs, group, self.extents.rows)
+            start = group_start(self.offs, group, self.extents.rows)
         return start, cutlass.max(end - start, 0)
 
     @cute.jit
@@ -185,10 +184,10 @@ class TileScheduler:
 
     @cute.jit
     def walk_ragged(self, state: Any) -> Any:
-        num_cols = self.size_m if cutlass.const_expr(self.tile.swap_ab) else self.size_n
+        num_cols = self.extents.m if cutlass.const_expr(self.tile.swap_ab) else self.extents.n
         col_tiles = (num_cols + (self.tile.cols - 1)) // self.tile.cols
-        instruction_k = self.config.kind.instruction_k
-        k_blocks = (self.size_k + (instruction_k - 1)) // instruction_k
+        instruction_k = self.config.instruction_k
+        k_blocks = (self.extents.k + (instruction_k - 1)) // instruction_k
         first, passed = Int32(0), Int32(0)
         start, rows, before, upto = self.window(first, col_tiles)
         in_window = cute.arch.shuffle_sync(upto, WARP_SIZE - 1)
@@ -208,7 +207,7 @@ class TileScheduler:
                 if cutlass.const_expr(self.config.zero_tail):
                     if group == self.offs.shape[0]:
                         tile_k_blocks = Int32(0)
-                sf_row = (group_start // TILE_ROWS + group) * TILE_ROWS + row
+                sf_row = slot_tile(group_start, group) * TILE_ROWS + row
                 ragged, uniform = (group_start + row, sf_row), (col, col)
                 if cutlass.const_expr(self.tile.swap_ab):
                     ragged, uniform = uniform, ragged
@@ -226,19 +225,19 @@ class TileScheduler:
 
     @cute.jit
     def walk_uniform(self, state: Any) -> Any:
-        tiles_m = (self.size_m + (self.tile.m - 1)) // self.tile.m
-        tiles_n = (self.size_n + (self.tile.n - 1)) // self.tile.n
+        tiles_m = (self.extents.m + (self.tile.rows - 1)) // self.tile.rows
+        tiles_n = (self.extents.n + (self.tile.cols - 1)) // self.tile.cols
         tiles = tiles_m * tiles_n
-        instruction_k = self.config.kind.instruction_k
+        instruction_k = self.config.instruction_k
         index, step = self.position()
         while index < self.offs.shape[0] * tiles:
             group = index // tiles
             local = index - group * tiles
             start, rows = self.group_rows(group)
-            row, col = local % tiles_m * self.tile.m, local // tiles_m * self.tile.n
+            row, col = local % tiles_m * self.tile.rows, local // tiles_m * self.tile.cols
             k_start = start
             if cutlass.const_expr(not self.config.ragged_k):
-                k_start = (start // TILE_ROWS + group) * TILE_ROWS
+                k_start = slot_tile(start, group) * TILE_ROWS
             # An empty group leaves its output alone when accumulating, and zeros it otherwise.
             if rows > 0 or cutlass.const_expr(not self.config.accumulate):
                 state = self.put(

@@ -23,6 +23,7 @@ __all__ = [
     "TILE_ROWS",
     "ceil_div",
     "code_pitch",
+    "most_rows",
     "num_slot_tiles",
     "round_up",
     "scale_offset",
@@ -66,6 +67,11 @@ def slot_tile(start: int, group: int) -> int:
 def num_slot_tiles(rows: int, num_groups: int) -> int:
     """Tiles of a slot buffer that holds any split of ``rows`` rows into ``num_groups`` groups."""
     return rows // TILE_ROWS + num_groups
+
+
+def most_rows(num_tiles: int, num_groups: int) -> int:
+    """The most rows that slots in ``num_tiles`` tiles hold: undoes ``num_slot_tiles``."""
+    return (num_tiles - num_groups + 1) * TILE_ROWS - 1
 
 
 def uniform_tiles(rows: int) -> int:

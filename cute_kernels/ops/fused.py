@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.formats import NVFP4, Format
-from cute_kernels.ops import gemm_kernels
 from cute_kernels.ops.checks import INPUT_DTYPES
 from cute_kernels.ops.gemm import MGroupedGemmNVFP4, MixedInputGemm
+from cute_kernels.ops.launch import gemm as launch_gemm
 from cute_kernels.ops.quantize import GroupedQuantizeNVFP4
 from cute_kernels.ops.registry import register
 
@@ -42,7 +42,7 @@ class MGroupedQuantizeGemmNVFP4(MixedInputGemm):
         bias: (G, N), added in fp32.
         alpha: (G,) fp32 factors.
         row_scaled: the second level of A is one amax per row instead of one per group.
-        out_dtype: bf16, fp16 or fp32; bf16 by default.
+        out_dtype: bf16, fp16 or fp32; bf16 by default, as in the second of the two ops.
         prepacked: as for ``m_grouped_gemm_nvfp4``.
 
     Returns:
@@ -65,7 +65,7 @@ class MGroupedQuantizeGemmNVFP4(MixedInputGemm):
         return "grouped_gemm", NVFP4(row_scaled=self.row_scaled)
 
     def kernels(self, launch: Launcher) -> Runner:
-        return gemm_kernels.quantizing(self, launch) or _one_after_the_other
+        return launch_gemm.quantizing(self, launch) or _one_after_the_other
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         self.product().run_reference(outputs, **options)

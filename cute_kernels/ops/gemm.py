@@ -16,19 +16,7 @@ from torch import Tensor
 from cute_kernels import reference
 from cute_kernels.capability import UnsupportedError, require
 from cute_kernels.formats import NVFP4, Format
-from cute_kernels.gemm.hopper.prepack import unpack
-from cute_kernels.ops import gemm_kernels
-from cute_kernels.ops.checks import (
-    INPUT_DTYPES,
-    check_dtype,
-    check_multiple,
-    check_offs,
-    check_tensor,
-    same_device,
-)
-from cute_kernels.ops.registry import Op, OutputSpec, register
-from cute_kernels.reference.groups import Groups
-from cute_kernels.runtime.backend import active_backend
+from cute_kernels.layout.prepack import unpack
 from cute_kernels.layout.shapes import (
     PITCH_ALIGNMENT,
     SF_TILE_BYTES,
@@ -38,6 +26,18 @@ from cute_kernels.layout.shapes import (
     num_slot_tiles,
     scale_tiles,
 )
+from cute_kernels.ops.checks import (
+    INPUT_DTYPES,
+    check_dtype,
+    check_multiple,
+    check_offs,
+    check_tensor,
+    same_device,
+)
+from cute_kernels.ops.launch import gemm as launch_gemm
+from cute_kernels.ops.registry import Op, OutputSpec, register
+from cute_kernels.reference.groups import Groups
+from cute_kernels.runtime.backend import active_backend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -177,7 +177,7 @@ class MGroupedGemm(GroupedGemm):
         return (self.a, None, None), (self.b, None, None)
 
     def kernels(self, launch: Launcher) -> Runner:
-        return gemm_kernels.m_grouped(self, launch)
+        return launch_gemm.m_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
@@ -268,7 +268,7 @@ class KGroupedGemm(GroupedGemm):
         return (self.a, None, None), (self.b, None, None)
 
     def kernels(self, launch: Launcher) -> Runner:
-        return gemm_kernels.k_grouped(self, launch)
+        return launch_gemm.k_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
@@ -320,7 +320,7 @@ class MGroupedGemmNVFP4(GroupedGemm):
         bias: (G, N), added in fp32.
         alpha: (G,) fp32 factors.
         row_scaled: ``a_amax`` is per row.
-        out_dtype: bf16, fp16 or fp32; bf16 by default.
+        out_dtype: bf16, fp16 or fp32; bf16 by default: codes have no dtype that it could follow.
         prepacked: ``b_codes`` has the order of bits of ``cute_kernels.prepack``, which kernels for
             sm_90a and the reference take.
 
@@ -384,7 +384,7 @@ class MGroupedGemmNVFP4(GroupedGemm):
         )
 
     def kernels(self, launch: Launcher) -> Runner:
-        return gemm_kernels.m_grouped(self, launch)
+        return launch_gemm.m_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
@@ -488,7 +488,7 @@ class MGroupedGemmW4A16(MixedInputGemm):
         return "grouped_gemm_w4a16", NVFP4()
 
     def kernels(self, launch: Launcher) -> Runner:
-        return gemm_kernels.m_grouped(self, launch)
+        return launch_gemm.m_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs
@@ -525,7 +525,7 @@ class KGroupedGemmNVFP4(GroupedGemm):
         b_amax_t: its (G,) fp32 second level.
         offs: (G,) int32 end rows.
         alpha: (G,) fp32 factors.
-        out_dtype: bf16, fp16 or fp32; bf16 by default.
+        out_dtype: bf16, fp16 or fp32; bf16 by default: codes have no dtype that it could follow.
 
     Returns:
         (G, N, K); zeros for an empty group. The ``_out`` form leaves those alone when accumulating.
@@ -590,7 +590,7 @@ class KGroupedGemmNVFP4(GroupedGemm):
         )
 
     def kernels(self, launch: Launcher) -> Runner:
-        return gemm_kernels.k_grouped(self, launch)
+        return launch_gemm.k_grouped(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
         (out,) = outputs

@@ -167,7 +167,8 @@ class GroupedDbias(Op):
         offs: (G,) int32 end rows.
 
     Returns:
-        (G, N) fp32, zeros for an empty group.
+        (G, N) fp32, the dtype of the sums, zeros for an empty group. Callers cast to that of the
+        bias, once, after adding what else belongs to the gradient.
     """
 
     dy: Tensor

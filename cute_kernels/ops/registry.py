@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from cute_kernels.capability import require, support
+from cute_kernels.ops.derivatives import not_differentiable, refuse_derivatives, register_autograd
 from cute_kernels.runtime.backend import active_backend, chosen_backend
 from cute_kernels.runtime.launch import launcher
 from cute_kernels.runtime.plan import PlanCache, plan_key
@@ -299,16 +302,6 @@ def _check_outputs(
             raise ValueError(f"{op.name}_out: {name} must be on {op.device}, got {tensor.device}")
 
 
-def _refuse_gradients(op: Op) -> None:
-    """Raise where the ``_out`` form of a differentiable op would lose a gradient."""
-    for name, tensor in op.tensors().items():
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{op.name}_out has no derivative, but {name} requires a gradient: detach it, or "
-                f"call {op.name}"
-            )
-
-
 def _unwrap(device: torch.device, outputs: Sequence[Tensor | None]) -> Tensor | tuple[Tensor, ...]:
     """What a functional op returns: an empty tensor for each output that was not asked for."""
     given = tuple(
@@ -353,13 +346,18 @@ def register(cls: type[Op]) -> type[Op]:
         options = {k: kwargs.pop(k) for k in ("accumulate",) if k in kwargs}
         return [kwargs.pop(name, None) for name in cls.output_names], options
 
+    def refuse(op: Op, outputs: list[Tensor | None]) -> None:
+        named = (*vars(op).items(), *zip(cls.output_names, outputs, strict=True))
+        refuse_derivatives(f"{cls.name}_out", named, f"call {cls.name}")
+
     def call_out(*args: Any, **kwargs: Any) -> None:
         outputs, options = split(kwargs)
         op = cls(*args, **kwargs)
         plan = op.cached_plan()
         _check_outputs(op, plan.outputs, outputs)
-        if cls.backward is not None:
-            _refuse_gradients(op)
+        refuse(op, outputs)
+        # Nothing else tells autograd, which may hold an output for a backward pass.
+        increment_version([t for t in outputs if t is not None])
         with torch.no_grad():
             plan.compute_into(op, outputs, **options)
 
@@ -368,6 +366,7 @@ def register(cls: type[Op]) -> type[Op]:
         op = cls(*args, **kwargs)
         op.check()
         _check_outputs(op, op.outputs(), outputs)
+        refuse(op, outputs)
 
     pairs: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (
         (cls.name, functional, call, fake),
@@ -377,11 +376,12 @@ def register(cls: type[Op]) -> type[Op]:
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"cute_kernels::{name}", meta, lib=_LIBRARY)
-    torch.library.register_autograd(
-        f"cute_kernels::{cls.name}",
-        cls.backward or _not_differentiable(cls.name),
-        setup_context=cls.setup_context,
-        lib=_LIBRARY,
+    getattr(torch.ops.cute_kernels, cls.name).__doc__ = cls.__doc__
+    getattr(
+        torch.ops.cute_kernels, f"{cls.name}_out"
+    ).__doc__ = f"``{cls.name}``, written into given tensors.\n\n    {cls.__doc__}"
+    register_autograd(
+        cls.name, cls.backward or not_differentiable(cls.name), cls.setup_context, _LIBRARY
     )
     cls.invoke = staticmethod(_invoker(cls))
     return cls
@@ -391,8 +391,8 @@ def _invoker(cls: type[Op]) -> Callable[..., Any]:
     """The op without the dispatcher, whose Python boundary costs more than a launch.
 
     Calls that something else must see go through the dispatcher after all: traced and compiled
-    ones, tensor subclasses, dispatch modes, transforms, and operands that require gradients or have
-    no data.
+    ones, tensor subclasses, dispatch modes, transforms, forward-mode AD, and operands that require
+    gradients or have no data.
     """
     dispatched = getattr(torch.ops.cute_kernels, cls.name).default
 
@@ -408,6 +408,8 @@ def _invoker(cls: type[Op]) -> Callable[..., Any]:
         outputs = plan.compute(op)
         return outputs[0] if len(outputs) == 1 else outputs
 
+    invoke.__name__ = invoke.__qualname__ = cls.name
+    invoke.__doc__ = cls.__doc__
     return invoke
 
 
@@ -422,6 +424,7 @@ def is_observed(args: tuple[Any, ...], plain: frozenset[type] = _PLAIN) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack()
+        or forward_ad._current_level >= 0
     ):
         return True
     watches = torch.is_grad_enabled()
@@ -432,12 +435,3 @@ def is_observed(args: tuple[Any, ...], plain: frozenset[type] = _PLAIN) -> bool:
         elif isinstance(a, Tensor):
             return True
     return False
-
-
-def _not_differentiable(name: str) -> Callable[..., Any]:
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            f"{name} has no derivative; train through grouped.nn, or detach its input"
-        )
-
-    return backward

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from cute_kernels import reference
 from cute_kernels.formats import NVFP4
-from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperGemmConfig
-from cute_kernels.gemm.hopper.prepack import prepack
+from cute_kernels.gemm.problem import GemmArguments
+from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
+from cute_kernels.layout.prepack import prepack
 from cute_kernels.layout.shapes import (
     ceil_div,
     code_pitch,
@@ -24,13 +26,13 @@ from cute_kernels.layout.shapes import (
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.runtime import architecture, compile_kernel
+from tests.helpers import DTYPES, offsets
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.config import GemmConfig
+    from cute_kernels.gemm.problem import GemmConfig
 
 ARCH = "sm_100a"
 NUM_SMS = 4
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: (rows of each group, N, K, rows of the tail).
 SHAPES = {
     "one row": ([1], 8, 32, 0),
@@ -57,7 +59,12 @@ if importlib.util.find_spec("cutlass") is None:
 
 def arch_of(config: GemmConfig) -> str:
     """The architecture that a configuration is for."""
-    return "sm_90a" if isinstance(config, HopperGemmConfig) else ARCH
+    return "sm_90a" if isinstance(config, Sm90GemmConfig) else ARCH
+
+
+def activations_of(config: GemmConfig) -> str | None:
+    """Dtype of A where only B is quantized, which sm_90a has."""
+    return getattr(config, "activations", None)
 
 
 def compiled(config: Any, arch: str = ARCH, device: str = "cpu") -> Any:
@@ -122,10 +129,6 @@ def quantize(
     return Operand(codes, scales, amax)
 
 
-def ends(sizes: list[int]) -> Tensor:
-    return torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
 def randn(*shape: int, seed: int) -> Tensor:
     """Values of several magnitudes, so that block scales and row amaxes differ."""
     generator = torch.Generator().manual_seed(seed)
@@ -172,13 +175,14 @@ class Product:
             codes, scales, amax = (on_device_of(out, getattr(operand, n)) for n in PARTS)
             if side == "b" and getattr(self.config, "prepacked", False):
                 codes = prepack(codes)
-            if self.config.expanded == side and self.config.activations is not None:
+            is_expanded = getattr(self.config, "expanded", None) == side
+            if is_expanded and self.config.activations is not None:
                 depth = ceil_div(codes.shape[1], 128) * 128
                 values = torch.full((len(codes), depth), float("nan")).to(codes)
                 arrange = compiled(ArrangeConfig(self.config.activations), arch, device)
                 arrange(codes, offs, values, num_sms)
                 codes = values
-            elif self.config.expanded == side:
+            elif is_expanded:
                 depth = ceil_div(2 * codes.shape[1], 128) * 128
                 values = torch.full((len(codes), depth), float("nan"))
                 values = values.to(out.device, torch.float16)
@@ -187,7 +191,8 @@ class Product:
                 expand(codes, scales, offs if is_ragged else None, values, num_sms)
                 codes, scales = values, None
             tensors += [codes, scales, amax]
-        compiled(self.config, arch, device)(*tensors, offs, bias, alpha, out, num_sms)
+        rest = {"offs": offs, "bias": bias, "alpha": alpha, "out": out, "num_sms": num_sms}
+        compiled(self.config, arch, device)(*GemmArguments(*tensors, **rest))
 
     def expected(self) -> Tensor:
         """What a tensor core of the configuration's architecture gives, to the bit."""
@@ -226,13 +231,13 @@ def m_grouped(
     seed: int = 0,
 ) -> Product:
     """Ragged rows, the ``tail`` included, times a matrix a group (fprop; dgrad if columnwise)."""
-    offs, rows, groups = ends(sizes), sum(sizes) + tail, len(sizes)
+    offs, rows, groups = offsets(sizes), sum(sizes) + tail, len(sizes)
     x = randn(rows, k, seed=seed)
     transposed = columnwise_b or config.transpose_b
     w = randn(groups, *((k, n) if transposed else (n, k)), seed=seed + 1)
     if config.kind.is_block_scaled:
         b = quantize(w, None, columnwise=columnwise_b)
-        if config.activations is not None:
+        if activations_of(config) is not None:
             a = _plain(config, x, rows - tail)
         else:
             a = quantize(x, offs, row_scaled=config.row_scaled)
@@ -254,7 +259,7 @@ def k_grouped(
     config: GemmConfig, sizes: list[int], m: int, n: int, *, tail: int = 0, seed: int = 0
 ) -> Product:
     """Two ragged operands over their rows (wgrad)."""
-    offs, rows = ends(sizes), sum(sizes) + tail
+    offs, rows = offsets(sizes), sum(sizes) + tail
     x, y = randn(rows, m, seed=seed), randn(rows, n, seed=seed + 1)
     if config.kind.is_block_scaled:
         a, b = quantize(x, offs, columnwise=True), quantize(y, offs, columnwise=True)
@@ -266,7 +271,7 @@ def k_grouped(
 
 def _plain(config: GemmConfig, x: Tensor, live: int | None = None) -> Operand:
     """A plain operand with NaN in its rows from ``live`` on."""
-    x = x.to(DTYPES[config.activations or config.operand])
+    x = x.to(DTYPES[activations_of(config) or config.operand])
     if live is not None:
         x[live:] = float("nan")
     return Operand(x)
@@ -285,14 +290,3 @@ def _bias(config: GemmConfig, groups: int, n: int, seed: int) -> Tensor | None:
 
 def _alpha(config: GemmConfig, groups: int, seed: int) -> Tensor | None:
     return randn(groups, 1, seed=seed + 3)[:, 0].contiguous() if config.has_alpha else None
-
-
-def assert_same_bits(got: Tensor, want: Tensor) -> None:
-    """Equal to the bit; says where the first difference is."""
-    width = {2: torch.int16, 4: torch.int32}[got.element_size()]
-    wrong = (got.view(width) != want.view(width)).nonzero()
-    if len(wrong):
-        at = tuple(wrong[0].tolist())
-        raise AssertionError(
-            f"{len(wrong)} of {got.numel()} differ, first at {at}: {got[at]} is not {want[at]}"
-        )

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pickle
 
 import pytest
 
-from cute_kernels.gemm.config import (
-    OPERANDS,
-    TILE_SHAPES,
-    TMEM_COLUMNS,
-    GemmConfig,
-    GemmProblem,
-    TileShape,
-)
-from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
-from cute_kernels.gemm.warp_schedule import WarpSchedule
+from cute_kernels.formats import FP8, MXFP8, NVFP4
+from cute_kernels.gemm.choice import choose_config
+from cute_kernels.gemm.operands import OPERANDS, OperandKind, operand_of
+from cute_kernels.gemm.problem import GemmArguments, GemmConfig, GemmProblem
+from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+from cute_kernels.gemm.sm100.config import SM100_TILES, TMEM_COLUMNS, Sm100GemmConfig, Sm100Tile
+from cute_kernels.gemm.sm100.warp_schedule import WarpSchedule
+from cute_kernels.runtime.spec import resolve
 
 CONFIGS = [
-    GemmConfig(operand, out_dtype=out, tile=tile)
+    Sm100GemmConfig(operand, out_dtype=out, tile=tile)
     for operand in OPERANDS
     for out in ("bfloat16", "float32")
-    for tile in TILE_SHAPES
-    if GemmConfig(operand).takes(tile)
+    for tile in SM100_TILES
+    if Sm100GemmConfig(operand).takes(tile)
 ]
 PROBLEM = GemmProblem("nvfp4", "m_grouped", "bfloat16", groups=32, rows=4096, n=4096, k=7168)
 NUM_SMS = 148
@@ -35,7 +34,7 @@ def test_configurations_are_keys_that_survive_pickling() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_memory_of_every_tile_fits(config: GemmConfig) -> None:
+def test_memory_of_every_tile_fits(config: Sm100GemmConfig) -> None:
     # Four warps stage blocks of 32 rows, of 128 bytes, or of 32 columns where operands are swapped.
     staged = 4 * config.num_store_stage * 32 * 128
     if config.tile.swap_ab:
@@ -46,6 +45,33 @@ def test_memory_of_every_tile_fits(config: GemmConfig) -> None:
     assert used <= TMEM_COLUMNS
     # The epilogue gives shared columns back before it has read half of an accumulator.
     assert config.acc_overlap <= config.tile.n // 2
+
+
+def test_what_the_kinds_of_operands_say() -> None:
+    nvfp4, bf16 = OPERANDS["nvfp4"], OPERANDS["bfloat16"]
+    assert (nvfp4.instruction_k, nvfp4.k_blocks_of_scale_tile, nvfp4.k_align) == (64, 1, 16)
+    assert nvfp4.is_transposed and nvfp4.has_slots and not nvfp4.is_wgmma
+    assert nvfp4.level_factor == 1 / 2688
+    assert (bf16.instruction_k, bf16.k_align, bf16.tcgen05) == (16, 8, None)
+    assert not (bf16.is_transposed or bf16.has_slots or bf16.is_block_scaled)
+    # Formats to come: four MMAs share a tile of MXFP8's scales; FP8 has slots and no scales.
+    mxfp8, fp8 = OperandKind("mxfp8", MXFP8()), OperandKind("fp8", FP8())
+    assert (mxfp8.instruction_k, mxfp8.k_blocks_of_scale_tile) == (32, 4)
+    assert mxfp8.has_slots and not mxfp8.is_transposed and mxfp8.level_factor is None
+    assert (fp8.instruction_k, fp8.is_block_scaled, fp8.has_slots) == (32, False, True)
+
+
+def test_a_format_finds_its_kind_by_element_and_scale() -> None:
+    for fmt in (NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))):
+        assert operand_of(fmt) is OPERANDS["nvfp4"]
+    assert operand_of(MXFP8()) is None and operand_of(FP8()) is None
+
+
+@pytest.mark.parametrize("cls", [Sm90GemmConfig, Sm100GemmConfig])
+def test_arguments_are_named_as_the_kernel_names_them(cls: type[GemmConfig]) -> None:
+    pytest.importorskip("cutlass")
+    parameters = inspect.signature(resolve(cls.kernel).__call__).parameters
+    assert [*parameters] == ["self", *GemmArguments._fields, "stream"]
 
 
 def test_arrivals_count_every_warp_once() -> None:
@@ -62,20 +88,20 @@ def test_arrivals_count_every_warp_once() -> None:
         ({"operand": "mxfp8"}, "operand"),
         ({"out_dtype": "float64"}, "out_dtype"),
         ({"grouping": "n_grouped"}, "grouping"),
-        ({"tile": TileShape(64, 64)}, "tile"),
+        ({"tile": Sm100Tile(64, 64)}, "tile"),
         ({"grouping": "k_grouped", "row_scaled": True}, "row_scaled"),
         ({"operand": "bfloat16", "row_scaled": True}, "row_scaled"),
         ({"grouping": "k_grouped", "bias_dtype": "float32"}, "bias"),
         ({"transpose_b": True}, "transpose_b"),
         ({"zero_tail": True, "accumulate": True}, "zero_tail"),
-        ({"grouping": "k_grouped", "tile": TileShape(128, 32, swap_ab=True)}, "swap_ab"),
-        ({"grouping": "k_grouped", "tile": TileShape(128, 128, swap_tails=True)}, "swap_tails"),
-        ({"operand": "bfloat16", "tile": TileShape(128, 128, swap_tails=True)}, "swap_tails"),
+        ({"grouping": "k_grouped", "tile": Sm100Tile(128, 32, swap_ab=True)}, "swap_ab"),
+        ({"grouping": "k_grouped", "tile": Sm100Tile(128, 128, swap_partial=True)}, "swap_partial"),
+        ({"operand": "bfloat16", "tile": Sm100Tile(128, 128, swap_partial=True)}, "swap_partial"),
     ],
 )
 def test_meaningless_configurations_are_refused(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        GemmConfig(**{"operand": "nvfp4", **fields})
+        Sm100GemmConfig(**{"operand": "nvfp4", **fields})
 
 
 @pytest.mark.parametrize(
@@ -91,14 +117,14 @@ def test_meaningless_configurations_are_refused(fields: dict, message: str) -> N
     ],
 )
 def test_can_implement_says_why_not(fields: dict, reason: str) -> None:
-    config = GemmConfig("nvfp4")
+    config = Sm100GemmConfig("nvfp4")
     assert config.can_implement(PROBLEM)
     support = config.can_implement(dataclasses.replace(PROBLEM, **fields))
     assert not support and reason in support.reason
 
 
 def test_can_implement_bounds_ragged_k() -> None:
-    config = GemmConfig("bfloat16", grouping="k_grouped", out_dtype="float32")
+    config = Sm100GemmConfig("bfloat16", grouping="k_grouped", out_dtype="float32")
     problem = GemmProblem("bfloat16", "k_grouped", "float32", groups=2, rows=2**30, n=64, m=64)
     assert config.can_implement(problem)
     for fields in ({"rows": 2**30 + 1}, {"m": 60}):
@@ -108,23 +134,23 @@ def test_can_implement_bounds_ragged_k() -> None:
 @pytest.mark.parametrize(
     "rows_each, tile",
     [
-        (1, TileShape(128, 32, swap_ab=True)),
-        (32, TileShape(128, 32, swap_ab=True)),
-        (64, TileShape(128, 64, swap_ab=True)),
-        (128, TileShape(128, 128, swap_tails=True)),
-        (200, TileShape(256, 256, 2, swap_tails=True)),
-        (4096, TileShape(256, 256, 2, swap_tails=True)),
+        (1, Sm100Tile(128, 32, swap_ab=True)),
+        (32, Sm100Tile(128, 32, swap_ab=True)),
+        (64, Sm100Tile(128, 64, swap_ab=True)),
+        (128, Sm100Tile(128, 128, swap_partial=True)),
+        (200, Sm100Tile(256, 256, 2, swap_partial=True)),
+        (4096, Sm100Tile(256, 256, 2, swap_partial=True)),
     ],
 )
-def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: TileShape) -> None:
+def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: Sm100Tile) -> None:
     problem = dataclasses.replace(PROBLEM, rows=rows_each * PROBLEM.groups)
-    chosen = choose_config(GemmConfig("nvfp4"), problem, NUM_SMS)
+    chosen = choose_config(Sm100GemmConfig("nvfp4"), problem, NUM_SMS)
     assert chosen.tile == tile
     others = (
-        dataclasses.replace(chosen, tile=tile) for tile in TILE_SHAPES if chosen.may_choose(tile)
+        dataclasses.replace(chosen, tile=tile) for tile in SM100_TILES if chosen.may_choose(tile)
     )
-    costs = [estimated_cycles(config, problem, NUM_SMS) for config in others]
-    assert estimated_cycles(chosen, problem, NUM_SMS) == min(costs)
+    costs = [config.estimated_cycles(problem, NUM_SMS) for config in others]
+    assert chosen.estimated_cycles(problem, NUM_SMS) == min(costs)
 
 
 @pytest.mark.parametrize("rows, groups", [(1, 1), (40, 8), (1050, 8), (2048, 8), (9600, 64)])
@@ -134,20 +160,20 @@ def test_the_choice_for_quantized_tokens_fits_itself_to_the_rows_of_groups(
     rows: int, groups: int, n: int, num_sms: int
 ) -> None:
     problem = dataclasses.replace(PROBLEM, rows=rows, groups=groups, n=n)
-    assert choose_config(GemmConfig("nvfp4"), problem, num_sms).tile.may_swap
+    assert choose_config(Sm100GemmConfig("nvfp4"), problem, num_sms).tile.may_swap
 
 
 @pytest.mark.parametrize("rows, n", [(1, 16), (16, 16), (17, 32), (240, 240), (241, 256)])
 def test_instructions_have_whole_steps_of_rows(rows: int, n: int) -> None:
-    assert GemmConfig.instruction_n(rows) == n
+    assert Sm100GemmConfig.instruction_n(rows) == n
 
 
 def test_a_tile_can_be_forced_and_is_checked() -> None:
-    base = GemmConfig("nvfp4")
-    for tile in TILE_SHAPES:
+    base = Sm100GemmConfig("nvfp4")
+    for tile in SM100_TILES:
         assert choose_config(base, PROBLEM, NUM_SMS, tile).tile == tile
     with pytest.raises(ValueError, match="K must be"):
         choose_config(base, dataclasses.replace(PROBLEM, k=8), NUM_SMS)
     with pytest.raises(ValueError, match="2 CTAs need"):
-        choose_config(base, PROBLEM, 1, TileShape(256, 256, 2))
+        choose_config(base, PROBLEM, 1, Sm100Tile(256, 256, 2))
     assert choose_config(base, PROBLEM, 1).tile.num_ctas == 1

@@ -8,39 +8,40 @@ import pytest
 import torch
 
 from cute_kernels import emulator
-from cute_kernels.gemm.config import GemmConfig, GemmProblem, TileShape
-from cute_kernels.gemm.heuristics import choose_config
+from cute_kernels.gemm.choice import choose_config
+from cute_kernels.gemm.problem import GemmProblem
+from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
+from tests.helpers import assert_same_bytes
 from tests.kernels.gemm_support import (
     NUM_SMS,
     SHAPES,
     WGRAD_SHAPES,
     Product,
-    assert_same_bits,
     k_grouped,
     m_grouped,
 )
 from tests.kernels.op_support import MODE_IDS, MODES
 
-FPROP = GemmConfig("nvfp4", row_scaled=True)
-FPROP_ALL = GemmConfig(
+FPROP = Sm100GemmConfig("nvfp4", row_scaled=True)
+FPROP_ALL = Sm100GemmConfig(
     "nvfp4", out_dtype="float16", bias_dtype="float32", has_alpha=True, accumulate=True
 )
-FPROP_FP32 = GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16")
-WGRAD = GemmConfig("nvfp4", grouping="k_grouped", out_dtype="float32")
+FPROP_FP32 = Sm100GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16")
+WGRAD = Sm100GemmConfig("nvfp4", grouping="k_grouped", out_dtype="float32")
 WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True)
 WGRAD_SCALED = dataclasses.replace(WGRAD, has_alpha=True, out_dtype="bfloat16")
 
 #: One product for each of the other tiles, with the options spread over them.
 TILED = {
-    "128x64": dataclasses.replace(FPROP_FP32, tile=TileShape(128, 64)),
-    "256x128": dataclasses.replace(WGRAD_ADD, tile=TileShape(256, 128, 2)),
-    "256x256": dataclasses.replace(FPROP, tile=TileShape(256, 256, 2)),
-    "256x256 fp32": dataclasses.replace(WGRAD, tile=TileShape(256, 256, 2)),
-    "256x256 tails": dataclasses.replace(FPROP, tile=TileShape(256, 256, 2, swap_tails=True)),
-    "128x128 tails": dataclasses.replace(FPROP_FP32, tile=TileShape(128, 128, swap_tails=True)),
-    "swapped 128x64": dataclasses.replace(FPROP, tile=TileShape(128, 64, swap_ab=True)),
+    "128x64": dataclasses.replace(FPROP_FP32, tile=Sm100Tile(128, 64)),
+    "256x128": dataclasses.replace(WGRAD_ADD, tile=Sm100Tile(256, 128, 2)),
+    "256x256": dataclasses.replace(FPROP, tile=Sm100Tile(256, 256, 2)),
+    "256x256 fp32": dataclasses.replace(WGRAD, tile=Sm100Tile(256, 256, 2)),
+    "256x256 tails": dataclasses.replace(FPROP, tile=Sm100Tile(256, 256, 2, swap_partial=True)),
+    "128x128 tails": dataclasses.replace(FPROP_FP32, tile=Sm100Tile(128, 128, swap_partial=True)),
+    "swapped 128x64": dataclasses.replace(FPROP, tile=Sm100Tile(128, 64, swap_ab=True)),
     "swapped 128x32": dataclasses.replace(
-        FPROP_ALL, out_dtype="float32", tile=TileShape(128, 32, swap_ab=True)
+        FPROP_ALL, out_dtype="float32", tile=Sm100Tile(128, 32, swap_ab=True)
     ),
 }
 
@@ -51,25 +52,25 @@ TILED = {
     [FPROP, FPROP_ALL, FPROP_FP32, TILED["256x256 tails"]],
     ids=["row-scaled", "all", "fp32", "tails"],
 )
-def test_fprop(config: GemmConfig, shape: str) -> None:
+def test_fprop(config: Sm100GemmConfig, shape: str) -> None:
     sizes, n, k, tail = SHAPES[shape]
     product = m_grouped(config, sizes, n, k, tail=tail)
-    assert_same_bits(product.run(), product.expected())
+    assert_same_bytes(product.run(), product.expected())
 
 
 @pytest.mark.parametrize("k", [32, 144, 320])
 @pytest.mark.parametrize("config", [FPROP, TILED["256x256 tails"]], ids=["direct", "tails"])
-def test_dgrad_reads_a_columnwise_copy(config: GemmConfig, k: int) -> None:
+def test_dgrad_reads_a_columnwise_copy(config: Sm100GemmConfig, k: int) -> None:
     product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
-    assert_same_bits(product.run(), product.expected())
+    assert_same_bytes(product.run(), product.expected())
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES)
 @pytest.mark.parametrize("config", [WGRAD, WGRAD_ADD], ids=["overwrite", "accumulate"])
-def test_wgrad(config: GemmConfig, shape: str) -> None:
+def test_wgrad(config: Sm100GemmConfig, shape: str) -> None:
     sizes, m, n, tail = WGRAD_SHAPES[shape]
     product = k_grouped(config, sizes, m, n, tail=tail)
-    assert_same_bits(product.run(), product.expected())
+    assert_same_bytes(product.run(), product.expected())
 
 
 def tiled_products(name: str) -> list[tuple[Product, int]]:
@@ -93,7 +94,7 @@ TAILS = [1, 15, 16, 17, 0, 31, 33, 95, 97, 112, 127, 128, 129, 0, 160, 240, 241,
 def test_tails_of_every_length(name: str) -> None:
     # One cluster works on tails and whole tiles by turns.
     product = m_grouped(TILED[name], TAILS, 264, 96, tail=3)
-    assert_same_bits(product.run(product.config.tile.num_ctas), product.expected())
+    assert_same_bytes(product.run(product.config.tile.num_ctas), product.expected())
 
 
 @pytest.mark.parametrize("name", ["256x256 tails", "128x128 tails"])
@@ -108,13 +109,13 @@ def test_no_two_accesses_of_shared_memory_want_the_same_bank(name: str) -> None:
 def test_tails_add_to_the_output_of_two_ctas() -> None:
     config = dataclasses.replace(FPROP_ALL, tile=TILED["256x256 tails"].tile)
     product = m_grouped(config, [300, 0, 70, 256], 392, 160, tail=5)
-    assert_same_bits(product.run(4), product.expected())
+    assert_same_bytes(product.run(4), product.expected())
 
 
 @pytest.mark.parametrize("name", TILED)
 def test_every_tile(name: str) -> None:
     for product, num_sms in tiled_products(name):
-        assert_same_bits(product.run(num_sms), product.expected())
+        assert_same_bytes(product.run(num_sms), product.expected())
 
 
 def test_wgrad_of_an_empty_group_is_zero_or_untouched() -> None:
@@ -123,10 +124,10 @@ def test_wgrad_of_an_empty_group_is_zero_or_untouched() -> None:
     # Neither a negative factor nor an infinite one makes it anything else.
     product = k_grouped(WGRAD_SCALED, [4, 0, 0, 9], 8, 16)
     product.alpha[1], product.a.amax[2] = -1.0, float("inf")
-    assert_same_bits(product.run(), product.expected())
+    assert_same_bytes(product.run(), product.expected())
     product = k_grouped(WGRAD_ADD, [4, 0], 8, 16)
     product.before[1, 0, 0] = float("nan")
-    assert_same_bits(product.run()[1], product.before[1])
+    assert_same_bytes(product.run()[1], product.before[1])
 
 
 def test_more_than_a_thousand_groups() -> None:
@@ -136,19 +137,19 @@ def test_more_than_a_thousand_groups() -> None:
     # It accumulates, so a tile that is worked on twice shows.
     for tile in (FPROP_ALL.tile, TILED["128x128 tails"].tile):
         product = m_grouped(dataclasses.replace(FPROP_ALL, tile=tile), sizes, 8, 32)
-        assert_same_bits(product.run(), product.expected())
+        assert_same_bytes(product.run(), product.expected())
 
 
 @pytest.mark.parametrize(
     "tile",
     [
-        TileShape(256, 128, 2),
-        TileShape(128, 32, swap_ab=True),
-        TileShape(256, 256, 2, swap_tails=True),
+        Sm100Tile(256, 128, 2),
+        Sm100Tile(128, 32, swap_ab=True),
+        Sm100Tile(256, 256, 2, swap_partial=True),
     ],
     ids=str,
 )
-def test_the_tail_can_be_zeroed(tile: TileShape) -> None:
+def test_the_tail_can_be_zeroed(tile: Sm100Tile) -> None:
     config = dataclasses.replace(FPROP_FP32, zero_tail=True, tile=tile)
     for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
         product = m_grouped(config, sizes, 72, 96, tail=tail)
@@ -157,7 +158,7 @@ def test_the_tail_can_be_zeroed(tile: TileShape) -> None:
         want[sum(sizes) :] = 0.0
         for mode in ({}, MODES[1], MODES[-1]):
             with emulator.options(**mode):
-                assert_same_bits(product.run(2), want)
+                assert_same_bytes(product.run(2), want)
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, 7])
@@ -167,7 +168,7 @@ def test_bits_do_not_depend_on_the_grid(num_sms: int) -> None:
         m_grouped(TILED["128x128 tails"], [100, 0, 128, 5, 200], 136, 64, tail=11),
         k_grouped(WGRAD, [100, 0, 128, 5], 136, 136),
     ):
-        assert_same_bits(product.run(num_sms), product.expected())
+        assert_same_bytes(product.run(num_sms), product.expected())
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
@@ -184,7 +185,7 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
     ):
         want = product.expected()
         with emulator.options(**mode):
-            assert_same_bits(product.run(num_sms), want)
+            assert_same_bytes(product.run(num_sms), want)
 
 
 def test_grouped_equals_each_group_alone() -> None:
@@ -217,7 +218,7 @@ def test_grouped_equals_each_group_alone() -> None:
             product.before[part],
             bias=product.bias[one],
         )
-        assert_same_bits(got[part], alone.run())
+        assert_same_bytes(got[part], alone.run())
         start += rows
 
 
@@ -226,7 +227,7 @@ def test_grouped_equals_each_group_alone() -> None:
     [FPROP, FPROP_ALL, dataclasses.replace(FPROP, tile=TILED["128x128 tails"].tile)],
     ids=["overwrite", "accumulate", "tails"],
 )
-def test_only_rows_of_groups_are_touched(config: GemmConfig) -> None:
+def test_only_rows_of_groups_are_touched(config: Sm100GemmConfig) -> None:
     product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
     want = product.expected()
     memory = product.before.view(torch.int16).numpy().copy()
@@ -236,7 +237,7 @@ def test_only_rows_of_groups_are_touched(config: GemmConfig) -> None:
     try:
         emulator.watch(*tensors, torch.from_numpy(memory[:105]))
         product.run_into(out)
-        assert_same_bits(out, want)
+        assert_same_bytes(out, want)
         emulator.unwatch()
         emulator.watch(*tensors, torch.from_numpy(memory[:104]))
         with pytest.raises(emulator.EmulatorError):
@@ -248,12 +249,12 @@ def test_only_rows_of_groups_are_touched(config: GemmConfig) -> None:
 def test_end_rows_past_the_buffer_are_clamped() -> None:
     product = m_grouped(FPROP, [10, 20], 16, 32)
     product.offs = torch.tensor([10, 2**31 - 1], dtype=torch.int32)
-    assert_same_bits(product.run(), product.expected())
+    assert_same_bytes(product.run(), product.expected())
 
 
 @pytest.mark.parametrize("ends", [[30, 10, 20], [-5, 2**31 - 1, -(2**31)]], ids=["falling", "wild"])
 @pytest.mark.parametrize("config", [FPROP, TILED["256x256 tails"]], ids=["direct", "tails"])
-def test_end_rows_that_break_the_rules_do_no_harm(config: GemmConfig, ends: list[int]) -> None:
+def test_end_rows_that_break_the_rules_do_no_harm(config: Sm100GemmConfig, ends: list[int]) -> None:
     product = m_grouped(config, [10, 10, 10], 16, 32)
     product.offs = torch.tensor(ends, dtype=torch.int32)
     out = product.before.clone()
@@ -266,25 +267,25 @@ def test_end_rows_that_break_the_rules_do_no_harm(config: GemmConfig, ends: list
 
 
 @pytest.mark.parametrize("config", [FPROP, TILED["swapped 128x64"]], ids=["direct", "swapped"])
-def test_offsets_past_2_to_the_31(config: GemmConfig) -> None:
+def test_offsets_past_2_to_the_31(config: Sm100GemmConfig) -> None:
     # Row 64 starts at element 2^31; only pages that are written become memory.
     product = m_grouped(config, [65, 33], 8, 32)
     out = torch.empty_strided(product.before.shape, (2**25, 1), dtype=product.before.dtype)
     product.run_into(out)
-    assert_same_bits(out.contiguous(), product.expected())
+    assert_same_bytes(out.contiguous(), product.expected())
 
 
 @pytest.mark.parametrize("config", [FPROP, TILED["256x256 tails"]], ids=["direct", "tails"])
-def test_infinite_and_nan_factors_stay_in_their_rows(config: GemmConfig) -> None:
+def test_infinite_and_nan_factors_stay_in_their_rows(config: Sm100GemmConfig) -> None:
     product = m_grouped(config, [40, 9], 16, 32)
     product.a.amax[3], product.a.amax[41] = float("inf"), float("nan")
     got, want = product.run(), product.expected()
     clean = [row for row in range(49) if row not in (3, 41)]
-    assert_same_bits(got[clean], want[clean])
+    assert_same_bytes(got[clean], want[clean])
     assert got[41].isnan().all() and not got[3].isfinite().any()
 
 
-def chosen_for(sizes: list[int], n: int, k: int, num_sms: int) -> GemmConfig:
+def chosen_for(sizes: list[int], n: int, k: int, num_sms: int) -> Sm100GemmConfig:
     """Row-scaled fprop with the tile that the ops choose; group sizes are not theirs to know."""
     problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", len(sizes), sum(sizes), n, k=k)
     return choose_config(FPROP, problem, num_sms)
@@ -314,4 +315,4 @@ def test_ragged_groups_multiply_little_but_their_rows(seed: int | None) -> None:
 def test_a_slice_of_deepseek_v3() -> None:
     sizes, n, k = [37, 150, 299, 0, 80, 212, 5, 266], 512, 7168
     product = m_grouped(chosen_for(sizes, n, k, NUM_SMS), sizes, n, k)
-    assert_same_bits(product.run(), product.expected())
+    assert_same_bytes(product.run(), product.expected())

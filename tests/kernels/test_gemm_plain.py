@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 
 from cute_kernels import emulator
-from cute_kernels.gemm.config import GemmConfig, TileShape
-from tests.kernels.gemm_support import Product, assert_same_bits, k_grouped, m_grouped
+from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
+from tests.helpers import assert_same_bytes
+from tests.kernels.gemm_support import Product, k_grouped, m_grouped
 from tests.kernels.op_support import MODE_IDS, MODES
 
-FPROP = GemmConfig("bfloat16", bias_dtype="bfloat16")
-FEW_ROWS = GemmConfig("bfloat16", transpose_b=True, tile=TileShape(128, 32, swap_ab=True))
-DGRAD = GemmConfig(
-    "float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=TileShape(256, 256, 2)
+FPROP = Sm100GemmConfig("bfloat16", bias_dtype="bfloat16")
+FEW_ROWS = Sm100GemmConfig("bfloat16", transpose_b=True, tile=Sm100Tile(128, 32, swap_ab=True))
+DGRAD = Sm100GemmConfig(
+    "float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=Sm100Tile(256, 256, 2)
 )
-WGRAD = GemmConfig(
-    "bfloat16", "k_grouped", out_dtype="float32", accumulate=True, tile=TileShape(256, 128, 2)
+WGRAD = Sm100GemmConfig(
+    "bfloat16", "k_grouped", out_dtype="float32", accumulate=True, tile=Sm100Tile(256, 128, 2)
 )
 CONFIGS = {"fprop": FPROP, "few rows": FEW_ROWS, "dgrad": DGRAD, "wgrad": WGRAD}
 
@@ -27,7 +28,7 @@ SHAPES = {
 }
 
 
-def product_of(config: GemmConfig, shape: str) -> Product:
+def product_of(config: Sm100GemmConfig, shape: str) -> Product:
     sizes, n, k, tail = SHAPES[shape]
     if config.grouping == "k_grouped":
         return k_grouped(config, sizes, k, n, tail=tail)
@@ -38,7 +39,7 @@ def product_of(config: GemmConfig, shape: str) -> Product:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_plain_operands(name: str, shape: str) -> None:
     product = product_of(CONFIGS[name], shape)
-    assert_same_bits(product.run(), product.expected())
+    assert_same_bytes(product.run(), product.expected())
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
@@ -49,4 +50,4 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
     ):
         want = product.expected()
         with emulator.options(**mode):
-            assert_same_bits(product.run(product.config.tile.num_ctas), want)
+            assert_same_bytes(product.run(product.config.tile.num_ctas), want)

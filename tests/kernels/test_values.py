@@ -8,12 +8,12 @@ import torch
 import cute_kernels
 from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
-from cute_kernels.gemm.hopper.config import ExpandConfig
+from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 from cute_kernels.quantize.config import QuantizeProblem, ValuesConfig
 from tests.helpers import DTYPES, ends, many_groups, ops, sample
 from tests.kernels.gemm_support import compiled, on_device_of
 from tests.kernels.op_support import MODE_IDS, MODES
-from tests.kernels.test_gemm_hopper import DEVICES
+from tests.kernels.test_gemm_sm90 import DEVICES
 
 NUM_SMS = 3
 #: (rows of each group, rows of the tail, K).

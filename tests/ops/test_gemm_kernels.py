@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels.gemm.config import TILE_SHAPES
+from cute_kernels.gemm.sm100.config import SM100_TILES
 from cute_kernels.ops import registry
-from cute_kernels.ops.gemm_kernels import force_tile
+from cute_kernels.ops.launch.gemm import force_tile
 from cute_kernels.runtime.launch import launcher
 from tests.helpers import assert_same_bytes, offsets, ops, sample
 
@@ -105,7 +105,7 @@ def test_a_forced_tile_is_used_and_gives_the_same_bits(monkeypatch):
         registry.forget_plans()
         free = run(*arguments)
         chosen = set(used)
-        tile = next(t for t in TILE_SHAPES if t not in chosen and t.num_ctas == 1)
+        tile = next(t for t in SM100_TILES if t not in chosen and t.num_ctas == 1)
         with force_tile(tile):
             forced = run(*arguments)
         assert used[-1] == tile
@@ -116,7 +116,7 @@ def test_a_forced_tile_is_used_and_gives_the_same_bits(monkeypatch):
 
 
 def test_a_tile_that_a_product_cannot_have_is_refused():
-    swapped = next(tile for tile in TILE_SHAPES if tile.swap_ab)
+    swapped = next(tile for tile in SM100_TILES if tile.swap_ab)
     x = sample(sum(SPLITS), 32).bfloat16()
     with (
         cute_kernels.backend("emulated:sm_100a"),

@@ -1,6 +1,7 @@
 """Compiling toy kernels for GPUs that need not be there."""
 
 import contextlib
+import importlib
 import itertools
 import subprocess
 import sys
@@ -9,7 +10,6 @@ import threading
 import pytest
 
 import cute_kernels
-import cute_kernels.precompile
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.runtime import aot, architecture, cache, compile_kernel, forget_kernels
 from cute_kernels.runtime import compile as compile_module
@@ -306,5 +306,11 @@ def test_progress_without_tqdm(family, capsys, monkeypatch):
     assert f"1/1 {cache.short_name(Scale(3.0))} compiled" in capsys.readouterr().err
 
 
-def test_importing_the_command_leaves_the_function():
+def test_the_command_is_run_and_not_imported():
+    with pytest.raises(ImportError, match=r"call cute_kernels.precompile\(\)"):
+        importlib.import_module("cute_kernels.precompile")
     assert callable(cute_kernels.precompile)
+    command = [sys.executable, "-m", "cute_kernels.precompile", "--list", "--arch", "sm_90a"]
+    done = subprocess.run([*command, "--match", "Offsets"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 4

@@ -7,7 +7,7 @@ import torch
 
 import cute_kernels
 import grouped
-from cute_kernels.gemm.config import GemmConfig
+from cute_kernels.gemm.problem import GemmConfig
 from cute_kernels.ops import registry
 from cute_kernels.ops.fused import MGroupedQuantizeGemmNVFP4
 from cute_kernels.ops.quantize import (
@@ -23,9 +23,9 @@ from cute_kernels.runtime.plan import PlanCache
 from cute_kernels.runtime.spec import resolve
 from grouped.nn import GroupedLinear
 from grouped.recipes import NVFP4, NVFP4RowScaled
+from tests.helpers import DTYPES
 
 ARCHITECTURES = [architecture("sm_90a"), architecture("sm_100a")]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Recorder:
@@ -45,7 +45,7 @@ class Recorder:
 def inputs():
     """Ragged and uniform inputs of every dtype, with rows from short to very long."""
     lengths = [16, *(1 << i for i in range(8, 16)), 1 << 20]
-    for dtype, cols in itertools.product(DTYPES, lengths):
+    for dtype, cols in itertools.product(DTYPES.values(), lengths):
         yield torch.empty(2, cols, dtype=dtype), torch.tensor([1, 2], dtype=torch.int32)
         yield torch.empty(1, 2, cols, dtype=dtype), None
 
@@ -61,7 +61,9 @@ def quantizations():
 
 def dequantizations():
     codes, scales, amax = (torch.empty(2, 8, dtype=torch.uint8), torch.empty(0), torch.empty(0))
-    for offs, dtype in itertools.product((None, torch.tensor([1, 2], dtype=torch.int32)), DTYPES):
+    for offs, dtype in itertools.product(
+        (None, torch.tensor([1, 2], dtype=torch.int32)), DTYPES.values()
+    ):
         rest = (codes if offs is not None else codes[None], scales, amax, offs, 2, dtype)
         for row_scaled, columnwise in ((False, False), (True, False), (False, True)):
             yield GroupedDequantizeNVFP4(*rest, row_scaled, columnwise)
@@ -84,7 +86,7 @@ def used(arch):
     ops += products()
     ops += [
         GroupedDbias(torch.empty(2, cols, dtype=dtype), torch.tensor([1, 2], dtype=torch.int32))
-        for dtype, cols in itertools.product(DTYPES, (1, 8))
+        for dtype, cols in itertools.product(DTYPES.values(), (1, 8))
     ]
     ops += [
         ComputeOffsets(torch.ones(3, dtype=splits), 1, out)

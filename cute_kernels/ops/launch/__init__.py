@@ -1,1 +1,1 @@
-"""What runs an op on compiled kernels: the choice of kernels, and tensors as their arguments."""
+"""Ops on CuTe DSL kernels: the choice of a kernel, its buffers, and its launch."""

@@ -1,0 +1,52 @@
+"""What a tile costs on sm_100a: a small model of time over the sizes that the host knows.
+
+Group sizes are on the device, so all groups are taken to be of the mean size. A tile costs the
+larger of its MMA time and its load time; CTAs work in waves. The two rates below come from NVIDIA's
+figures for a B200 (dense FP4 peak, and half of it for each doubling of the element), not from
+measurements: they decide ties between tiles, never correctness.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from cute_kernels.layout.shapes import ceil_div
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.problem import GemmProblem
+    from cute_kernels.gemm.sm100.config import Sm100GemmConfig
+
+__all__ = ["estimated_cycles"]
+
+#: Multiply-adds of FP4 that one SM does in a cycle: 9 PFLOP/s over 148 SMs at 1.85 GHz.
+_FP4_MACS_PER_CYCLE = 16384
+#: Bytes that one SM loads from L2 in a cycle.
+_LOAD_BYTES_PER_CYCLE = 64
+#: Cycles before the first MMA of a tile's pipeline and after the last: TMA latency and epilogue.
+_FILL_CYCLES = 2000
+
+
+def estimated_cycles(config: Sm100GemmConfig, problem: GemmProblem, num_sms: int) -> float:
+    """Cycles of one call on ``num_sms`` SMs, by the model of this module."""
+    tile, kind = config.tile, config.kind
+    tile_m, tile_n, tile_k = config.mma_tiler_mnk
+    live = min(problem.groups, problem.rows)
+    mean = ceil_div(problem.rows, live)
+    if config.grouping == "m_grouped":
+        # A group of more than a tile ends half-way through one on average.
+        row_tiles = 1.0 if mean <= tile.rows else mean / tile.rows + 0.5
+        depth = problem.k
+        if tile.may_swap and kind.tcgen05 is not None:
+            tile_n = min(tile_n, config.instruction_n(math.ceil(mean / row_tiles)))
+    else:
+        row_tiles, depth = float(ceil_div(problem.m, tile.m)), mean
+    clusters = num_sms // tile.num_ctas
+    tiles = live * row_tiles * ceil_div(problem.n, tile.cols)
+    # Whole waves while there are few of them; many even out.
+    waves = max(1.0, tiles / clusters) if tiles > 4 * clusters else -(-tiles // clusters)
+    macs = tile_m // tile.num_ctas * tile_n * tile_k
+    stage = max(
+        macs * kind.bits / 4 / _FP4_MACS_PER_CYCLE, config.stage_bytes / _LOAD_BYTES_PER_CYCLE
+    )
+    return waves * ceil_div(depth, tile_k) * stage + _FILL_CYCLES

@@ -1,0 +1,243 @@
+"""What a CTA keeps where: layouts of shared and of tensor memory, and the pipelines over them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass.utils import blackwell_helpers, blockscaled_layout
+
+from cute_kernels.device.constants import WARP_SIZE
+from cute_kernels.gemm.scheduler import TILE_WORDS
+from cute_kernels.gemm.sm100.config import BOX_ROWS, SWAPPED_BLOCK
+from cute_kernels.gemm.sm100.warp_schedule import NamedBarrierId, WarpSchedule
+from cute_kernels.gemm.views import DSL_TYPES, element_type, scale_type
+from cute_kernels.layout.shapes import SF_TILE_ROWS, round_up
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.sm100.config import Sm100GemmConfig
+
+__all__ = ["Barriers", "Layouts", "Pipelines", "Stages", "make_pipelines"]
+
+
+class Stages(NamedTuple):
+    """Stages in shared memory, or their layouts.
+
+    Attributes:
+        m: elements of operand M.
+        n: elements of operand N.
+        m_scales: block scales of operand M; None without.
+        n_scales: block scales of operand N; None without.
+    """
+
+    m: Any
+    n: Any
+    m_scales: Any = None
+    n_scales: Any = None
+
+
+class Layouts:
+    """Tiled MMAs and layouts of a configuration; made while tracing.
+
+    Attributes:
+        tiled_mma: the MMA.
+        tiled_mma_sf: an MMA of one CTA whose N partition is that of operand N's block scales: they
+            are not split between a pair of CTAs and come in whole tiles of 128 rows.
+        cluster: the CTAs of a cluster, (V, M, N, K).
+        cluster_sf: the same for ``tiled_mma_sf``.
+        stages: stages in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
+        boxes: those of operand M as boxes of rows, (rows, K, boxes of all stages).
+        out: staged blocks of the output, (32, columns, STAGE), those of one epilogue warp together.
+        swapped_out: the same memory as blocks of tiles with swapped operands; None if no tiles
+            have them or none leave by TMA.
+    """
+
+    def __init__(self, config: Sm100GemmConfig):
+        self.config = config
+        kind = config.kind
+        self.tiler = config.mma_tiler_mnk
+        self.tiler_sf = (
+            self.tiler[0] // config.tile.num_ctas,
+            round_up(self.tiler[1], SF_TILE_ROWS),
+            self.tiler[2],
+        )
+        group = tcgen05.CtaGroup.ONE if config.tile.num_ctas == 1 else tcgen05.CtaGroup.TWO
+        self.element = element_type(kind)
+        self.tiled_mma = self._make_mma(group, self.tiler[:2])
+        self.tiled_mma_sf = self._make_mma(tcgen05.CtaGroup.ONE, self.tiler_sf[:2])
+        ctas = cute.make_layout((config.tile.num_ctas, 1, 1))
+        self.cluster = cute.tiled_divide(ctas, (self.tiled_mma.thr_id.shape,))
+        self.cluster_sf = cute.tiled_divide(ctas, (self.tiled_mma_sf.thr_id.shape,))
+        stages = config.num_ab_stage
+        operand = (self.tiled_mma, self.tiler, self.element, stages)
+        self.stages = Stages(
+            blackwell_helpers.make_smem_layout_a(*operand),
+            blackwell_helpers.make_smem_layout_b(*operand),
+        )
+        if kind.is_block_scaled:
+            scales = (self.tiled_mma, self.tiler, kind.sf_vec_size, stages)
+            self.stages = self.stages._replace(
+                m_scales=blockscaled_layout.make_smem_layout_sfa(*scales),
+                n_scales=blockscaled_layout.make_smem_layout_sfb(*scales),
+            )
+        swizzle = tcgen05.SmemLayoutAtomKind.K_SW128
+        self.boxes = None
+        if config.tile.swap_partial:
+            boxes = self.tiler[0] // config.tile.num_ctas // BOX_ROWS * stages
+            self.boxes = cute.tile_to_shape(
+                tcgen05.make_smem_layout_atom(swizzle, self.element),
+                (BOX_ROWS, self.tiler[2], boxes),
+                order=(0, 1, 2),
+            )
+        atom = tcgen05.make_smem_layout_atom(swizzle, DSL_TYPES[config.out_dtype])
+        staged_blocks = config.num_store_stage * len(WarpSchedule.epilogue_warp_ids)
+        block = (WARP_SIZE, config.store_columns, staged_blocks)
+        self.out = cute.tile_to_shape(atom, block, order=(0, 1, 2))
+        self.swapped_out = None
+        if config.tile.swap_partial:
+            dtype = DSL_TYPES[config.out_dtype]
+            kinds = tcgen05.SmemLayoutAtomKind
+            swizzle = kinds.K_SW64 if dtype.width == 16 else kinds.K_SW128
+            blocks = config.staged_bytes * 8 // (SWAPPED_BLOCK * SWAPPED_BLOCK * dtype.width)
+            self.swapped_out = cute.tile_to_shape(
+                tcgen05.make_smem_layout_atom(swizzle, dtype),
+                (SWAPPED_BLOCK, SWAPPED_BLOCK, blocks),
+                order=(0, 1, 2),
+            )
+
+    def _make_mma(self, group: tcgen05.CtaGroup, shape_mn: tuple[int, int]) -> cute.TiledMma:
+        kind = self.config.kind
+        major = [OperandMajorMode.MN if mn else OperandMajorMode.K for mn in self.config.mn_major]
+        if not kind.is_block_scaled:
+            return blackwell_helpers.make_trivial_tiled_mma(
+                self.element, self.element, *major, cutlass.Float32, group, shape_mn
+            )
+        return blackwell_helpers.make_blockscaled_trivial_tiled_mma(
+            self.element,
+            self.element,
+            *major,
+            scale_type(kind),
+            kind.sf_vec_size,
+            group,
+            shape_mn,
+        )
+
+    def acc_layout(self) -> cute.Layout:
+        """Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE)."""
+        shape = self.tiled_mma.partition_shape_C(self.tiler[:2])
+        layout = self.tiled_mma.make_fragment_C(cute.append(shape, 2)).layout
+        column = layout.stride[0][1]
+        stage_stride = (self.tiler[1] - self.config.acc_overlap) * column
+        return cute.make_layout(layout.shape, stride=(*layout.stride[:3], stage_stride))
+
+    def sf_first_columns(self) -> tuple[int, int]:
+        """First columns of operand M's and operand N's block scales, behind the accumulators."""
+        sfa = 2 * self.tiler[1] - self.config.acc_overlap
+        return sfa, sfa + self.config.sf_columns[0]
+
+    def stage_bytes(self) -> int:
+        """Bytes that fill one stage of all CTAs that share a tile."""
+        staged = [(self.stages.m, self.element), (self.stages.n, self.element)]
+        if self.config.kind.is_block_scaled:
+            scales = scale_type(self.config.kind)
+            staged += [(self.stages.m_scales, scales), (self.stages.n_scales, scales)]
+        total = 0
+        for layout, dtype in staged:
+            total += cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, None, 0)))
+        assert total == self.config.stage_bytes
+        return total * self.config.tile.num_ctas
+
+
+class Barriers(NamedTuple):
+    """Barriers and small exchanges in shared memory.
+
+    Attributes:
+        ab: full and empty barriers of the stages.
+        acc: full and empty barriers of the accumulators.
+        sched: full and empty barriers of the tile records.
+        tmem: where the address of tensor memory is put.
+        tmem_free: barrier of a CTA pair before tensor memory is freed.
+        tiles: the tile records.
+    """
+
+    ab: cute.Pointer
+    acc: cute.Pointer
+    sched: cute.Pointer
+    tmem: cute.Pointer
+    tmem_free: cute.Pointer
+    tiles: cute.Tensor
+
+    @staticmethod
+    def allocate(config: Sm100GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
+        """Reserve them."""
+        words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
+        return Barriers(
+            ab=smem.allocate_array(Int64, 2 * config.num_ab_stage, byte_alignment=8),
+            acc=smem.allocate_array(Int64, 2 * config.num_acc_stage, byte_alignment=8),
+            sched=smem.allocate_array(Int64, 2 * config.num_sched_stage, byte_alignment=8),
+            tmem=smem.allocate_array(Int32, 1, byte_alignment=8),
+            tmem_free=smem.allocate_array(Int64, 1, byte_alignment=8),
+            tiles=smem.allocate_tensor(Int32, words, byte_alignment=16),
+        )
+
+
+class Pipelines(NamedTuple):
+    """What warps pass to each other.
+
+    Attributes:
+        ab: stages.
+        acc: accumulators.
+        ring: tile records.
+        tmem: the allocator of tensor memory.
+    """
+
+    ab: pipeline.PipelineTmaUmma
+    acc: pipeline.PipelineUmmaAsync
+    ring: pipeline.PipelineAsync
+    tmem: cutlass.memory.TmemAllocator
+
+
+def make_pipelines(
+    config: Sm100GemmConfig, warps: WarpSchedule, layouts: Layouts, barriers: Barriers
+) -> Pipelines:
+    """The pipelines over ``barriers``."""
+
+    def threads(count: int) -> pipeline.CooperativeGroup:
+        return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
+
+    ab_pipeline = pipeline.PipelineTmaUmma.create(
+        barrier_storage=barriers.ab,
+        num_stages=config.num_ab_stage,
+        producer_group=threads(1),
+        consumer_group=threads(1),
+        tx_count=layouts.stage_bytes(),
+        cta_layout_vmnk=layouts.cluster,
+        defer_sync=True,
+    )
+    acc_pipeline = pipeline.PipelineUmmaAsync.create(
+        barrier_storage=barriers.acc,
+        num_stages=config.num_acc_stage,
+        producer_group=threads(1),
+        consumer_group=threads(warps.acc_consumer_arrivals),
+        cta_layout_vmnk=layouts.cluster,
+        defer_sync=True,
+    )
+    ring = pipeline.PipelineAsync.create(
+        barrier_storage=barriers.sched,
+        num_stages=config.num_sched_stage,
+        producer_group=threads(1),
+        consumer_group=threads(warps.tile_consumer_arrivals),
+        defer_sync=True,
+    )
+    tmem = cutlass.memory.TmemAllocator(
+        barriers.tmem,
+        barrier_for_retrieve=pipeline.NamedBarrier(
+            barrier_id=int(NamedBarrierId.TMEM), num_threads=warps.num_tmem_threads
+        ),
+        allocator_warp_id=warps.epilogue_warp_ids[0],
+        is_two_cta=config.tile.num_ctas == 2,
+        two_cta_tmem_dealloc_mbar_ptr=barriers.tmem_free,
+    )
+    return Pipelines(ab_pipeline, acc_pipeline, ring, tmem)

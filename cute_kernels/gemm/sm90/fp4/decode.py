@@ -1,0 +1,179 @@
+"""NVFP4 codes and block scales to exact fp16 or bf16 values.
+
+The bits ``s ee m`` of a code, put into fp16 as ``s 000ee m000000000``, are its value times 2^-14, a
+subnormal number where ee is 0. Times the block scale, an exact product, that is the value times
+2^-14: at most 6 significant bits, and a multiple of 2^-24. In bf16, as ``s 000000ee m000000``, they
+are the value times 2^-126, and the block scale is multiplied by 2^119 first. The epilogue takes the
+2^-14 or 2^-7 that is left back.
+
+A thread has rows r and r + 8 of a fragment, and of each four elements for one instruction: those of
+lane j of a quad are elements 2 j, 2 j + 1, 2 j + 8 and 2 j + 9. It reads 32 neighbouring codes of a
+row at once, blocks 2 j and 2 j + 1 of the eight blocks of a piece of K, and feeds them to eight
+instructions. So one instruction takes four elements each of four blocks. Operand N has its
+elements in the same order, which ``reference.gemm`` states too: the bits of the sum depend on it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cutlass import Int32, Uint16, Uint32, cute
+
+from cute_kernels.device.decode import (
+    high_bytes,
+    scales_as_fp16,
+    times_scale,
+    two_halves,
+)
+from cute_kernels.device.memory import load_shared
+from cute_kernels.device.ptx import asm
+from cute_kernels.gemm.sm90.config import WARPGROUP_M
+from cute_kernels.gemm.sm90.warp_schedule import WARPGROUP_SIZE
+from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+
+__all__ = ["FragmentDecoder"]
+
+#: Bytes of codes that a lane of a quad reads at once, and of their block scales.
+_LANE_BYTES = 16
+_LANE_SCALES = 2
+#: From a row of a fragment to the second one of the same thread.
+_NEXT_ROW = 8
+#: Codes t and t + 4 of a prepacked word, t = 0 .. 3, as two fp16: see ``prepack.PREPACKED_BITS``.
+_PREPACKED_PAIRS = (
+    "and.b32 $0, $1, 0x8E008E00;",
+    "{ .reg .b32 x; and.b32 x, $1, 0x40384038; mul.lo.u32 x, x, 66; and.b32 $0, x, 0x8E008E00; }",
+    "{ .reg .b32 x; and.b32 x, $1, 0x20072007; mul.lo.u32 x, x, 516; and.b32 $0, x, 0x8E008E00; }",
+    "{ .reg .b32 x; mul.lo.u32 x, $1, 8; and.b32 $0, x, 0x8E008E00; }",
+)
+#: Codes t and t + 4 of a word, t = 0 .. 3, as two bf16: the bits s, and the bits eem.
+_BF16_PAIRS = [
+    """{{
+    .reg .b32 x, y;
+    {0}
+    {1}
+    and.b32 y, y, 0x01C001C0;
+    lop3.b32 $0, x, 0x80008000, y, 0xEA;
+}}""".format(*shifts)
+    for shifts in (
+        ("mul.lo.u32 x, $1, 4096;", "mul.lo.u32 y, $1, 64;"),
+        ("mul.lo.u32 x, $1, 256;", "mul.lo.u32 y, $1, 4;"),
+        ("mul.lo.u32 x, $1, 16;", "shr.b32 y, $1, 2;"),
+        ("mov.b32 x, $1;", "shr.b32 y, $1, 6;"),
+    )
+]
+#: Two block scales to bf16, times 2^119.
+_BF16_SCALES = """{
+    .reg .b32 pair;
+    .reg .b16 codes, high, lo, hi;
+    .reg .f32 x, y;
+    mov.b32 {codes, high}, $1;
+    cvt.rn.f16x2.e4m3x2 pair, codes;
+    mov.b32 {lo, hi}, pair;
+    cvt.f32.f16 x, lo;
+    cvt.f32.f16 y, hi;
+    mul.rn.f32 x, x, 0f7B000000;
+    mul.rn.f32 y, y, 0f7B000000;
+    cvt.rn.bf16x2.f32 $0, y, x;
+}"""
+
+
+def _load_u16(address: Int32) -> Uint32:
+    pointer = cute.make_ptr(Uint16, address, cute.AddressSpace.smem, assumed_align=2)
+    return cute.make_tensor(pointer, cute.make_layout(1))[0].to(Uint32)
+
+
+def scales_as_bf16(pair: Uint32) -> Uint32:
+    """The two E4M3 scales in the low half of ``pair``, times 2^119, as two bf16."""
+    return asm(_BF16_SCALES, [Uint32], [pair])
+
+
+class FragmentDecoder:
+    """Makes a consumer thread's fragments of operand M.
+
+    Args:
+        config: the kernel's configuration.
+        codes: stages of codes, (rows, bytes, STAGE).
+        scales: stages of scale tiles as words, (row tiles, K tiles, words, STAGE).
+    """
+
+    def __init__(self, config: Sm90GemmConfig, codes: cute.Tensor, scales: cute.Tensor):
+        thread = cute.arch.thread_idx()[0]
+        lane, quad_lane = thread % 32, thread % 4
+        row = thread // WARPGROUP_SIZE * WARPGROUP_M
+        row += thread % WARPGROUP_SIZE // 32 * 16 + lane // 4
+        self.is_bf16 = config.multiplied == "bfloat16"
+        self.stage_bytes = config.m_stage_bytes
+        self.step = config.consumers * WARPGROUP_M
+        self.repeats = config.tile.m // self.step
+        self.is_prepacked = config.prepacked
+        self.group_blocks = config.k_blocks // config.k_groups
+        self.groups_of_piece = config.k_groups // config.pieces
+        self.row_bytes = PIECE_K * config.kind.bits // 8
+        self.piece_bytes = config.tile.m * self.row_bytes
+        # Rows follow each other without a swizzle: eight lanes read 128 neighbouring bytes.
+        self.codes_address = codes.iterator.toint() + row * self.row_bytes + quad_lane * _LANE_BYTES
+        #: Bytes of scale tiles that follow each other along K in a stage.
+        self.piece_scale_bytes = PIECE_K // config.kind.scale_tile_k * SF_TILE_BYTES
+        self.scale_row_bytes = config.pieces * self.piece_scale_bytes
+        lanes_of_tile = SF_TILE_COLS // _LANE_SCALES
+        self.scale_address = (
+            scales.iterator.toint()
+            + row // SF_TILE_ROWS * self.scale_row_bytes
+            + quad_lane // lanes_of_tile * SF_TILE_BYTES
+            + row % 32 * 16
+            + row % SF_TILE_ROWS // 32 * SF_TILE_COLS
+            + quad_lane % lanes_of_tile * _LANE_SCALES
+        )
+        self.words = cute.make_rmem_tensor((_LANE_BYTES // 4, 2, self.repeats), Uint32)
+        self.scales = cute.make_rmem_tensor((2, self.repeats), Uint32)
+        #: High bytes of the word in use, of its even and its odd codes.
+        self.high = cute.make_rmem_tensor((2, 2, self.repeats), Uint32)
+
+    def load(self, stage: Int32, piece: int) -> None:
+        """Read the thread's codes and block scales of a piece of a stage."""
+        codes = self.codes_address + stage * self.stage_bytes[0] + piece * self.piece_bytes
+        scales = self.scale_address + stage * self.stage_bytes[1]
+        scales += piece * self.piece_scale_bytes
+        for repeat in range(self.repeats):
+            for row in range(2):
+                at = codes + (repeat * self.step + row * _NEXT_ROW) * self.row_bytes
+                for i, word in enumerate(load_shared(at, _LANE_BYTES // 4)):
+                    self.words[i, row, repeat] = word
+                at = scales + repeat * (self.step // SF_TILE_ROWS) * self.scale_row_bytes
+                pair = _load_u16(at + row * _NEXT_ROW * 16)
+                as_float = scales_as_bf16 if self.is_bf16 else scales_as_fp16
+                self.scales[row, repeat] = as_float(pair)
+
+    def decode(self, fragment: cute.Tensor, stage: Int32, group: int) -> None:
+        """Write the fragment of a stage's group of instructions, ((2, 2, 2), repeats, blocks)."""
+        piece, group = divmod(group, self.groups_of_piece)
+        if group == 0:
+            self.load(stage, piece)
+        bits = cute.recast_tensor(fragment, Uint32)
+        shape = (4, self.repeats, self.group_blocks)
+        target = cute.make_tensor(bits.iterator, cute.make_layout(shape))
+        for i in range(self.group_blocks):
+            # Two instructions for each word of eight codes, four words, two of them a block.
+            word, half = divmod(group * self.group_blocks + i, 2)
+            for repeat in range(self.repeats):
+                for row in range(2):
+                    scale = self.scales[row, repeat]
+                    for is_odd in range(2):
+                        pair = self._pair(word, half, is_odd, row, repeat)
+                        dtype = "bf16" if self.is_bf16 else "f16"
+                        value = times_scale(pair, scale, word // 2, dtype)
+                        target[2 * is_odd + row, repeat, i] = value
+
+    def _pair(self, word: int, half: int, is_odd: int, row: int, repeat: int) -> Uint32:
+        """Codes t = 2 half + is_odd and t + 4 of a word as two floats."""
+        codes = self.words[word, row, repeat]
+        if self.is_prepacked:
+            return asm(_PREPACKED_PAIRS[2 * half + is_odd], [Uint32], [codes])
+        if self.is_bf16:
+            return asm(_BF16_PAIRS[2 * half + is_odd], [Uint32], [codes])
+        if half == 0:
+            self.high[is_odd, row, repeat] = high_bytes(codes, is_odd == 1)
+        return two_halves(self.high[is_odd, row, repeat], half)

@@ -1,0 +1,68 @@
+"""What a tile costs on an H200: a small model of time, as for sm_100a.
+
+Group sizes are on the device, so all groups are taken to be of the mean size. A step of a tile
+along K costs the larger of the time to decode and multiply, and the time to load.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cute_kernels.layout.shapes import ceil_div
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.problem import GemmProblem
+    from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+
+__all__ = ["estimated_cycles"]
+
+#: Multiply-adds of fp16 that one SM does in a cycle.
+_MACS_PER_CYCLE = 2048
+#: Elements that one SM decodes in a cycle, as if that came before the products, not beside them:
+#: with instructions of up to 64 columns, and with wider ones, which hide half of it (H200).
+_DECODED_PER_CYCLE = (40, 76)
+_NARROW_N = 64
+#: Bytes that one SM loads in a cycle: from L2, and its share of memory. What the CTAs of a cluster
+#: share is read from L2 once: 5% of the time of bf16 tiles of 128 x 256.
+_LOAD_BYTES_PER_CYCLE = 46
+_HBM_BYTES_PER_CYCLE = 19
+#: Part of the time of everything that is not hidden behind the slowest.
+_LOST_OVERLAP = 0.1
+#: Cycles before the first MMA of a tile's pipeline and after the last: TMA latency and epilogue.
+_FILL_CYCLES = 3000
+#: What a tile may cost more that does not fit itself to the rows of each group and does not hold
+#: twice the mean. With group sizes by Zipf's law and 16 rows on average 256 x 16 takes 1.6 times
+#: what it takes with equal ones (H200).
+_UNEVEN_GROUPS = 1.07
+
+
+def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int) -> float:
+    """Cycles of one call on ``num_sms`` SMs, by the model of this module."""
+    tile = config.tile
+    live = min(problem.groups, problem.rows)
+    mean = ceil_div(problem.rows, live)
+    if config.grouping == "m_grouped":
+        # A group of more than a tile ends half-way through one on average.
+        row_tiles = 1.0 if mean <= tile.rows else mean / tile.rows + 0.5
+        depth = problem.k
+    else:
+        row_tiles, depth = float(ceil_div(problem.m, tile.rows)), mean
+    tiles = live * row_tiles * ceil_div(problem.n, tile.cols)
+    clusters = num_sms // tile.num_ctas
+    # Whole waves while there are few of them; many even out.
+    waves = max(1.0, tiles / clusters) if tiles > 4 * clusters else -(-tiles // clusters)
+    width = next((w for w in config.widths if mean <= w), tile.n)
+    multiply = tile.m * width * config.stage_k / _MACS_PER_CYCLE
+    if config.is_decoded:
+        multiply += tile.m * config.stage_k / _DECODED_PER_CYCLE[width > _NARROW_N]
+    shared = config.stage_bytes - sum(config.m_stage_bytes)
+    load = (sum(config.m_stage_bytes) + shared / tile.num_ctas) / _LOAD_BYTES_PER_CYCLE
+    from_memory = sum(config.m_stage_bytes) / row_tiles / _HBM_BYTES_PER_CYCLE
+    # Overlap is not perfect; and where memory bounds all tiles, that with the least work is best.
+    stage = max(multiply, load, from_memory) + _LOST_OVERLAP * (multiply + load)
+    cycles = waves * (ceil_div(depth, config.stage_k) * stage + _FILL_CYCLES)
+    holds_more = len(config.widths) > 1 or tile.rows >= 2 * mean
+    if config.grouping == "m_grouped" and not holds_more:
+        # Groups are rarely of one size. That is not known here, but what it may cost is.
+        cycles *= _UNEVEN_GROUPS
+    return cycles

@@ -1,0 +1,61 @@
+"""Which warp does what, and how often each barrier is arrived at."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cute_kernels.device.constants import WARP_SIZE
+
+__all__ = ["FIRST_EPILOGUE_BARRIER", "FIRST_PING_PONG_BARRIER", "WARPGROUP_SIZE", "WarpSchedule"]
+
+#: Warps of a warpgroup.
+_WARPS = 4
+WARPGROUP_SIZE = _WARPS * WARP_SIZE
+#: The first warpgroup's hardware barrier in the epilogue; 0 is the one of ``sync_threads``.
+FIRST_EPILOGUE_BARRIER = 1
+#: The first of the two barriers that let a warpgroup begin its epilogue.
+FIRST_PING_PONG_BARRIER = 5
+#: Registers of a thread by the number of consumer warpgroups: of consumers, and of the others.
+#: Together no more than the CTA is launched with: a warp that asks for more waits forever.
+_REGISTERS = {2: (232, 40), 4: (104, 40)}
+
+
+@dataclasses.dataclass(frozen=True)
+class WarpSchedule:
+    """Warp roles of a CTA: warpgroups that multiply, then one that loads and schedules.
+
+    Attributes:
+        consumers: warpgroups that multiply.
+    """
+
+    consumers: int
+
+    @property
+    def load_warp_id(self) -> int:
+        """The warp that loads."""
+        return self.num_consumer_warps
+
+    @property
+    def scheduler_warp_id(self) -> int:
+        """The warp that schedules."""
+        return self.num_consumer_warps + 1
+
+    @property
+    def num_consumer_warps(self) -> int:
+        """Warps that multiply; one arrival of each frees a stage."""
+        return self.consumers * _WARPS
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a CTA; two warps of the last warpgroup do nothing."""
+        return (self.consumers + 1) * WARPGROUP_SIZE
+
+    @property
+    def tile_consumer_arrivals(self) -> int:
+        """Arrivals that free a tile record: one of each consumer warp and of the load warp."""
+        return self.num_consumer_warps + 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread: of consumers, and of the others."""
+        return _REGISTERS[self.consumers]

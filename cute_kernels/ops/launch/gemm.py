@@ -1,0 +1,234 @@
+"""The grouped GEMM ops on CuTe DSL kernels: the choice of a kernel, and its arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from cute_kernels.capability import UnsupportedError
+from cute_kernels.gemm.choice import choose_config
+from cute_kernels.gemm.operands import OPERANDS, operand_of
+from cute_kernels.gemm.problem import GemmArguments, GemmConfig, GemmProblem
+from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+from cute_kernels.gemm.variants import CONFIGS
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT
+from cute_kernels.ops import registry
+from cute_kernels.ops.arguments import dense, dtype_name
+from cute_kernels.ops.launch.sm90_operands import sm90_preparation, values_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from cute_kernels.gemm.problem import TileShape
+    from cute_kernels.ops.fused import MGroupedQuantizeGemmNVFP4
+    from cute_kernels.ops.gemm import (
+        KGroupedGemm,
+        KGroupedGemmNVFP4,
+        MGroupedGemm,
+        MGroupedGemmNVFP4,
+        MGroupedGemmW4A16,
+    )
+    from cute_kernels.ops.launch.sm90_operands import Parts
+    from cute_kernels.ops.registry import Runner
+    from cute_kernels.runtime.launch import Launcher
+
+    AnyMGrouped: TypeAlias = (
+        MGroupedGemm | MGroupedGemmNVFP4 | MGroupedGemmW4A16 | MGroupedQuantizeGemmNVFP4
+    )
+    AnyGemm: TypeAlias = AnyMGrouped | KGroupedGemm | KGroupedGemmNVFP4
+
+__all__ = ["force_tile", "k_grouped", "m_grouped", "quantizing"]
+
+_forced: list[TileShape] = []
+
+
+@contextlib.contextmanager
+def force_tile(tile: TileShape) -> Iterator[None]:
+    """Have grouped GEMMs use ``tile`` whatever their sizes, in all threads; for measurements.
+
+    Every tile gives the same bits. A product that cannot have the tile raises UnsupportedError.
+
+    Args:
+        tile: one of ``SM100_TILES`` or ``SM90_TILES`` of ``cute_kernels.gemm``.
+    """
+    _forced.append(tile)
+    registry.forget_plans()
+    try:
+        yield
+    finally:
+        _forced.pop()
+        registry.forget_plans()
+
+
+def _operand(op: AnyGemm) -> str:
+    """Name of the kind of the operands, as GEMM configurations have it."""
+    if op.operand_format is not None:
+        kind = operand_of(op.operand_format)
+        if kind is None:
+            raise UnsupportedError(f"no grouped GEMM kernel multiplies {op.operand_format.text}")
+        return kind.name
+    name = dtype_name(op.operands()[0][0].dtype)
+    if name not in OPERANDS:
+        raise UnsupportedError(
+            f"grouped_gemm kernels take bf16 and fp16 operands, got {name}: a tensor core would "
+            "cut fp32 to tf32; convert them, or use the backend reference"
+        )
+    return name
+
+
+def _sm90_fields(op: AnyMGrouped, arch: str) -> dict[str, Any]:
+    """Fields of a configuration that only sm_90a has: of products with NVFP4 weights."""
+    a, b = op.operands()
+    if (a[1] is None) != (b[1] is None) and not op.quantizes_a:
+        return {"activations": dtype_name(a[0].dtype)}
+    if not getattr(op, "prepacked", False):
+        return {}
+    if arch != "sm_90a":
+        raise UnsupportedError(f"prepacked weights are for sm_90a, not {arch}: unpack() them")
+    return {"prepacked": True}
+
+
+def m_grouped(op: AnyMGrouped, launch: Launcher) -> Runner:
+    """How the ``m_grouped`` GEMMs run."""
+    (spec,) = op.outputs()
+    assert spec is not None
+    rows, cols = spec.shape
+    if rows == 0 or cols == 0:
+        return _nothing
+    cls = CONFIGS[launch.arch]
+    base = cls(
+        _operand(op),
+        tile=cls.any_tile("m_grouped"),
+        out_dtype=dtype_name(spec.dtype),
+        row_scaled=op.row_scaled,
+        bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
+        has_alpha=op.alpha is not None,
+        transpose_b=op.transpose_b,
+        **_sm90_fields(op, launch.arch),
+    )
+    problem = GemmProblem(
+        base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth
+    )
+    return _runner(op, _choose(base, problem, launch), launch)
+
+
+def quantizing(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Runner | None:
+    """How ``m_grouped_quantize_gemm_nvfp4`` runs where A becomes values; None where it does not."""
+    if launch.arch != "sm_90a" or not op.a.numel() or values_config(op, launch) is None:
+        return None
+    return m_grouped(op, launch)
+
+
+def k_grouped(op: KGroupedGemm | KGroupedGemmNVFP4, launch: Launcher) -> Runner:
+    """How ``k_grouped_gemm`` and ``k_grouped_gemm_nvfp4`` run."""
+    (spec,) = op.outputs()
+    assert spec is not None
+    groups, m, n = spec.shape
+    if op.rows == 0 or m == 0 or n == 0:
+        return _zero
+    cls = CONFIGS[launch.arch]
+    base = cls(
+        _operand(op),
+        "k_grouped",
+        tile=cls.any_tile("k_grouped"),
+        out_dtype=dtype_name(spec.dtype),
+        has_alpha=op.alpha is not None,
+    )
+    problem = GemmProblem(base.operand, "k_grouped", base.out_dtype, groups, op.rows, n, m=m)
+    return _runner(op, _choose(base, problem, launch), launch)
+
+
+def _nothing(
+    op: object, outputs: Sequence[Tensor | None], accumulate: bool = False, fresh: bool = False
+) -> None:
+    """There is nothing to write."""
+
+
+def _zero(op: object, outputs: Sequence[Tensor | None], accumulate: bool = False) -> None:
+    """All groups are empty."""
+    if outputs[0] is not None and not accumulate:
+        outputs[0].zero_()
+
+
+def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmConfig:
+    try:
+        tile = _forced[-1] if _forced else None
+        return choose_config(base, problem, launch.num_sms, tile)
+    except ValueError as error:
+        raise UnsupportedError(str(error)) from None
+
+
+def _runner(op: AnyGemm, config: GemmConfig, launch: Launcher) -> Runner:
+    prepare = None
+    if isinstance(config, Sm90GemmConfig):
+        prepare = sm90_preparation(op, config, launch)
+    # Strides are the same in every call; addresses are not.
+    has_pitches = all(_has_pitches(x) for x in _tensors(op))
+    vectors = (op.offs, getattr(op, "bias", None), op.alpha)
+    is_dense = all(v is None or v.is_contiguous() for v in vectors)
+
+    @functools.cache
+    def kernel(accumulate: bool, zero_tail: bool) -> Callable[..., object]:
+        return launch.kernel(
+            dataclasses.replace(config, accumulate=accumulate, zero_tail=zero_tail)
+        )
+
+    def run(
+        op: AnyGemm,
+        outputs: Sequence[Tensor | None],
+        accumulate: bool = False,
+        fresh: bool = False,
+    ) -> None:
+        a, b = op.operands()
+        if not has_pitches or _is_misaligned(a) or _is_misaligned(b):
+            a, b = _addressable_parts(a), _addressable_parts(b)
+        offs, bias, alpha = op.offs, getattr(op, "bias", None), op.alpha
+        if not is_dense:
+            offs, bias, alpha = offs.contiguous(), dense(bias), dense(alpha)
+        if prepare is not None:
+            a, b = prepare(a, b, offs)
+        arguments = GemmArguments(
+            *a, *b, offs=offs, bias=bias, alpha=alpha, out=outputs[0], num_sms=launch.num_sms
+        )
+        kernel(accumulate, fresh)(*arguments)
+
+    return run
+
+
+def _tensors(op: AnyGemm) -> list[Tensor]:
+    """Those of both operands."""
+    return [x for parts in op.operands() for x in parts if x is not None]
+
+
+def _is_misaligned(parts: Parts) -> bool:
+    """Whether TMA cannot address an operand where it is."""
+    values, scales, amax = parts
+    address = values.data_ptr()
+    if scales is not None and amax is not None:
+        address |= scales.data_ptr() | amax.data_ptr()
+    return address % PITCH_ALIGNMENT != 0
+
+
+def _has_pitches(x: Tensor) -> bool:
+    """Whether TMA can address rows that are as far apart as those of ``x``."""
+    size = x.element_size()
+    return x.stride(-1) == 1 and all(s * size % PITCH_ALIGNMENT == 0 for s in x.stride()[:-1])
+
+
+def _addressable_parts(parts: Parts) -> Parts:
+    values, *rest = parts
+    scales, amax = (None if x is None else _addressable(x) for x in rest)
+    return _addressable(values), scales, amax
+
+
+def _addressable(x: Tensor) -> Tensor:
+    """``x``, copied if TMA cannot address its rows where they are."""
+    if _has_pitches(x) and x.data_ptr() % PITCH_ALIGNMENT == 0:
+        return x
+    size = x.element_size()
+    pitch = -(-x.shape[-1] * size // PITCH_ALIGNMENT) * PITCH_ALIGNMENT // size
+    return x.new_empty(*x.shape[:-1], pitch)[..., : x.shape[-1]].copy_(x)

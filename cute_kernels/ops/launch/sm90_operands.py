@@ -1,0 +1,125 @@
+"""What is done to FP4 operands before the GEMM of sm_90a, which takes one of them as values.
+
+Values have their elements in the order in which instructions contract them, see
+``gemm.sm90.fp4.decode``, and K filled up to whole pieces.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import torch
+
+from cute_kernels.formats import NVFP4
+from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
+from cute_kernels.layout.shapes import PIECE_K, ceil_div
+from cute_kernels.ops.arguments import dtype_name, readable
+from cute_kernels.ops.registry import Allocator, OutputSpec
+from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, ValuesConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+    from cute_kernels.ops.fused import MGroupedQuantizeGemmNVFP4
+    from cute_kernels.ops.gemm import GroupedGemm
+    from cute_kernels.runtime.launch import Launcher
+
+    #: Codes or values, block scales, and second level of an operand.
+    Parts: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
+    #: Turns both operands, given with offs, into what the GEMM takes.
+    Prepare: TypeAlias = Callable[[Parts, Parts, Tensor], tuple[Parts, Parts]]
+
+__all__ = ["sm90_preparation", "values_config"]
+
+
+def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) -> Prepare | None:
+    """What the operands of calls like ``op`` go through; None if they stay as they are."""
+    if op.quantizes_a:
+        return _quantizer(cast("MGroupedQuantizeGemmNVFP4", op), launch)
+    if config.activations is not None:
+        return _arranger(op, config.activations, launch)
+    if config.expanded is not None:
+        return _expander(op, config.expanded, launch)
+    return None
+
+
+def values_config(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> ValuesConfig | None:
+    """The quantizer of A to values; None where no kernel can."""
+    problem = QuantizeProblem(dtype_name(op.a.dtype), op.a.shape[1])
+    config = ValuesConfig.choose(NVFP4(row_scaled=op.row_scaled), problem, launch.arch)
+    return config if config.can_implement(problem) else None
+
+
+def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
+    """What turns codes into fp16 values, of one operand.
+
+    Args:
+        op: a call.
+        side: the operand, "a" or "b".
+        launch: the launcher.
+    """
+    kernel = launch.kernel(ExpandConfig(is_ragged=side == "a"))
+    rows, width = op.operands()["ab".index(side)][0].shape
+    workspace = Allocator([_pieces(rows, width * 2, torch.float16)], op.device)
+
+    def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+        (values,) = workspace.make()
+        assert values is not None
+        if side == "a":
+            codes, scales, amax = a
+            kernel(codes, scales, offs, values, launch.num_sms)
+            return (values, None, amax), b
+        codes, scales, amax = b
+        kernel(codes, scales, None, values, launch.num_sms)
+        return a, (values, None, amax)
+
+    return run
+
+
+def _quantizer(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Prepare:
+    """What quantizes A to fp16 values."""
+    config = values_config(op, launch)
+    assert config is not None
+    kernel = launch.kernel(config)
+    amax_kernel = None
+    if not config.computes_amax:
+        amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch))
+    rows, depth = op.a.shape
+    count = rows if config.computes_amax else op.offs.shape[0]
+    specs = [_pieces(rows, depth, torch.float16), OutputSpec((count,), torch.float32)]
+    workspace = Allocator(specs, op.device)
+
+    def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+        x = readable(a[0])
+        values, amax = workspace.make()
+        assert values is not None
+        if amax_kernel is not None:
+            amax_kernel(x, offs, None, amax, launch.num_sms)
+        kernel(x, offs, amax, values, None, None, None, launch.num_sms)
+        return (values, None, amax), b
+
+    return run
+
+
+def _arranger(op: GroupedGemm, dtype: str, launch: Launcher) -> Prepare:
+    """What puts activations into the order in which instructions contract them beside codes."""
+    kernel = launch.kernel(ArrangeConfig(dtype))
+    x = op.operands()[0][0]
+    rows, depth = x.shape
+    workspace = Allocator([_pieces(rows, depth, x.dtype)], op.device)
+
+    def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+        (values,) = workspace.make()
+        assert values is not None
+        kernel(a[0], offs, values, launch.num_sms)
+        return (values, None, None), b
+
+    return run
+
+
+def _pieces(rows: int, depth: int, dtype: torch.dtype) -> OutputSpec:
+    """A buffer of rows of whole pieces of K."""
+    return OutputSpec((rows, ceil_div(depth, PIECE_K) * PIECE_K), dtype)
