@@ -14,22 +14,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 
 from cute_kernels import emulator
-from cute_kernels.layout.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles
+from cute_kernels.formats import NVFP4
+from cute_kernels.layout.buffers import buffers
 from cute_kernels.quantize import (
     AmaxConfig,
     DbiasConfig,
     DequantizeConfig,
     QuantizeProblem,
-    RowScaledConfig,
+    RowsConfig,
     TileConfig,
 )
 
 NUM_SMS = 4
+#: What is quantized to: with amaxes of groups, with those of rows, and with square blocks.
+FORMATS = (NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16)))
 
 
 @dataclasses.dataclass
@@ -44,24 +48,14 @@ class Counts:
     conflicts: float
 
 
-def buffers(rows: int, cols: int, groups: int) -> dict[str, torch.Tensor]:
-    """Output buffers of the layout contract."""
-    tiles = num_slot_tiles(rows, groups)
-    return {
-        "codes": torch.empty(rows, code_pitch(cols // 2), dtype=torch.uint8)[:, : cols // 2],
-        "scales": torch.empty(tiles, scale_tiles(cols, 16), 512, dtype=torch.uint8),
-        "codes_t": torch.empty(cols, 64 * tiles, dtype=torch.uint8),
-        "scales_t": torch.empty(ceil_div(cols, 128), 2 * tiles, 512, dtype=torch.uint8),
-    }
-
-
 def arguments(config: Any, x: torch.Tensor, offs: torch.Tensor) -> tuple[Any, ...]:
     """What the compiled function of ``config`` takes."""
-    out = buffers(x.shape[0], x.shape[1], len(offs))
+    specs = buffers(FORMATS[0], x.shape, len(offs), columnwise=True)
+    out = {name: spec.allocate(x.device, zeroed=False) for name, spec in specs.items()}
     row_amax, group_amax = x.float().abs().amax(1), torch.full((len(offs),), float(x.abs().max()))
-    if isinstance(config, RowScaledConfig):
-        row_amax = group_amax if config.group_amax else row_amax
-        return x, offs, row_amax, out["codes"], out["scales"], NUM_SMS
+    if isinstance(config, RowsConfig):
+        amax = row_amax if config.computes_amax else group_amax
+        return x, offs, amax, out["codes"], out["scales"], None, None, NUM_SMS
     if isinstance(config, AmaxConfig):
         amaxes = (row_amax if config.per_row else None, group_amax if config.per_group else None)
         return x, offs, *amaxes, NUM_SMS
@@ -69,15 +63,15 @@ def arguments(config: Any, x: torch.Tensor, offs: torch.Tensor) -> tuple[Any, ..
         return x, offs, torch.empty(len(offs), x.shape[1]), NUM_SMS
     if isinstance(config, DequantizeConfig):
         names = ("codes_t", "scales_t") if config.columnwise else ("codes", "scales")
-        amax = row_amax if config.row_scaled else group_amax
+        amax = row_amax if config.row_level else group_amax
         return *(out[name] for name in names), amax, offs, torch.empty_like(x), 0, NUM_SMS
     rowwise = (out["codes"], out["scales"]) if config.rowwise else (None, None)
     columnwise = (out["codes_t"], out["scales_t"]) if config.columnwise else (None, None)
     amaxes = (
-        row_amax if config.row_scaled else None,
+        row_amax if config.uses_row_amax else None,
         group_amax if config.uses_group_amax else None,
     )
-    return x, offs, *amaxes, *rowwise, *columnwise, NUM_SMS
+    return x, offs, *amaxes, *rowwise, *columnwise, None, None, NUM_SMS
 
 
 def count(config: Any, arch: str, x: torch.Tensor, offs: torch.Tensor) -> Counts:
@@ -100,30 +94,25 @@ def count(config: Any, arch: str, x: torch.Tensor, offs: torch.Tensor) -> Counts
     )
 
 
-def variants(dtype: str, cols: int, arch: Any = "sm_100a") -> dict[str, Any]:
+def variants(dtype: str, cols: int, arch: str = "sm_100a") -> dict[str, Any]:
     """The measured kernels by name."""
-    rows = RowScaledConfig.choose(QuantizeProblem(dtype, cols), arch)
-    kernels: dict[str, Any] = {
-        "amax, per group": AmaxConfig(dtype),
-        "rowwise, amax given": TileConfig(dtype),
-        "rowwise, two phases": TileConfig(dtype, compute_amax=True),
-        "row-scaled, one read": rows,
-        "rowwise by rows, amax given": dataclasses.replace(rows, group_amax=True),
-        "columnwise, amax given": TileConfig(dtype, rowwise=False, columnwise=True),
-        "row + column, amax given": TileConfig(dtype, columnwise=True),
-        "row-scaled + column, two phases": TileConfig(
-            dtype, columnwise=True, row_scaled=True, compute_amax=True
-        ),
-        "16x16 row + column, amax given": TileConfig(dtype, columnwise=True, square_blocks=True),
-        "dequantize, rowwise": DequantizeConfig(dtype),
-        "dequantize, row-scaled": DequantizeConfig(dtype, row_scaled=True),
-        "dequantize, columnwise": DequantizeConfig(dtype, columnwise=True),
-        "dbias": DbiasConfig(dtype),
-    }
-    # Those without the field have one code for all architectures.
+    problem = QuantizeProblem(dtype, cols)
+    tiles = functools.partial(TileConfig, dtype=dtype, arch=arch)
+    by_group, by_row, square = (fmt.text for fmt in FORMATS)
     return {
-        name: dataclasses.replace(config, arch=arch) if hasattr(config, "arch") else config
-        for name, config in kernels.items()
+        "amax, per group": AmaxConfig(dtype, arch=arch),
+        "rowwise, amax given": tiles(by_group),
+        "rowwise, two phases": tiles(by_group, compute_amax=True),
+        "row-scaled, one read": RowsConfig.choose(FORMATS[1], problem, arch),
+        "rowwise by rows, amax given": RowsConfig.choose(FORMATS[0], problem, arch),
+        "columnwise, amax given": tiles(by_group, rowwise=False, columnwise=True),
+        "row + column, amax given": tiles(by_group, columnwise=True),
+        "row-scaled + column, two phases": tiles(by_row, columnwise=True, compute_amax=True),
+        "16x16 row + column, amax given": tiles(square, columnwise=True),
+        "dequantize, rowwise": DequantizeConfig(by_group, dtype),
+        "dequantize, row-scaled": DequantizeConfig(by_row, dtype),
+        "dequantize, columnwise": DequantizeConfig(by_group, dtype, columnwise=True),
+        "dbias": DbiasConfig(dtype),
     }
 
 

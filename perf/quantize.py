@@ -17,14 +17,14 @@ import functools
 import json
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import NVFP4
-from cute_kernels.layout.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles
-from cute_kernels.quantize import AmaxConfig, QuantizeProblem, RowScaledConfig, TileConfig
+from cute_kernels.formats import NVFP4, parse
+from cute_kernels.layout.buffers import buffers
+from cute_kernels.quantize import AmaxConfig, QuantizeProblem, RowsConfig, TileConfig
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.runtime.arch import device_architecture
@@ -63,12 +63,13 @@ class Workload:
         cuts = torch.rand(groups, device="cuda", generator=generator) + 0.5
         self.offs = (cuts.cumsum(0) / cuts.sum() * rows).round().int()
         self.offs[-1] = rows
-        tiles = num_slot_tiles(rows, groups)
-        byte = functools.partial(torch.full, fill_value=0xA5, dtype=torch.uint8, device="cuda")
-        self.codes = byte((rows, code_pitch(cols // 2)))[:, : cols // 2]
-        self.scales = byte((tiles, scale_tiles(cols, 16), 512))
-        self.codes_t = byte((cols, 64 * tiles))
-        self.scales_t = byte((ceil_div(cols, 128), 2 * tiles, 512))
+        specs = buffers(NVFP4(), (rows, cols), groups, columnwise=True)
+        self.copies = {
+            name: spec.allocate(self.x.device, zeroed=False)
+            for name, spec in specs.items()
+            if spec.dtype == torch.uint8
+        }
+        self.poison()
         self.row_amax = self.x.abs().amax(1).float()
         self.group_amax = torch.empty(groups, device="cuda")
         start = 0
@@ -79,7 +80,7 @@ class Workload:
     def expected(self, fmt: NVFP4, columnwise: bool) -> dict[str, Tensor]:
         """What the reference writes over poison."""
         names = ["codes", "scales", *(["codes_t", "scales_t"] if columnwise else [])]
-        out = {name: torch.full_like(getattr(self, name), 0xA5) for name in names}
+        out = {name: torch.full_like(self.copies[name], 0xA5) for name in names}
         amaxes = {"amax": self.row_amax.clone() if fmt.row_scaled else self.group_amax.clone()}
         if columnwise:
             amaxes["amax_t"] = self.group_amax.clone()
@@ -90,18 +91,19 @@ class Workload:
 
     def arguments(self, config: Any, num_sms: int) -> tuple[Any, ...]:
         """What the compiled function of ``config`` takes."""
-        if isinstance(config, RowScaledConfig):
-            amax = self.group_amax if config.group_amax else self.row_amax
-            return self.x, self.offs, amax, self.codes, self.scales, num_sms
+        out = self.copies
+        if isinstance(config, RowsConfig):
+            amax = self.row_amax if config.computes_amax else self.group_amax
+            return self.x, self.offs, amax, out["codes"], out["scales"], None, None, num_sms
         if isinstance(config, AmaxConfig):
             return self.x, self.offs, None, self.group_amax, num_sms
         amaxes = (
-            self.row_amax if config.row_scaled else None,
+            self.row_amax if config.uses_row_amax else None,
             self.group_amax if config.uses_group_amax else None,
         )
-        rowwise = (self.codes, self.scales) if config.rowwise else (None, None)
-        columnwise = (self.codes_t, self.scales_t) if config.columnwise else (None, None)
-        return (self.x, self.offs, *amaxes, *rowwise, *columnwise, num_sms)
+        rowwise = (out["codes"], out["scales"]) if config.rowwise else (None, None)
+        columnwise = (out["codes_t"], out["scales_t"]) if config.columnwise else (None, None)
+        return (self.x, self.offs, *amaxes, *rowwise, *columnwise, None, None, num_sms)
 
     def candidate(self, config: Any) -> Candidate:
         """A kernel of ours."""
@@ -111,29 +113,25 @@ class Workload:
         run = functools.partial(kernel, *self.arguments(config, num_sms))
         if isinstance(config, AmaxConfig):
             return Candidate(run, _READ)
-        row = isinstance(config, RowScaledConfig)
-        directions = 1 if row else config.rowwise + config.columnwise
+        by_rows = isinstance(config, RowsConfig)
+        directions = 1 if by_rows else config.rowwise + config.columnwise
         return Candidate(run, _READ + directions * _CODES, functools.partial(self.check, config))
 
     def check(self, config: Any) -> None:
         """Compare what the last run wrote."""
-        row = isinstance(config, RowScaledConfig)
-        square = not row and config.square_blocks
-        row_scaled = not config.group_amax if row else config.row_scaled
-        fmt = NVFP4(row_scaled, (16, 16) if square else (1, 16))
-        columnwise = not row and config.columnwise
-        want = self.expected(fmt, columnwise)
+        by_rows = isinstance(config, RowsConfig)
+        want = self.expected(cast("NVFP4", parse(config.format)), not by_rows and config.columnwise)
         for name, value in want.items():
-            if not row and not config.rowwise and not name.endswith("_t"):
+            if not by_rows and not config.rowwise and not name.endswith("_t"):
                 continue
-            if not torch.equal(getattr(self, name), value):
-                wrong = (getattr(self, name) != value).sum().item()
+            wrong = (self.copies[name] != value).sum().item()
+            if wrong:
                 raise AssertionError(f"{config}: {wrong} bytes of {name} differ")
 
     def poison(self) -> None:
-        """Overwrite all outputs."""
-        for name in ("codes", "scales", "codes_t", "scales_t"):
-            getattr(self, name).fill_(0xA5)
+        """Overwrite all copies."""
+        for copy in self.copies.values():
+            copy.fill_(0xA5)
 
 
 def _eager_nvfp4(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,20 +163,19 @@ def _peers(work: Workload) -> dict[str, Candidate]:
 
 
 def _ours(cols: int, arch: str) -> dict[str, Any]:
-    tiles = functools.partial(TileConfig, "bfloat16", arch=arch)
+    tiles = functools.partial(TileConfig, dtype="bfloat16", arch=arch)
+    by_row, square = NVFP4(row_scaled=True), NVFP4(block=(16, 16))
     problem = QuantizeProblem("bfloat16", cols)
     return {
-        "row-scaled": RowScaledConfig.choose(problem, arch),
-        "rowwise by rows, amax given": RowScaledConfig.choose(problem, arch, group_amax=True),
+        "row-scaled": RowsConfig.choose(by_row, problem, arch),
+        "rowwise by rows, amax given": RowsConfig.choose(NVFP4(), problem, arch),
         "amax of groups": AmaxConfig("bfloat16", arch=arch),
-        "rowwise, amax given": tiles(),
-        "rowwise, two phases": tiles(compute_amax=True),
-        "columnwise, amax given": tiles(rowwise=False, columnwise=True),
-        "row + column, amax given": tiles(columnwise=True),
-        "row-scaled + column, two phases": tiles(
-            columnwise=True, row_scaled=True, compute_amax=True
-        ),
-        "16x16 row + column, amax given": tiles(columnwise=True, square_blocks=True),
+        "rowwise, amax given": tiles("nvfp4"),
+        "rowwise, two phases": tiles("nvfp4", compute_amax=True),
+        "columnwise, amax given": tiles("nvfp4", rowwise=False, columnwise=True),
+        "row + column, amax given": tiles("nvfp4", columnwise=True),
+        "row-scaled + column, two phases": tiles(by_row.text, columnwise=True, compute_amax=True),
+        "16x16 row + column, amax given": tiles(square.text, columnwise=True),
     }
 
 

@@ -1,8 +1,8 @@
 """Finding groups on the device: slot tiles, their rows, and where their bytes go.
 
 Two groupings share every kernel. Ragged groups are given by their end rows ``offs`` and lie in the
-slots of ``cute_kernels.layout.shapes.slot_tile``; uniform groups all have the same number of rows. In both
-a kernel walks slot tiles in ascending order and asks what each of them holds.
+slots of ``layout.shapes.slot_tile``; uniform groups all have the same number of rows. In both a
+kernel walks slot tiles in ascending order and asks what each of them holds.
 """
 
 from __future__ import annotations

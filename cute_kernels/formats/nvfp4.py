@@ -49,8 +49,6 @@ class NVFP4(Format):
     scale: ClassVar[BlockScale] = BlockScale(E4M3, 16, "tiles_128x4")
     columnwise: ClassVar[Literal["transposed"]] = "transposed"
     k_multiple: ClassVar[int] = 16
-    sf_vec_size: ClassVar[int] = 16
-    scale_element: ClassVar[ElementType] = E4M3
     blocks: ClassVar[tuple[tuple[int, int], ...]] = ((1, 16), (16, 16))
     #: Largest value that codes times block scales represent: 6 * 448 = 2688.
     tensor_max: ClassVar[float] = E2M1.max * E4M3.max

@@ -6,8 +6,9 @@ from cute_kernels.quantize.config import (
     DequantizeConfig,
     OffsetsConfig,
     QuantizeProblem,
-    RowScaledConfig,
+    RowsConfig,
     TileConfig,
+    ValuesConfig,
 )
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "DequantizeConfig",
     "OffsetsConfig",
     "QuantizeProblem",
-    "RowScaledConfig",
+    "RowsConfig",
     "TileConfig",
+    "ValuesConfig",
 ]

@@ -13,16 +13,16 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
+from cute_kernels.device.absmax import absmax_packed, fmax, unpack_absmax, warp_max
+from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping
 from cute_kernels.device.memory import load_global
-from cute_kernels.device.nvfp4 import absmax_packed, fmax, unpack_absmax, warp_max
 from cute_kernels.device.ptx import f32_as_bits
 from cute_kernels.quantize.config import DTYPE_BYTES, AmaxConfig
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 
 __all__ = ["AmaxKernels", "AmaxReducer"]
 
-_WARP = 32
 _LOAD_BYTES = 32
 _UNROLL = 4
 _RUN_BYTES = 16384
@@ -73,8 +73,8 @@ class AmaxKernels:
     ) -> None:
         row_bytes = x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype]
         groups = Grouping.of(x, offs)
-        warps = cute.arch.grid_dim()[0] * (_THREADS // _WARP)
-        warp = cute.arch.block_idx()[0] * (_THREADS // _WARP) + cute.arch.warp_idx()
+        warps = cute.arch.grid_dim()[0] * (_THREADS // WARP_SIZE)
+        warp = cute.arch.block_idx()[0] * (_THREADS // WARP_SIZE) + cute.arch.warp_idx()
         last = groups.last_row()
         run = cutlass.max(_RUN_BYTES // row_bytes, Int32(1))
         index = (last + run - 1) // run - 1 - warp
@@ -116,16 +116,16 @@ class AmaxKernels:
         """A lane's part of the absmax of consecutive elements, a multiple of 32 bytes."""
         packed = Uint32(0)
         at = cute.arch.lane_idx() * _LOAD_BYTES
-        while at + (_UNROLL - 1) * _WARP * _LOAD_BYTES < num_bytes:
+        while at + (_UNROLL - 1) * WARP_SIZE * _LOAD_BYTES < num_bytes:
             words = [packed]
             for i in cutlass.range_constexpr(_UNROLL):
-                words.extend(load_global(source + (at + i * (_WARP * _LOAD_BYTES)), 8))
+                words.extend(load_global(source + (at + i * (WARP_SIZE * _LOAD_BYTES)), 8))
             packed = absmax_packed(words, self.dtype, self.arch)
-            at += _UNROLL * _WARP * _LOAD_BYTES
+            at += _UNROLL * WARP_SIZE * _LOAD_BYTES
         while at < num_bytes:
             words = [packed, *load_global(source + at, 8)]
             packed = absmax_packed(words, self.dtype, self.arch)
-            at += _WARP * _LOAD_BYTES
+            at += WARP_SIZE * _LOAD_BYTES
         return unpack_absmax(packed, self.dtype, self.arch)
 
     @cute.jit
@@ -148,12 +148,12 @@ class AmaxReducer(AmaxKernels):
     @staticmethod
     def fake_args(config: AmaxConfig) -> tuple[Any, ...]:
         """Stand-ins for the arguments of ``__call__``."""
-        fake = FakeBuffers(config.dtype, config.grouping == "uniform")
+        fake = FakeBuffers(config.dtype, config.grouping)
         return (
             fake.x(),
             fake.offs(),
-            fake.amax(per_row=True) if config.per_row else None,
-            fake.amax() if config.per_group else None,
+            fake.level(per_row=True) if config.per_row else None,
+            fake.level() if config.per_group else None,
             Int32(1),
             env_stream(),
         )

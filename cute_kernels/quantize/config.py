@@ -2,16 +2,20 @@
 
 A configuration holds facts of code generation only, so it can be hashed, pickled and used as a
 cache key; shapes, group boundaries and the number of SMs stay dynamic. It names the kernel and does
-not import it: kernels need the CuTe DSL, configurations do not.
+not import it: kernels need the CuTe DSL, configurations do not. A format is its canonical text,
+such as ``"nvfp4:row_scaled"``; what it says decides what a kernel does.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from cute_kernels.capability import Support
-from cute_kernels.formats import NVFP4
+from cute_kernels.formats import Format, parse
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "AmaxConfig",
@@ -19,14 +23,16 @@ __all__ = [
     "DequantizeConfig",
     "OffsetsConfig",
     "QuantizeProblem",
-    "RowScaledConfig",
+    "RowsConfig",
     "TileConfig",
+    "ValuesConfig",
 ]
 
 Grouping = Literal["ragged", "uniform"]
 #: Bytes of one element, by the dtype names that configurations use.
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_BLOCK = NVFP4.sf_vec_size
+#: K is a multiple of this whatever the format: 32 bytes of 16-bit input, which lanes load at once.
+K_MULTIPLE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +40,7 @@ class QuantizeProblem:
     """The facts of a call that decide which kernels can run it.
 
     Attributes:
-        dtype: name of the input's dtype, such as ``"bfloat16"``.
+        dtype: name of the plain side's dtype, such as ``"bfloat16"``.
         cols: K.
         grouping: ``"ragged"`` for (T, K) with offs, ``"uniform"`` for (G, N, K).
     """
@@ -44,48 +50,80 @@ class QuantizeProblem:
     grouping: Grouping = "ragged"
 
 
-def _supported_input(dtype: str, cols: int) -> Support:
-    if dtype not in DTYPE_BYTES:
-        return Support(False, f"input dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype}")
-    if cols <= 0 or cols % _BLOCK:
-        return Support(False, f"K must be a positive multiple of {_BLOCK}, got {cols}")
+def _is_per_row(format: str, columnwise: bool = False) -> bool:
+    """Whether one copy of a format has a second level a row."""
+    level = parse(format).level(columnwise)
+    return level is not None and level.per == "row"
+
+
+def _columnwise_only(fmt: Format) -> Format:
+    """The record that says the same of the columnwise copy, and no more."""
+    if fmt.second_level == fmt.columnwise_level:
+        return fmt
+    return dataclasses.replace(fmt, row_scaled=False)  # type: ignore[call-arg]
+
+
+def _takes(
+    config: AmaxConfig | DequantizeConfig | RowsConfig | TileConfig,
+    problem: QuantizeProblem,
+    k_multiple: int,
+) -> Support:
+    """Whether dtype and grouping are those of ``config``, and K is one that kernels take."""
+    if (problem.dtype, problem.grouping) != (config.dtype, config.grouping):
+        return Support(False, f"compiled for {config.dtype} {config.grouping} groups")
+    if problem.dtype not in DTYPE_BYTES:
+        names = ", ".join(DTYPE_BYTES)
+        return Support(False, f"input dtype must be one of {names}, got {problem.dtype}")
+    if problem.cols <= 0 or problem.cols % k_multiple:
+        return Support(False, f"K must be a positive multiple of {k_multiple}, got {problem.cols}")
     return Support(True)
 
 
 @dataclasses.dataclass(frozen=True)
-class RowScaledConfig:
-    """Rowwise NVFP4, row by row, from one read of the input: row-scaled, or with given amaxes.
+class RowsConfig:
+    """The rowwise copy, row by row, from one read of the input.
 
-    A team of ``warps_per_row`` warps holds one row in registers at a time, or a team of one warp
-    holds several short rows.
+    A second level per row is a result; one per group is given. A team of ``warps_per_row`` warps
+    holds one row in registers at a time, or a team of one warp holds several short rows.
 
     Attributes:
+        format: canonical text of the format.
         dtype: name of the input's dtype.
         grouping: how the rows fall into groups.
         warps_per_row: warps of a team: 1, 2, 4, 8 or 16.
         num_stages: how many times what a team holds is in flight.
         rows_per_warp: rows that a team of one warp holds: 1, 2, 4 or 8.
-        group_amax: the second level is per group and given, instead of per row and a result.
-        as_values: write code times block scale in fp16, as the GEMM of sm_90a takes it, instead of
-            codes and scales.
         arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
     """
 
+    format: str
     dtype: str
     grouping: Grouping = "ragged"
     warps_per_row: int = 4
     num_stages: int = 3
     rows_per_warp: int = 1
-    group_amax: bool = False
-    as_values: bool = False
     arch: str = "sm_100a"
 
+    #: The compiled function takes (x, offs, amax, codes, scales, scale, scale_inv, num_sms): x
+    #: (T, K) or (G, N, K) contiguous; offs (G,) int32, None when uniform; amax (T,) fp32, or (G,);
+    #: codes (T, K') or (G, N, K') uint8 of padded pitch; scales 512-byte tiles, with the group
+    #: first when uniform, None where blocks have none; scale and scale_inv (G,) fp32 results where
+    #: the format keeps them, else None.
+    kernel: ClassVar[str] = "cute_kernels.quantize.rows:RowsQuantizer"
     #: Warps that convert; one more loads.
-    num_compute_warps = 16
+    num_compute_warps: ClassVar[int] = 16
     #: 4096 bytes of input a warp: four 1x16 blocks a lane for 16-bit types, two for fp32.
-    bytes_per_warp = 4096
+    bytes_per_warp: ClassVar[int] = 4096
     #: What ``choose`` chooses from, by rising ``max_cols``: (warps_per_row, rows_per_warp).
-    teams = ((1, 8), (1, 4), (1, 2), (1, 1), (2, 1), (4, 1), (8, 1), (16, 1))
+    teams: ClassVar[tuple[tuple[int, int], ...]] = (
+        *((1, 8), (1, 4), (1, 2), (1, 1)),
+        *((2, 1), (4, 1), (8, 1), (16, 1)),
+    )
+
+    @property
+    def computes_amax(self) -> bool:
+        """Whether the second level is per row, and a result."""
+        return _is_per_row(self.format)
 
     @property
     def num_teams(self) -> int:
@@ -99,24 +137,11 @@ class RowScaledConfig:
         return held // self.rows_per_warp
 
     @classmethod
-    def choose(
-        cls,
-        problem: QuantizeProblem,
-        arch: str = "sm_100a",
-        group_amax: bool = False,
-        as_values: bool = False,
-    ) -> RowScaledConfig:
+    def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a") -> Self:
         """The configuration with the fewest lanes a row that holds the row."""
-        # The values of eight neighbouring blocks are put in order by eight lanes.
-        for warps, rows in cls.teams[1:] if as_values else cls.teams:
+        for warps, rows in cls.teams:
             config = cls(
-                problem.dtype,
-                problem.grouping,
-                warps,
-                rows_per_warp=rows,
-                group_amax=group_amax,
-                as_values=as_values,
-                arch=arch,
+                fmt.text, problem.dtype, problem.grouping, warps, rows_per_warp=rows, arch=arch
             )
             if problem.cols <= config.max_cols:
                 break
@@ -124,71 +149,87 @@ class RowScaledConfig:
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
         """Whether the kernel takes ``problem``."""
-        if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):
-            return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
         if self.rows_per_warp > 1 and self.warps_per_row > 1:
             return Support(False, "only a team of one warp holds several rows")
-        if self.as_values and (self.arch, self.grouping) != ("sm_90a", "ragged"):
-            return Support(False, "values are for ragged operands on sm_90a")
-        if self.as_values and self.rows_per_warp > 4:
-            return Support(False, "values of a row take at least eight lanes")
-        supported = _supported_input(problem.dtype, problem.cols)
+        if parse(self.format).is_2d:
+            return Support(False, f"{self.format} has blocks of several rows")
+        supported = _takes(self, problem, parse(self.format).k_multiple)
         if supported and problem.cols > self.max_cols:
             return Support(
                 False, f"K = {problem.cols} exceeds the {self.max_cols} that a team holds"
             )
         return supported
 
-    @property
-    def kernel(self) -> str:
-        """The kernel's class.
 
-        The compiled function takes (x, offs, amax, codes, scales, num_sms): x (T, K) or (G, N, K)
-        contiguous; offs (G,) int32, None when uniform; amax (T,) fp32, or (G,); codes (T, K/2) or
-        (G, N, K/2) uint8 of padded pitch; scales (tiles, K/64, 512) or (G, tiles, K/64, 512) uint8.
-        With ``as_values`` codes are values (T, K up to a multiple of 128) fp16 in the order of
-        ``gemm.sm90.fp4.expand``, and scales None.
-        """
-        if self.as_values:
-            return "cute_kernels.quantize.nvfp4_values:RowValuesQuantizer"
-        return "cute_kernels.quantize.nvfp4_rows:RowScaledQuantizer"
+@dataclasses.dataclass(frozen=True)
+class ValuesConfig(RowsConfig):
+    """``RowsConfig``, but what comes out is fp16 values instead of codes and scales.
+
+    Code times block scale, as the GEMM of sm_90a takes it. For ragged operands on sm_90a.
+    """
+
+    #: The compiled function takes what that of ``RowsConfig`` does, with None for the scales, and
+    #: for codes values (T, K up to a multiple of 128) fp16 in the order of the GEMM's expansion.
+    kernel: ClassVar[str] = "cute_kernels.quantize.values:RowValuesQuantizer"
+    #: The values of eight neighbouring blocks are put in order by eight lanes.
+    teams: ClassVar[tuple[tuple[int, int], ...]] = RowsConfig.teams[1:]
+
+    def can_implement(self, problem: QuantizeProblem) -> Support:
+        """Whether the kernel takes ``problem``."""
+        if (self.arch, self.grouping) != ("sm_90a", "ragged"):
+            return Support(False, "values are for ragged operands on sm_90a")
+        if self.rows_per_warp > 4:
+            return Support(False, "values of a row take at least eight lanes")
+        return super().can_implement(problem)
 
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """NVFP4 in one or both directions, tile by tile.
+    """One or both copies, tile by tile, from one read once the amaxes are known.
 
     Attributes:
+        format: canonical text of the format.
         dtype: name of the input's dtype.
         grouping: how the rows fall into groups.
         rowwise: write the rowwise copy.
         columnwise: write the columnwise copy.
-        row_scaled: the rowwise copy has one second-level scale a row.
-        square_blocks: one scale for each 16x16 block, the same in both directions.
         compute_amax: the amaxes are results: a first kernel computes them, so the input is read
             twice, the second time from L2 where it fits.
         arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
     """
 
+    format: str
     dtype: str
     grouping: Grouping = "ragged"
     rowwise: bool = True
     columnwise: bool = False
-    row_scaled: bool = False
-    square_blocks: bool = False
     compute_amax: bool = False
     arch: str = "sm_100a"
 
     #: The compiled function takes (x, offs, row_amax, group_amax, codes, scales, codes_t,
     #: scales_t, num_sms), with None for what the configuration does not use: row_amax (T,) fp32 is
-    #: used when row-scaled, group_amax (G,) fp32 when columnwise or not row-scaled. x needs at
-    #: least one row.
-    kernel: ClassVar[str] = "cute_kernels.quantize.nvfp4_tiles:TileQuantizer"
-
+    #: used when ``uses_row_amax``, group_amax (G,) fp32 when ``uses_group_amax``. x needs at least
+    #: one row.
+    kernel: ClassVar[str] = "cute_kernels.quantize.tiles.kernel:TileQuantizer"
     #: Warps that convert one 128x128 tile together.
-    warps_per_team = 4
+    warps_per_team: ClassVar[int] = 4
     #: Slot tiles that a column of tiles goes through before the next begins.
-    band = 8
+    band: ClassVar[int] = 8
+
+    @classmethod
+    def choose(
+        cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a", **what: bool
+    ) -> TileConfig:
+        """The configuration that writes copies of ``fmt``; ``what`` are the flags."""
+        config = cls(fmt.text, problem.dtype, problem.grouping, arch=arch, **what)
+        if config.rowwise:
+            return config
+        return dataclasses.replace(config, format=_columnwise_only(fmt).text)
+
+    @property
+    def is_2d(self) -> bool:
+        """Whether square blocks have one scale in both directions."""
+        return parse(self.format).is_2d
 
     @property
     def tile_bytes(self) -> int:
@@ -206,24 +247,22 @@ class TileConfig:
         return 4 if self.num_stages > 4 else 2
 
     @property
-    def uses_group_amax(self) -> bool:
-        """Whether there are amaxes of groups."""
-        return self.columnwise or not self.row_scaled
+    def uses_row_amax(self) -> bool:
+        """Whether the rowwise copy has one amax a row."""
+        return _is_per_row(self.format)
 
     @property
-    def tables_factors(self) -> bool:
-        """Whether a team keeps the encode factors of its group's scales in shared memory."""
-        return self.uses_group_amax and self.arch == "sm_90a"
+    def uses_group_amax(self) -> bool:
+        """Whether there are amaxes of groups; those of the columnwise copy always are."""
+        return self.columnwise or not self.uses_row_amax
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
         """Whether the kernel takes ``problem``."""
-        if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):
-            return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
         if not (self.rowwise or self.columnwise):
             return Support(False, "neither direction is asked for")
-        if self.row_scaled and (self.square_blocks or not self.rowwise):
-            return Support(False, "row_scaled needs the rowwise direction and 1x16 blocks")
-        return _supported_input(problem.dtype, problem.cols)
+        if self.uses_row_amax and not self.rowwise:
+            return Support(False, f"{self.format} is about the rowwise copy")
+        return _takes(self, problem, parse(self.format).k_multiple)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,9 +290,7 @@ class AmaxConfig:
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
         """Whether the kernel takes ``problem``."""
-        if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):
-            return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
-        return _supported_input(problem.dtype, problem.cols)
+        return _takes(self, problem, K_MULTIPLE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,29 +359,44 @@ class DbiasConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DequantizeConfig:
-    """One direction of an NVFP4 tensor back to a plain one.
+    """One copy of a quantized tensor back to a plain one.
 
     Attributes:
+        format: canonical text of the format.
         dtype: name of the result's dtype.
         grouping: how the rows fall into groups.
-        row_scaled: the second level is per row; rowwise only.
-        columnwise: which direction.
+        columnwise: which copy.
     """
 
+    format: str
     dtype: str
     grouping: Grouping = "ragged"
-    row_scaled: bool = False
     columnwise: bool = False
 
-    #: The compiled function takes (codes, scales, amax, offs, out, fresh, num_sms): codes, scales
-    #: and amax as the quantizers write them, rowwise or columnwise; offs (G,) int32, None when
-    #: uniform; out (T, K) or (G, N, K) contiguous; fresh, not 0 to write zeros to the tail.
+    #: The compiled function takes (codes, scales, level, offs, out, fresh, num_sms): codes and
+    #: scales as the quantizers write them, rowwise or columnwise, no scales where blocks have none;
+    #: level (T,) fp32, or (G,): the amax, or scale_inv where the format keeps one; offs (G,) int32,
+    #: None when uniform; out (T, K) or (G, N, K) contiguous; fresh, not 0 to write zeros to the
+    #: tail.
     kernel: ClassVar[str] = "cute_kernels.quantize.dequantize:Dequantizer"
+
+    @classmethod
+    def choose(
+        cls, fmt: Format, dtype: str, grouping: Grouping, columnwise: bool
+    ) -> DequantizeConfig:
+        """The configuration that reads a copy of ``fmt``; formats with equal bytes share one."""
+        if columnwise:
+            fmt = _columnwise_only(fmt)
+        if fmt.is_2d and fmt.scale is not None and fmt.scale.layout == "tiles_128x4":
+            # The scale of a square block is stored once a row.
+            fmt = dataclasses.replace(fmt, block=type(fmt)().block)  # type: ignore
+        return cls(fmt.text, dtype, grouping, columnwise)
+
+    @property
+    def row_level(self) -> bool:
+        """Whether the second level is per row."""
+        return _is_per_row(self.format, self.columnwise)
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
         """Whether the kernel takes ``problem``, whose dtype is the result's."""
-        if (problem.dtype, problem.grouping) != (self.dtype, self.grouping):
-            return Support(False, f"compiled for {self.dtype} {self.grouping} groups")
-        if self.row_scaled and self.columnwise:
-            return Support(False, "the columnwise copy has no second level per row")
-        return _supported_input(problem.dtype, problem.cols)
+        return _takes(self, problem, parse(self.format).k_multiple)

@@ -24,6 +24,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_compact_tensor
 
+from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.convert import unpack_words
 from cute_kernels.device.groups import group_end, group_start
 from cute_kernels.device.memory import load_global_if, load_shared, store_global, store_shared
@@ -34,7 +35,6 @@ from cute_kernels.quantize.fakes import dsl_dtype, env_stream
 
 __all__ = ["DbiasReducer"]
 
-_WARP = 32
 _WARPS = 4
 _CTAS_PER_SM = 4
 #: Rows that a lane loads before it adds any.
@@ -47,9 +47,9 @@ class DbiasReducer:
     def __init__(self, config: DbiasConfig):
         self.dtype = config.dtype
         self.columns = config.columns_per_lane
-        self.lanes_per_row = 8 if config.vectorized else _WARP
+        self.lanes_per_row = 8 if config.vectorized else WARP_SIZE
         #: Residue classes of rows, one a lane of each column.
-        self.classes = _WARP // self.lanes_per_row
+        self.classes = WARP_SIZE // self.lanes_per_row
         #: Columns of an item.
         self.strip = self.lanes_per_row * self.columns
 
@@ -82,7 +82,7 @@ class DbiasReducer:
     ) -> None:
         self.kernel(dy, offs, dbias).launch(
             grid=[num_sms * _CTAS_PER_SM, 1, 1],
-            block=[_WARPS * _WARP, 1, 1],
+            block=[_WARPS * WARP_SIZE, 1, 1],
             stream=stream,
         )
 
@@ -92,7 +92,7 @@ class DbiasReducer:
         sums = smem.allocate_array(Float32, 2 * _WARPS * self.strip, byte_alignment=16).toint()
         num_rows, cols = dy.shape[0], dy.shape[1]
         tid = cute.arch.thread_idx()[0]
-        warp = cute.arch.make_warp_uniform(tid // _WARP)
+        warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
         strips = (cols + self.strip - 1) // self.strip
         buffer = Int32(0)
         first_item, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -137,7 +137,7 @@ class DbiasReducer:
             numbers = self.tree(source, Int64(cols) * element, row, end, 0, self.classes)
             for c in cutlass.range_constexpr(self.columns):
                 number = numbers[c]
-                lanes = _WARP // 2
+                lanes = WARP_SIZE // 2
                 while lanes >= self.lanes_per_row:
                     number += cute.arch.shuffle_sync_bfly(number, lanes)
                     lanes //= 2

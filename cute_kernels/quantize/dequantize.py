@@ -1,4 +1,4 @@
-"""NVFP4 back to plain numbers, one direction of a copy at a time.
+"""A quantized copy back to plain numbers, one direction at a time.
 
 A warp is on its own: it takes items of 8192 elements of a slot tile, holds the codes in registers
 and writes rows, 16 bytes a lane and row. Nothing goes through shared memory.
@@ -6,77 +6,119 @@ and writes rows, 16 bytes a lane and row. Nothing goes through shared memory.
 Rowwise:     256 columns of the rows j, j + 32, j + 64 and j + 96 for eight j. The scales of four
              such rows are 16 bytes of a scale tile, one load for the eight lanes that share it.
              A lane has 8 columns of a row.
-Columnwise:  64 columns of all 128 rows. A lane has 8 columns and 32 rows, two blocks each, 16 bytes
-             of codes a column. Rows come out by taking one number of each column's: decoding is the
-             transposition.
+Columnwise:  64 columns of all 128 rows. A lane has 8 columns and 32 rows, of NVFP4 two blocks and
+             16 bytes of codes a column. Rows come out by taking one number of each column's:
+             decoding is the transposition.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.convert import decode_e2m1, decode_e4m3_pair, pack_words
+from cute_kernels.device.codecs import codec_of
+from cute_kernels.device.constants import WARP_SIZE
+from cute_kernels.device.convert import pack_words
 from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.memory import load_global, load_global_if, store_global
 from cute_kernels.device.ptx import asm, bits_as_f32
-from cute_kernels.formats import NVFP4
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS, TILE_ROWS
 from cute_kernels.quantize.config import DTYPE_BYTES, DequantizeConfig
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 
 __all__ = ["Dequantizer"]
 
-_BLOCK = NVFP4.sf_vec_size
-_WARP = 32
 _WARPS = 8
 #: As many as an SM holds for certain: the kernels take 66 to 128 registers.
 _CTAS_PER_SM = 2
-#: Columns of a lane.
+#: Columns of a lane; columnwise, also the rows that it writes at a time.
 _LANE_COLS = 8
-_ROW_STRIP = _WARP * _LANE_COLS
+_ROW_STRIP = WARP_SIZE * _LANE_COLS
 #: 16-byte rows of a scale tile: each has the scales of this many rows, so many rows apart.
 _QUARTERS, _QUARTER_ROWS = 4, 32
 #: Such rows of an item, and how many are under way at the same time.
 _ITEM_ROWS, _UNROLL = 8, 2
 _COLUMN_STRIP = 64
-_RCP_TENSOR_MAX_BITS = 0x39C30C31  # fl(1/2688)
+
+
+class Copy(NamedTuple):
+    """The buffers of the copy that is read; no scales where blocks have none."""
+
+    codes: cute.Tensor
+    scales: cute.Tensor | None
+    level: cute.Tensor
+
+
+class SlotTile(NamedTuple):
+    """What ``Grouping.seek`` says of a slot tile: which, its group, its first row and its rows."""
+
+    tile: Int32
+    group: Int32
+    first: Int32
+    count: Int32
+
+
+class RowPlaces(NamedTuple):
+    """Where a lane reads and writes its columns of a rowwise slot tile.
+
+    Attributes:
+        codes: address of the tile's first row.
+        pitch: bytes from one row of codes to the next.
+        scales: address of the scale tile; None where blocks have no scales.
+        selector: for ``prmt``: of the words of two rows, the byte of the lane's block each.
+        levels: address of the first row's second level, where rows have one.
+        level: the second level of the group, where they have not.
+        out: address of the first row of the result.
+        out_pitch: elements from one row of the result to the next.
+        count: rows that exist.
+    """
+
+    codes: Int64
+    pitch: Int64
+    scales: Int64 | None
+    selector: Uint32 | None
+    levels: Int64 | None
+    level: Float32 | None
+    out: Int64
+    out_pitch: Int32
+    count: Int32
 
 
 class Dequantizer:
-    """One direction of an NVFP4 tensor, see the module."""
+    """One direction of a quantized tensor, see the module."""
 
     def __init__(self, config: DequantizeConfig):
         self.config = config
         self.dtype = config.dtype
         self.element = DTYPE_BYTES[config.dtype]
+        self.codec = codec_of(config.format, config.dtype)
 
     @staticmethod
     def fake_args(config: DequantizeConfig) -> tuple[Any, ...]:
-        """Stand-ins for (codes, scales, amax, offs, out, fresh, num_sms, stream)."""
-        fake = FakeBuffers(config.dtype, config.grouping == "uniform")
+        """Stand-ins for (codes, scales, level, offs, out, fresh, num_sms, stream)."""
+        fake = FakeBuffers(config.dtype, config.grouping, config.format)
         copy = (fake.codes_t(), fake.scales_t()) if config.columnwise else None
         codes, scales = copy or (fake.codes(), fake.scales())
-        amax = fake.amax(per_row=config.row_scaled)
-        return (codes, scales, amax, fake.offs(), fake.x(), Int32(0), Int32(1), env_stream())
+        level = fake.level(per_row=config.row_level)
+        return (codes, scales, level, fake.offs(), fake.x(), Int32(0), Int32(1), env_stream())
 
     @cute.jit
     def __call__(
         self,
         codes: cute.Tensor,
-        scales: cute.Tensor,
-        amax: cute.Tensor,
+        scales: cute.Tensor | None,
+        level: cute.Tensor,
         offs: cute.Tensor | None,
         out: cute.Tensor,
         fresh: Int32,
         num_sms: Int32,
         stream: Any,
     ) -> None:
-        self.kernel(codes, scales, amax, offs, out, fresh).launch(
+        self.kernel(codes, scales, level, offs, out, fresh).launch(
             grid=[num_sms * _CTAS_PER_SM, 1, 1],
-            block=[_WARPS * _WARP, 1, 1],
+            block=[_WARPS * WARP_SIZE, 1, 1],
             stream=stream,
         )
 
@@ -84,8 +126,8 @@ class Dequantizer:
     def kernel(
         self,
         codes: cute.Tensor,
-        scales: cute.Tensor,
-        amax: cute.Tensor,
+        scales: cute.Tensor | None,
+        level: cute.Tensor,
         offs: cute.Tensor | None,
         out: cute.Tensor,
         fresh: Int32,
@@ -96,7 +138,7 @@ class Dequantizer:
             parts = (cols + _COLUMN_STRIP - 1) // _COLUMN_STRIP
         else:
             parts = (cols + _ROW_STRIP - 1) // _ROW_STRIP * (_QUARTER_ROWS // _ITEM_ROWS)
-        warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // _WARP)
+        warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP_SIZE)
         item = cute.arch.block_idx()[0] * _WARPS + warp
         step = cute.arch.grid_dim()[0] * _WARPS
         num_items = groups.num_tiles() * parts
@@ -108,13 +150,15 @@ class Dequantizer:
             if tile != wanted:
                 item = next_item(item, step, tile, parts)
             else:
+                copy = Copy(codes, scales, level)
                 target = out.iterator.toint() + Int64(first) * cols * self.element
                 if cutlass.const_expr(self.config.columnwise):
                     local = groups.local_tile(tile, group)
-                    self.columns(codes, scales, amax, cols, target, group, local, count, part)
+                    place = SlotTile(local, group, first, count)
+                    self.columns(copy, cols, target, place, part)
                 else:
-                    place = (tile, group, first, count)
-                    self.rows(codes, scales, amax, cols, target, place, part)
+                    place = SlotTile(tile, group, first, count)
+                    self.rows(copy, cols, target, place, part)
                 item += step
         if cutlass.const_expr(offs is not None):
             if fresh != 0:
@@ -125,122 +169,11 @@ class Dequantizer:
         """Write zeros to the rows from ``first`` on."""
         row_bytes = Int64(out.shape[1]) * self.element
         stop = out.iterator.toint() + out.shape[0] * row_bytes
-        thread = cute.arch.block_idx()[0] * (_WARPS * _WARP) + cute.arch.thread_idx()[0]
+        thread = cute.arch.block_idx()[0] * (_WARPS * WARP_SIZE) + cute.arch.thread_idx()[0]
         at = out.iterator.toint() + first * row_bytes + thread * 16
         while at < stop:
             store_global(at, [Uint32(0)] * 4)
-            at += cute.arch.grid_dim()[0] * (_WARPS * _WARP * 16)
-
-    @cute.jit
-    def rows(
-        self,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        amax: cute.Tensor,
-        cols: Int32,
-        target: Int64,
-        place: tuple[Int32, Int32, Int32, Int32],
-        part: Int32,
-    ) -> None:
-        """Part ``part`` of a rowwise slot tile; ``place`` is what ``Grouping.seek`` says of it."""
-        tile, group, first, count = place
-        strips = (cols + _ROW_STRIP - 1) // _ROW_STRIP
-        j = part // strips * _ITEM_ROWS
-        stop = cutlass.min(j + _ITEM_ROWS, count)
-        column = part % strips * _ROW_STRIP + cute.arch.lane_idx() * _LANE_COLS
-        if column < cols:
-            tiles_along_k = (cols + _BLOCK * SF_TILE_COLS - 1) // (_BLOCK * SF_TILE_COLS)
-            scale_tile = Int64(tile) * tiles_along_k + column // (_BLOCK * SF_TILE_COLS)
-            scales_at = scales.iterator.toint() + scale_tile * SF_TILE_BYTES
-            # Of the words of two rows, the byte of this lane's block each.
-            byte = column // _BLOCK % SF_TILE_COLS
-            selector = Uint32(byte * 0x11 + 0x40)
-            pitch = Int64(codes.stride[len(codes.stride) - 2])
-            codes_at = codes.iterator.toint() + first * pitch + column // 2
-            out_at = target + column * self.element
-            if cutlass.const_expr(self.config.row_scaled):
-                amax_at = amax.iterator.toint() + Int64(first) * 4
-            else:
-                g = amax[group]
-            while j < stop:
-                rows = [
-                    j + (u + _QUARTER_ROWS * q) for u in range(_UNROLL) for q in range(_QUARTERS)
-                ]
-                words = [
-                    word
-                    for u in range(_UNROLL)
-                    for word in load_global(scales_at + (j + u) * (_QUARTERS * SF_TILE_COLS), 4)
-                ]
-                packed = [load_global_if(codes_at + r * pitch, 4, r, count)[0] for r in rows]
-                if cutlass.const_expr(self.config.row_scaled):
-                    levels = [
-                        bits_as_f32(load_global_if(amax_at + r * 4, 4, r, count)[0]) for r in rows
-                    ]
-                else:
-                    levels = [g] * len(rows)
-                for i in cutlass.range_constexpr(0, len(rows), 2):
-                    operands = [words[i], words[i + 1], selector]
-                    pair = asm("prmt.b32 $0, $1, $2, $3;", [Uint32], operands)
-                    for s, n in zip(decode_e4m3_pair(pair), (i, i + 1), strict=True):
-                        if rows[n] < count:
-                            factor = _factor(s, levels[n])
-                            numbers = [code * factor for code in decode_e2m1(packed[n])]
-                            at = out_at + Int64(rows[n]) * cols * self.element
-                            self.store(at, numbers)
-                j += _UNROLL
-
-    @cute.jit
-    def columns(
-        self,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        amax: cute.Tensor,
-        cols: Int32,
-        target: Int64,
-        group: Int32,
-        tile: Int32,
-        count: Int32,
-        part: Int32,
-    ) -> None:
-        """Part ``part`` of a columnwise slot tile, the tile-th of its matrix."""
-        lane = cute.arch.lane_idx()
-        column = part * _COLUMN_STRIP + lane // 4 * _LANE_COLS
-        quarter = lane % 4  # of the tile's rows
-        if column < cols:
-            pitch = Int64(codes.shape[len(codes.shape) - 1])
-            block_tiles = scales.shape[len(scales.shape) - 2]
-            matrix = Int64(0)  # of uniform groups, each has its own
-            scale_tile = Int64(column // SF_TILE_ROWS) * block_tiles + 2 * tile + quarter // 2
-            if cutlass.const_expr(self.config.grouping == "uniform"):
-                matrix = Int64(group) * cols * pitch
-                column_tiles = scales.shape[len(scales.shape) - 3]
-                scale_tile += Int64(group) * column_tiles * block_tiles
-            codes_at = codes.iterator.toint() + matrix + column * pitch
-            codes_at += tile * (TILE_ROWS // 2) + quarter * 16
-            scales_at = scales.iterator.toint() + scale_tile * SF_TILE_BYTES
-            scales_at += column % 32 * 16 + column % SF_TILE_ROWS // 32 * 4 + quarter % 2 * 2
-            packed = [load_global(codes_at + pitch * c, 4) for c in range(_LANE_COLS)]
-            pairs = [
-                load_global_if(scales_at + c * 16, 2, column, cols)[0] for c in range(_LANE_COLS)
-            ]
-            g = amax[group]
-            factors = [[_factor(s, g) for s in decode_e4m3_pair(pair)] for pair in pairs]
-            row = quarter * _QUARTER_ROWS
-            out_at = target + Int64(row) * cols * self.element + column * self.element
-            for w in cutlass.range_constexpr(4):  # eight rows each
-                if row < count:
-                    numbers = [
-                        [code * factors[c][w // 2] for code in decode_e2m1(packed[c][w])]
-                        for c in range(_LANE_COLS)
-                    ]
-                    for i in cutlass.range_constexpr(8):
-                        if row + i < count:
-                            self.store(
-                                out_at + Int64(cols) * (i * self.element),
-                                [numbers[c][i] for c in range(_LANE_COLS)],
-                            )
-                row += 8
-                out_at += Int64(cols) * (8 * self.element)
+            at += cute.arch.grid_dim()[0] * (_WARPS * WARP_SIZE * 16)
 
     def store(self, address: Int64, numbers: list[Float32]) -> None:
         """Round and store a lane's columns of one row."""
@@ -248,7 +181,152 @@ class Dequantizer:
         for i in range(0, len(words), 4):
             store_global(address + 4 * i, words[i : i + 4])
 
+    # ------------------------------------------------------------------ rowwise
 
-def _factor(s: Float32, g: Float32) -> Float32:
-    """What a code of scale ``s`` under second level ``g`` is multiplied by."""
-    return (s * g) * bits_as_f32(Uint32(_RCP_TENSOR_MAX_BITS))
+    @cute.jit
+    def rows(self, copy: Copy, cols: Int32, target: Int64, place: SlotTile, part: Int32) -> None:
+        """Part ``part`` of a rowwise slot tile, whose first row of the result is at ``target``."""
+        strips = (cols + _ROW_STRIP - 1) // _ROW_STRIP
+        j = part // strips * _ITEM_ROWS
+        stop = cutlass.min(j + _ITEM_ROWS, place.count)
+        column = part % strips * _ROW_STRIP + cute.arch.lane_idx() * _LANE_COLS
+        if column < cols:
+            at = self.row_places(copy, cols, target, place, column)
+            while j < stop:
+                self.some_rows(at, j)
+                j += _UNROLL
+
+    def row_places(
+        self, copy: Copy, cols: Int32, target: Int64, place: SlotTile, column: Int32
+    ) -> RowPlaces:
+        """Where a lane's columns, from ``column`` on, are."""
+        scales, selector, levels, level = None, None, None, None
+        if self.codec.has_scales:
+            strip = self.codec.block * SF_TILE_COLS  # columns of a scale tile
+            tiles_along_k = (cols + strip - 1) // strip
+            scale_tile = Int64(place.tile) * tiles_along_k + column // strip
+            scales = copy.scales.iterator.toint() + scale_tile * SF_TILE_BYTES
+            byte = column // self.codec.block % SF_TILE_COLS
+            selector = Uint32(byte * 0x11 + 0x40)
+        pitch = Int64(copy.codes.stride[len(copy.codes.stride) - 2])
+        codes = copy.codes.iterator.toint() + place.first * pitch + self.codec.code_bytes(column)
+        out = target + column * self.element
+        if self.config.row_level:
+            levels = copy.level.iterator.toint() + Int64(place.first) * 4
+        else:
+            level = copy.level[place.group]
+        return RowPlaces(codes, pitch, scales, selector, levels, level, out, cols, place.count)
+
+    @cute.jit
+    def some_rows(self, at: RowPlaces, j: Int32) -> None:
+        """The rows from ``j`` on, as many as are under way at once, of each quarter."""
+        rows = [j + (u + _QUARTER_ROWS * q) for u in range(_UNROLL) for q in range(_QUARTERS)]
+        scale_words = self.load_scales(at, j)
+        num_bytes = self.codec.code_bytes(_LANE_COLS)
+        packed = [load_global_if(at.codes + r * at.pitch, num_bytes, r, at.count) for r in rows]
+        levels = self.load_levels(at, rows)
+        for i in cutlass.range_constexpr(0, len(rows), 2):
+            scales = (None, None)
+            if cutlass.const_expr(self.codec.has_scales):
+                operands = [scale_words[i], scale_words[i + 1], at.selector]
+                pair = asm("prmt.b32 $0, $1, $2, $3;", [Uint32], operands)
+                scales = self.codec.decode_scales(pair)
+            for n in cutlass.range_constexpr(i, i + 2):
+                if rows[n] < at.count:
+                    factor = self.codec.decode_factor(scales[n - i], levels[n])
+                    numbers = [code * factor for code in self.codec.decode(packed[n])]
+                    self.store(at.out + Int64(rows[n]) * at.out_pitch * self.element, numbers)
+
+    def load_scales(self, at: RowPlaces, j: Int32) -> list[Uint32]:
+        """The words of a scale tile that hold the scales of ``some_rows``, one a row."""
+        if not self.codec.has_scales:
+            return []
+        quarters = _QUARTERS * SF_TILE_COLS  # bytes
+        lines = [load_global(at.scales + (j + u) * quarters, 4) for u in range(_UNROLL)]
+        return [word for line in lines for word in line]
+
+    def load_levels(self, at: RowPlaces, rows: list[Int32]) -> list[Float32]:
+        """The second level of each row."""
+        if not self.config.row_level:
+            return [at.level] * len(rows)
+        return [bits_as_f32(load_global_if(at.levels + r * 4, 4, r, at.count)[0]) for r in rows]
+
+    # ------------------------------------------------------------------ columnwise
+
+    @cute.jit
+    def columns(self, copy: Copy, cols: Int32, target: Int64, place: SlotTile, part: Int32) -> None:
+        """Part ``part`` of a columnwise slot tile; ``place.tile`` counts within its matrix."""
+        lane = cute.arch.lane_idx()
+        column = part * _COLUMN_STRIP + lane // 4 * _LANE_COLS
+        quarter = lane % 4  # of the tile's rows
+        if column < cols:
+            codes_at, pitch = self.column_codes(copy.codes, cols, column, quarter, place)
+            scales_at = self.column_scales(copy.scales, column, quarter, place)
+            words = self.codec.code_bytes(_QUARTER_ROWS) // 4
+            packed = [load_global(codes_at + pitch * c, words) for c in range(_LANE_COLS)]
+            factors = self.column_factors(copy.level, scales_at, cols, column, place.group)
+            row = quarter * _QUARTER_ROWS
+            out_at = target + Int64(row) * cols * self.element + column * self.element
+            for first in cutlass.range_constexpr(0, _QUARTER_ROWS, _LANE_COLS):
+                if row < place.count:
+                    numbers = [
+                        self.eight_of_column(packed[c], factors[c], first)
+                        for c in range(_LANE_COLS)
+                    ]
+                    for i in cutlass.range_constexpr(_LANE_COLS):
+                        if row + i < place.count:
+                            self.store(
+                                out_at + Int64(cols) * (i * self.element),
+                                [numbers[c][i] for c in range(_LANE_COLS)],
+                            )
+                row += _LANE_COLS
+                out_at += Int64(cols) * (_LANE_COLS * self.element)
+
+    def column_codes(
+        self, codes: cute.Tensor, cols: Int32, column: Int32, quarter: Int32, place: SlotTile
+    ) -> tuple[Int64, Int64]:
+        """Address of the codes of a lane's first column, and bytes from one column to the next."""
+        pitch = Int64(codes.shape[len(codes.shape) - 1])
+        matrix = Int64(0)  # of uniform groups, each has its own
+        if self.config.grouping == "uniform":
+            matrix = Int64(place.group) * cols * pitch
+        at = codes.iterator.toint() + matrix + column * pitch
+        in_tile = quarter * self.codec.code_bytes(_QUARTER_ROWS)
+        return at + (place.tile * self.codec.code_bytes(TILE_ROWS) + in_tile), pitch
+
+    def column_scales(
+        self, scales: cute.Tensor | None, column: Int32, quarter: Int32, place: SlotTile
+    ) -> Int64 | None:
+        """Address of the scales of a lane's first column; None where blocks have no scales."""
+        if not self.codec.has_scales:
+            return None
+        block_tiles = scales.shape[len(scales.shape) - 2]
+        # A scale tile has 2 bytes, those of a quarter's two blocks, of every column twice.
+        scale_tile = Int64(column // SF_TILE_ROWS) * block_tiles + 2 * place.tile + quarter // 2
+        if self.config.grouping == "uniform":
+            column_tiles = scales.shape[len(scales.shape) - 3]
+            scale_tile += Int64(place.group) * column_tiles * block_tiles
+        at = scales.iterator.toint() + scale_tile * SF_TILE_BYTES
+        return at + (column % 32 * 16 + column % SF_TILE_ROWS // 32 * 4 + quarter % 2 * 2)
+
+    def column_factors(
+        self, levels: cute.Tensor, scales_at: Int64 | None, cols: Int32, column: Int32, group: Int32
+    ) -> list[list[Float32]]:
+        """What the codes of each of a lane's columns are multiplied by, block by block."""
+        if scales_at is None:
+            return [[self.codec.decode_factor(None, levels[group])]] * _LANE_COLS
+        pairs = [load_global_if(scales_at + c * 16, 2, column, cols)[0] for c in range(_LANE_COLS)]
+        level = levels[group]
+        return [
+            [self.codec.decode_factor(s, level) for s in self.codec.decode_scales(pair)]
+            for pair in pairs
+        ]
+
+    def eight_of_column(
+        self, packed: list[Uint32], factors: list[Float32], first: int
+    ) -> list[Float32]:
+        """The numbers of a lane's rows ``first`` and on of one column."""
+        words = self.codec.code_bytes(_LANE_COLS) // 4
+        start = first // _LANE_COLS * words
+        factor = factors[first * len(factors) // _QUARTER_ROWS]
+        return [code * factor for code in self.codec.decode(packed[start : start + words])]

@@ -5,14 +5,21 @@ Extents that must agree at run time share one symbol; the compiled function chec
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from cutlass import BFloat16, Float16, Float32, Int32, Uint8, cute
+from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float16, Float32, Int32, Uint8, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from cute_kernels.formats import NVFP4
-from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES
+from cute_kernels.formats import parse
+from cute_kernels.layout.shapes import (
+    PIECE_K,
+    PITCH_ALIGNMENT,
+    SF_TILE_BYTES,
+    TILE_ROWS,
+    scale_tiles,
+)
+from cute_kernels.quantize.config import K_MULTIPLE
+from cute_kernels.quantize.levels import LEVEL_RESULTS
 
 __all__ = ["FakeBuffers", "dsl_dtype", "env_stream"]
 
@@ -21,6 +28,8 @@ _ALIGN = 32
 
 
 _DSL_DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
+#: The type of a buffer of codes, by element.
+_CODE_DTYPES = {"e2m1": Uint8, "e4m3": Float8E4M3FN, "e5m2": Float8E5M2}
 
 
 def dsl_dtype(name: str) -> Any:
@@ -38,18 +47,24 @@ def _compact(dtype: Any, *shape: Any) -> Any:
     return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=_ALIGN)
 
 
-@dataclasses.dataclass
 class FakeBuffers:
-    """The buffers of one quantization with shared symbols, made on demand."""
+    """The buffers of one quantization with shared symbols, made on demand.
 
-    dtype: str
-    uniform: bool
+    Args:
+        dtype: name of the plain side's dtype.
+        grouping: ``"ragged"`` or ``"uniform"``.
+        format: canonical text of the format; None where there is only a plain side.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, dtype: str, grouping: str, format: str | None = None):
+        self.dtype = dtype
+        self.uniform = grouping == "uniform"
+        self.fmt = None if format is None else parse(format)
         self.rows = cute.sym_int()
         self.groups = cute.sym_int()
         self.rows_each = cute.sym_int()
-        self.cols = cute.sym_int(divisibility=NVFP4.sf_vec_size)
+        multiple = K_MULTIPLE if self.fmt is None else self.fmt.k_multiple
+        self.cols = cute.sym_int(divisibility=multiple)
         self.slot_tiles = cute.sym_int()
         self.scale_tiles = cute.sym_int()
 
@@ -64,22 +79,30 @@ class FakeBuffers:
             return None
         return make_fake_compact_tensor(Int32, (self.groups,), assumed_align=4)
 
-    def amax(self, per_row: bool = False) -> Any:
+    def level(self, per_row: bool = False) -> Any:
         """(G,) fp32, or one a row."""
         # Uniform groups have G * N rows; no symbol says that.
         extent = (cute.sym_int() if self.uniform else self.rows) if per_row else self.groups
         return make_fake_compact_tensor(Float32, (extent,), assumed_align=4)
 
+    def results(self) -> tuple[Any, ...]:
+        """(G,) fp32 scale_inv and scale, None each where the format does not keep it."""
+        level = self.fmt.second_level
+        kept = () if level is None else level.buffers
+        return tuple(self.level() if name in kept else None for name in LEVEL_RESULTS)
+
     def codes(self) -> Any:
-        """(T, K/2) or (G, N, K/2) uint8 of padded pitch."""
-        half = cute.sym_int(divisibility=NVFP4.sf_vec_size // 2)
+        """The rowwise copy: (T, K) or (G, N, K) codes, of padded pitch."""
+        width = self.cols
+        if self.fmt.element.bits < 8:
+            width = cute.sym_int(divisibility=self._bytes(self.fmt.k_multiple))
         pitch = cute.sym_int64(divisibility=PITCH_ALIGNMENT)
-        shape: tuple[Any, ...] = (self.rows, half)
+        shape: tuple[Any, ...] = (self.rows, width)
         stride: tuple[Any, ...] = (pitch, 1)
         if self.uniform:
-            shape = (self.groups, self.rows_each, half)
+            shape = (self.groups, self.rows_each, width)
             stride = (cute.sym_int64(divisibility=PITCH_ALIGNMENT), pitch, 1)
-        return make_fake_tensor(Uint8, shape, stride, assumed_align=_ALIGN)
+        return make_fake_tensor(self._code_dtype(), shape, stride, assumed_align=_ALIGN)
 
     def values(self) -> Any:
         """(T, K up to a multiple of 128) fp16."""
@@ -87,17 +110,30 @@ class FakeBuffers:
         return _compact(Float16, self.rows, wide)
 
     def scales(self) -> Any:
-        """(tiles, ceil(K/64), 512) uint8, with the group first when uniform."""
+        """(tiles, tiles along K, 512) uint8, with the group first when uniform; or None."""
+        if self.fmt.scale is None:
+            return None
         lead = (self.groups,) if self.uniform else ()
         return _compact(Uint8, *lead, self.slot_tiles, self.scale_tiles, SF_TILE_BYTES)
 
     def codes_t(self) -> Any:
-        """(K, 64 * tiles) or (G, K, 64 * tiles) uint8."""
+        """The transposed columnwise copy: (K, P) or (G, K, P) codes."""
         lead = (self.groups,) if self.uniform else ()
-        return _compact(Uint8, *lead, self.cols, cute.sym_int(divisibility=64))
+        slots = cute.sym_int(divisibility=self._bytes(TILE_ROWS))
+        return _compact(self._code_dtype(), *lead, self.cols, slots)
 
     def scales_t(self) -> Any:
-        """(ceil(K/128), 2 * tiles, 512) uint8, with the group first when uniform."""
+        """(ceil(K/128), tiles along P, 512) uint8, with the group first when uniform; or None."""
+        if self.fmt.scale is None:
+            return None
         lead = (self.groups,) if self.uniform else ()
-        column_tiles, block_tiles = cute.sym_int(), cute.sym_int(divisibility=2)
+        along_rows = scale_tiles(TILE_ROWS, self.fmt.scale.vec_size)
+        column_tiles, block_tiles = cute.sym_int(), cute.sym_int(divisibility=along_rows)
         return _compact(Uint8, *lead, column_tiles, block_tiles, SF_TILE_BYTES)
+
+    def _bytes(self, elements: int) -> int:
+        """Bytes of the codes of so many elements."""
+        return elements * self.fmt.element.bits // 8
+
+    def _code_dtype(self) -> Any:
+        return _CODE_DTYPES[self.fmt.element.name]

@@ -11,6 +11,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_compact_tensor
 
+from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.quantize.fakes import env_stream
 
 if TYPE_CHECKING:
@@ -18,9 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["OffsetsKernel"]
 
-_WARP = 32
 _WARPS = 32
-_THREADS = _WARP * _WARPS
+_THREADS = WARP_SIZE * _WARPS
 _DSL_INTS = {"int32": Int32, "int64": Int64}
 
 
@@ -58,7 +58,7 @@ class OffsetsKernel:
         smem = cutlass.memory.SmemAllocator()
         totals = smem.allocate_tensor(Int64, cute.make_layout((_WARPS, 2)), byte_alignment=8)
         tid = cute.arch.thread_idx()[0]
-        warp, lane = tid // _WARP, tid % _WARP
+        warp, lane = tid // WARP_SIZE, tid % WARP_SIZE
         count = splits.shape[0]
         carry, buffer, base = Int64(0), Int32(0), Int32(0)
         while base < count:
@@ -66,7 +66,7 @@ class OffsetsKernel:
             if base + tid < count:
                 value = splits[base + tid].to(Int64)
             value = self.warp_scan(value, lane)
-            if lane == _WARP - 1:
+            if lane == WARP_SIZE - 1:
                 totals[warp, buffer] = value
             # Two buffers: a warp that is a chunk ahead writes the other one.
             cute.arch.sync_threads()

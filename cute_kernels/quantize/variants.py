@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
 from cute_kernels.capability import support
-from cute_kernels.formats import NVFP4
+from cute_kernels.formats import NVFP4, Format
 from cute_kernels.quantize.config import (
     DTYPE_BYTES,
     AmaxConfig,
     DbiasConfig,
     DequantizeConfig,
     OffsetsConfig,
-    RowScaledConfig,
+    RowsConfig,
     TileConfig,
+    ValuesConfig,
 )
 
 if TYPE_CHECKING:
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["kernel_specs"]
 
-Config = AmaxConfig | DbiasConfig | DequantizeConfig | OffsetsConfig | RowScaledConfig | TileConfig
+Config = AmaxConfig | DbiasConfig | DequantizeConfig | OffsetsConfig | RowsConfig | TileConfig
 
+#: What is quantized to, row by row and tile by tile.
+_FORMATS: tuple[Format, ...] = (NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16)))
 _DIRECTIONS = ((True, False), (False, True), (True, True))
 
 
@@ -39,46 +41,37 @@ def kernel_specs(arch: str) -> Iterator[Config]:
     for dtype, grouping in itertools.product(DTYPE_BYTES, ("ragged", "uniform")):
         if support("grouped_amax", None, arch):
             yield AmaxConfig(dtype, grouping, arch=arch)
-        if support("grouped_dequantize", NVFP4(), arch):
-            for row_scaled, columnwise in ((False, False), (True, False), (False, True)):
-                yield DequantizeConfig(dtype, grouping, row_scaled, columnwise)
-        if support("grouped_quantize", NVFP4(), arch):
-            # For row-scaled tiles whose amaxes of groups are given.
+            # For tiles with amaxes of rows where those of groups are given.
             yield AmaxConfig(dtype, grouping, per_row=True, per_group=False, arch=arch)
-            for warps, rows in RowScaledConfig.teams:
-                config = RowScaledConfig(dtype, grouping, warps, rows_per_warp=rows, arch=arch)
-                yield config
-                if arch == "sm_90a":
-                    yield dataclasses.replace(config, group_amax=True)
-            yield from _tiles(dtype, grouping, arch)
-            if (arch, grouping) == ("sm_90a", "ragged"):
-                yield from _values(dtype)
+        for fmt in _FORMATS:
+            if support("grouped_dequantize", fmt, arch):
+                yield from _dequantizers(fmt, dtype, grouping)
+            if support("grouped_quantize", fmt, arch):
+                yield from _rows(fmt, dtype, grouping, arch)
+                yield from _tiles(fmt, dtype, grouping, arch)
 
 
-def _values(dtype: str) -> Iterator[RowScaledConfig]:
-    for (warps, rows), group_amax in itertools.product(RowScaledConfig.teams[1:], (False, True)):
-        yield RowScaledConfig(
-            dtype,
-            "ragged",
-            warps,
-            rows_per_warp=rows,
-            group_amax=group_amax,
-            as_values=True,
-            arch="sm_90a",
-        )
+def _dequantizers(fmt: Format, dtype: str, grouping: str) -> Iterator[DequantizeConfig]:
+    for columnwise in (False, True):
+        config = DequantizeConfig.choose(fmt, dtype, grouping, columnwise)
+        if config.format == fmt.text:
+            yield config
 
 
-def _tiles(dtype: str, grouping: str, arch: str) -> Iterator[TileConfig]:
-    flags = itertools.product(_DIRECTIONS, ((False, False), (True, False), (False, True)), (0, 1))
-    for (rowwise, columnwise), (row_scaled, square_blocks), compute_amax in flags:
-        if rowwise or not row_scaled:
-            yield TileConfig(
-                dtype,
-                grouping,
-                rowwise=rowwise,
-                columnwise=columnwise,
-                row_scaled=row_scaled,
-                square_blocks=square_blocks,
-                compute_amax=bool(compute_amax),
-                arch=arch,
-            )
+def _rows(fmt: Format, dtype: str, grouping: str, arch: str) -> Iterator[RowsConfig]:
+    if fmt.is_2d:
+        return
+    for warps, rows in RowsConfig.teams:
+        config = RowsConfig(fmt.text, dtype, grouping, warps, rows_per_warp=rows, arch=arch)
+        # Amaxes of groups that are given: tile by tile on sm_100a.
+        if config.computes_amax or arch == "sm_90a":
+            yield config
+        if (arch, grouping) == ("sm_90a", "ragged") and (warps, rows) in ValuesConfig.teams:
+            yield ValuesConfig(**vars(config))
+
+
+def _tiles(fmt: Format, dtype: str, grouping: str, arch: str) -> Iterator[TileConfig]:
+    for (rowwise, columnwise), compute_amax in itertools.product(_DIRECTIONS, (False, True)):
+        config = TileConfig(fmt.text, dtype, grouping, rowwise, columnwise, compute_amax, arch)
+        if rowwise or not config.uses_row_amax:
+            yield config

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from cutlass import Float32, Uint32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor
 
-from cute_kernels.device.encode import encode_row_block
+from cute_kernels.device.codecs import codec_of
 from cute_kernels.quantize.config import DTYPE_BYTES
 from cute_kernels.quantize.fakes import env_stream
 
@@ -24,21 +24,24 @@ class EncodeConfig:
     dtype: str
     arch: str = "sm_90a"
 
-    def entry(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function to compile; its fake arguments: words (N, W), factors, codes (N, 2)."""
-        count, words = cute.sym_int(), 4 * DTYPE_BYTES[self.dtype]
-        factors = make_fake_compact_tensor(Float32, (count,))
-        blocks, codes = (
-            make_fake_compact_tensor(Uint32, (count, n), stride_order=(1, 0)) for n in (words, 2)
-        )
-        return EncodeKernel(self), (blocks, factors, codes, env_stream())
+    kernel: ClassVar[str] = "tests.kernels.encode_kernel:EncodeKernel"
 
 
 class EncodeKernel:
     """One block a thread."""
 
     def __init__(self, config: EncodeConfig) -> None:
-        self.config = config
+        self.codec = codec_of("nvfp4", config.dtype, config.arch)
+
+    @staticmethod
+    def fake_args(config: EncodeConfig) -> tuple[Any, ...]:
+        """Stand-ins for words (N, W), factors, codes (N, 2) and the stream."""
+        count, words = cute.sym_int(), 4 * DTYPE_BYTES[config.dtype]
+        factors = make_fake_compact_tensor(Float32, (count,))
+        blocks, codes = (
+            make_fake_compact_tensor(Uint32, (count, n), stride_order=(1, 0)) for n in (words, 2)
+        )
+        return blocks, factors, codes, env_stream()
 
     @cute.jit
     def __call__(
@@ -56,6 +59,6 @@ class EncodeKernel:
         i = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
         if i < blocks.shape[0]:
             words = [blocks[i, w] for w in range(blocks.shape[1])]
-            pair = encode_row_block(words, factors[i], self.config.dtype, self.config.arch)
+            pair = self.codec.encode_row(words, factors[i])
             codes[i, 0] = pair[0]
             codes[i, 1] = pair[1]

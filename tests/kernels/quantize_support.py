@@ -12,25 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import NVFP4
-from cute_kernels.layout.shapes import (
-    ceil_div,
-    code_pitch,
-    num_slot_tiles,
-    scale_tiles,
-    uniform_tiles,
-)
+from cute_kernels.formats import NVFP4, Format, parse
+from cute_kernels.layout.buffers import buffers
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.compile import compile_kernel
 from perf.compiled import compile_for_emulator
+from tests.helpers import assert_same_bytes, poisoned
 
 if TYPE_CHECKING:
-    from cute_kernels.quantize import RowScaledConfig, TileConfig
+    from cute_kernels.quantize import RowsConfig, TileConfig
 
 ARCH = "sm_100a"
 NUM_SMS = 3
+#: NVFP4 keeps nothing of its second level besides amaxes.
+NO_RESULTS = (None, None)
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("needs the CuTe DSL", allow_module_level=True)
@@ -92,30 +89,19 @@ class Problem:
             return Groups.uniform(self.x.shape[0], self.x.shape[1], self.x.device)
         return Groups.ragged(self.offs, len(self.x))
 
-    def buffers(self, fmt: NVFP4, rowwise: bool, columnwise: bool) -> dict[str, Tensor | None]:
+    def buffers(self, fmt: Format, rowwise: bool, columnwise: bool) -> dict[str, Tensor | None]:
         """Outputs filled with garbage, so that a byte too many or too few shows."""
-        rows, cols = self.matrix.shape
-        groups = 1 if self.offs is not None else self.x.shape[0]
-        if self.offs is None:
-            tiles = uniform_tiles(self.x.shape[1])
-        else:
-            tiles = num_slot_tiles(rows, len(self.offs))
-        lead = () if self.offs is not None else (groups,)
-
-        def garbage(*shape: int) -> Tensor:
-            return torch.full(shape, 0xA5, dtype=torch.uint8)
-
+        groups = None if self.offs is None else len(self.offs)
         out: dict[str, Tensor | None] = dict.fromkeys(("codes", "scales", "codes_t", "scales_t"))
-        if rowwise:
-            pitch = code_pitch(cols // 2)
-            out["codes"] = garbage(*self.x.shape[:-1], pitch)[..., : cols // 2]
-            out["scales"] = garbage(*lead, tiles, scale_tiles(cols, 16), 512)
-        if columnwise:
-            out["codes_t"] = garbage(*lead, cols, 64 * tiles)
-            out["scales_t"] = garbage(*lead, ceil_div(cols, 128), 2 * tiles, 512)
-        count = len(self.groups)
-        out["amax"] = torch.full((rows if fmt.row_scaled else count,), -7.0) if rowwise else None
-        out["amax_t"] = torch.full((count,), -7.0) if columnwise else None
+        out |= dict.fromkeys(("amax", "amax_t"))
+        specs = buffers(fmt, self.x.shape, groups, rowwise=rowwise, columnwise=columnwise)
+        for name, spec in specs.items():
+            value = spec.allocate(torch.device("cpu"), zeroed=False)
+            if spec.dtype == torch.float32:
+                out[name] = value.flatten().fill_(-7.0)
+            else:
+                value.untyped_storage().copy_(poisoned(value).untyped_storage())
+                out[name] = value
         return out
 
 
@@ -140,38 +126,45 @@ def run_tiles(
     config: TileConfig, problem: Problem, given: Tensor | None = None
 ) -> dict[str, Tensor | None]:
     """Outputs of the tile quantizer; without ``compute_amax`` the reference gives the amaxes."""
-    fmt = format_of(config)
+    fmt = parse(config.format)
     out = problem.buffers(fmt, config.rowwise, config.columnwise)
     groups = len(problem.groups)
     group_amax = torch.full((groups,), -7.0) if config.uses_group_amax else None
-    row_amax = torch.full((len(problem.matrix),), -7.0) if config.row_scaled else None
+    row_amax = torch.full((len(problem.matrix),), -7.0) if config.uses_row_amax else None
     if not config.compute_amax:
         known = expected(problem, fmt, config.rowwise, True, given)
         group_amax = known["amax_t"] if config.uses_group_amax else None
-        row_amax = known["amax"] if config.row_scaled else None
-    names = ("codes", "scales", "codes_t", "scales_t")
-    compiled(config)(
-        problem.x, problem.offs, row_amax, group_amax, *(out[n] for n in names), NUM_SMS
-    )
+        row_amax = known["amax"] if config.uses_row_amax else None
+    copies = [out[name] for name in ("codes", "scales", "codes_t", "scales_t")]
+    compiled(config)(problem.x, problem.offs, row_amax, group_amax, *copies, *NO_RESULTS, NUM_SMS)
     if config.rowwise:
-        out["amax"] = row_amax if config.row_scaled else group_amax
+        out["amax"] = row_amax if config.uses_row_amax else group_amax
     if config.columnwise:
         out["amax_t"] = group_amax
     return out
 
 
-def run_rows(config: RowScaledConfig, problem: Problem) -> dict[str, Tensor | None]:
+def run_rows(config: RowsConfig, problem: Problem) -> dict[str, Tensor | None]:
     """Outputs of the quantizer by rows; the reference gives it amaxes of groups."""
-    fmt = NVFP4(row_scaled=not config.group_amax)
+    fmt = parse(config.format)
     out = problem.buffers(fmt, True, False)
-    if config.group_amax:
+    if not config.computes_amax:
         out["amax"] = expected(problem, fmt, True, False)["amax"]
-    compiled(config)(problem.x, problem.offs, out["amax"], out["codes"], out["scales"], NUM_SMS)
+    copy = (out["amax"], out["codes"], out["scales"])
+    compiled(config)(problem.x, problem.offs, *copy, *NO_RESULTS, NUM_SMS)
     return out
 
 
-def format_of(config: TileConfig) -> NVFP4:
-    return NVFP4(config.row_scaled, (16, 16) if config.square_blocks else (1, 16))
+def check_tiles(config: TileConfig, problem: Problem) -> None:
+    """The tile quantizer writes what the reference does."""
+    want = expected(problem, parse(config.format), config.rowwise, config.columnwise)
+    assert_same_buffers(run_tiles(config, problem), want)
+
+
+def check_rows(config: RowsConfig, problem: Problem) -> None:
+    """The quantizer by rows writes what the reference does."""
+    want = expected(problem, parse(config.format), True, False)
+    assert_same_buffers(run_rows(config, problem), want)
 
 
 def random_input(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -212,17 +205,10 @@ def special_input(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     return x
 
 
-def assert_same(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> None:
+def assert_same_buffers(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> None:
     """Compare outputs byte for byte."""
-    for name, expected_value in want.items():
-        value = got[name]
-        if expected_value is None:
-            continue
-        assert value is not None and value.shape == expected_value.shape, name
-        differs = (value != expected_value).nonzero()
-        where = differs[:4].tolist()
-        assert len(differs) == 0, (
-            f"{name}: {len(differs)} of {value.numel()} differ, first at {where}: got "
-            f"{[value[tuple(i)].item() for i in where]}, expected "
-            f"{[expected_value[tuple(i)].item() for i in where]}"
-        )
+    for name, value in want.items():
+        if value is not None:
+            found = got[name]
+            assert found is not None, name
+            assert_same_bytes(found, value, name)

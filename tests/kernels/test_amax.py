@@ -8,9 +8,9 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.quantize import AmaxConfig, OffsetsConfig
 from cute_kernels.reference.reductions import absmax, compute_offsets, grouped_amax
+from tests.helpers import DTYPES
+from tests.kernels.op_support import MODES
 from tests.kernels.quantize_support import Problem, compiled, random_input, special_input
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def check(config: AmaxConfig, problem: Problem, num_sms: int = 2) -> None:
@@ -60,11 +60,9 @@ def test_many_groups_in_chaos_and_races() -> None:
     problem = Problem(random_input((int(ends[-1]) + 9, 16), torch.bfloat16), ends)
     config = AmaxConfig("bfloat16", per_row=True)
     check(config, problem, num_sms=1)
-    for seed in range(5):
-        with emulator.options(mode="chaos", seed=seed):
+    for mode in MODES:
+        with emulator.options(**mode):
             check(config, problem)
-    with emulator.options(races=True):
-        check(config, problem)
 
 
 @pytest.mark.parametrize("out", ["int32", "int64"])
@@ -111,8 +109,7 @@ def test_offsets_saturate(splits: torch.dtype, out: torch.dtype) -> None:
 def test_offsets_in_any_order() -> None:
     kernel = compiled(OffsetsConfig("int32", "int32"))
     sizes = torch.arange(2100, dtype=torch.int32) % 7
-    modes = [{"mode": "chaos", "seed": seed} for seed in range(5)] + [{"races": True}]
-    for mode in modes:
+    for mode in MODES:
         got = torch.empty_like(sizes)
         with emulator.options(**mode):
             kernel(sizes, got, 1)

@@ -12,26 +12,13 @@ from torch import Tensor
 
 import cute_kernels
 from cute_kernels import emulator
-from cute_kernels.layout.shapes import (
-    ceil_div,
-    code_pitch,
-    num_slot_tiles,
-    scale_tiles,
-    uniform_tiles,
-)
+from cute_kernels.formats import NVFP4
+from cute_kernels.layout.buffers import buffers
 from cute_kernels.quantize import DequantizeConfig, QuantizeProblem
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
-from tests.kernels.op_support import (
-    ARCHITECTURES,
-    DTYPES,
-    MODE_IDS,
-    MODES,
-    assert_same_bits,
-    check,
-    ends,
-    many_groups,
-)
+from tests.helpers import DTYPES, assert_same_bytes, ends, many_groups
+from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, check
 
 KINDS = {"rowwise": (False, False), "row-scaled": (True, False), "columnwise": (False, True)}
 #: (rows of the buffer, K, end rows).
@@ -60,17 +47,13 @@ def arguments(
     def random_bytes(*size: int) -> Tensor:
         return torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
 
-    groups = lead[0] if offs is None else len(offs)
-    batch, tiles = [], num_slot_tiles(lead[0], groups)
-    if offs is None:
-        batch, tiles = [groups], uniform_tiles(lead[1])
-    if columnwise:
-        codes = random_bytes(*batch, cols, 64 * tiles)
-        scales = random_bytes(*batch, ceil_div(cols, 128), 2 * tiles, 512)
-    else:
-        codes = random_bytes(*lead, code_pitch(cols // 2))[..., : cols // 2]
-        scales = random_bytes(*batch, tiles, scale_tiles(cols, 16), 512)
-    amax_shape = lead if row_scaled else [groups]
+    groups = None if offs is None else len(offs)
+    fmt = NVFP4(row_scaled=row_scaled)
+    specs = buffers(fmt, shape, groups, rowwise=not columnwise, columnwise=columnwise)
+    code_spec, scale_spec, amax_spec = specs.values()
+    codes = random_bytes(*code_spec.shape[:-1], code_spec.pitch or code_spec.shape[-1])
+    codes, scales = codes[..., : code_spec.shape[-1]], random_bytes(*scale_spec.shape)
+    amax_shape = amax_spec.shape
     amax = torch.exp2(torch.rand(amax_shape, generator=generator) * 20 - 10)
     special = torch.tensor([0.0, 1e-45, 1e-38, 3e38, float("inf")])
     pick = torch.randint(0, 10, amax_shape, generator=generator)
@@ -177,7 +160,7 @@ def test_only_the_rows_of_groups_are_touched(kind: str) -> None:
         finally:
             emulator.unwatch()
     assert (out[live:] == -7).all()
-    assert_same_bits(out[:live], dequantize(args)[:live])
+    assert_same_bytes(out[:live], dequantize(args)[:live], any_nan=True)
 
 
 @pytest.mark.parametrize("live", [0, 219, 259, 260])
@@ -186,7 +169,8 @@ def test_the_tail_of_a_fresh_result_is_zero(live: int) -> None:
     args = arguments((260, 144), ends(0, 0, live), "row-scaled")
     want = dequantize(args)
     storage = torch.full((2, 260, 144), -7.0, dtype=torch.bfloat16)
-    run = compile_for_emulator(DequantizeConfig("bfloat16", row_scaled=True), "sm_90a").run
+    config = DequantizeConfig(NVFP4(row_scaled=True).text, "bfloat16")
+    run = compile_for_emulator(config, "sm_90a").run
     for out, fresh in zip(storage, (0, 1), strict=True):
         try:
             readable = [args[0].as_strided((260 * 80,), (1,)), *args[1:4]]
@@ -194,7 +178,7 @@ def test_the_tail_of_a_fresh_result_is_zero(live: int) -> None:
             run(*args[:4], out, fresh, 2)
         finally:
             emulator.unwatch()
-        assert_same_bits(out[:live], want[:live])
+        assert_same_bytes(out[:live], want[:live], any_nan=True)
         assert (out[live:] == (0 if fresh else -7)).all()
 
 
@@ -232,7 +216,7 @@ def test_any_pitch_and_alignment() -> None:
     with cute_kernels.backend("emulated:sm_90a"):
         dequantize(args, out=out)
     assert (out[50:] == -7).all()
-    assert_same_bits(out[:50], dequantize(args)[:50])
+    assert_same_bytes(out[:50], dequantize(args)[:50], any_nan=True)
 
 
 def test_nothing_to_decode() -> None:
@@ -244,7 +228,8 @@ def test_nothing_to_decode() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_code(kind: str) -> None:
     row_scaled, columnwise = KINDS[kind]
-    config = DequantizeConfig("bfloat16", "ragged", row_scaled, columnwise)
+    fmt = NVFP4(row_scaled=row_scaled)
+    config = DequantizeConfig.choose(fmt, "bfloat16", "ragged", columnwise)
     assert pickle.loads(pickle.dumps(config)) == config
     kernel = compile_for_emulator(config, "sm_90a")
     assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
@@ -252,10 +237,11 @@ def test_code(kind: str) -> None:
 
 
 def test_configurations_say_what_they_take() -> None:
-    config = DequantizeConfig("float32")
+    config = DequantizeConfig("nvfp4", "float32")
     assert config.can_implement(QuantizeProblem("float32", 48))
     assert not config.can_implement(QuantizeProblem("float32", 40))
     assert not config.can_implement(QuantizeProblem("float32", 48, "uniform"))
     assert not config.can_implement(QuantizeProblem("float16", 48))
-    both = DequantizeConfig("float32", row_scaled=True, columnwise=True)
-    assert "per row" in both.can_implement(QuantizeProblem("float32", 48)).reason
+    for fmt in (NVFP4(row_scaled=True), NVFP4(block=(16, 16))):  # the columns read alike
+        chosen = DequantizeConfig.choose(fmt, "float32", "ragged", columnwise=True)
+        assert chosen == DequantizeConfig("nvfp4", "float32", columnwise=True)

@@ -8,28 +8,32 @@ import re
 import pytest
 import torch
 
+from cute_kernels.formats import NVFP4
 from cute_kernels.quantize import (
     AmaxConfig,
     OffsetsConfig,
     QuantizeProblem,
-    RowScaledConfig,
+    RowsConfig,
     TileConfig,
 )
 from perf.compiled import compile_for_emulator
 from perf.count_quantize import count
 from perf.cubin import read_resources
+from tests.helpers import DTYPES
 from tests.kernels.quantize_support import ARCH
 
+BY_ROW = NVFP4(row_scaled=True)
+ROW_SCALED, SQUARE = BY_ROW.text, NVFP4(block=(16, 16)).text
 CONFIGS = [
-    RowScaledConfig("bfloat16", warps_per_row=1),
-    RowScaledConfig("bfloat16", warps_per_row=4),
-    RowScaledConfig("bfloat16", warps_per_row=1, rows_per_warp=4),
-    RowScaledConfig("float32", warps_per_row=16),
-    TileConfig("bfloat16"),
-    TileConfig("bfloat16", columnwise=True, compute_amax=True),
-    TileConfig("bfloat16", columnwise=True, row_scaled=True, compute_amax=True),
-    TileConfig("bfloat16", columnwise=True, square_blocks=True),
-    TileConfig("float32", columnwise=True),
+    RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=1),
+    RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=4),
+    RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=1, rows_per_warp=4),
+    RowsConfig(ROW_SCALED, "float32", warps_per_row=16),
+    TileConfig("nvfp4", "bfloat16"),
+    TileConfig("nvfp4", "bfloat16", columnwise=True, compute_amax=True),
+    TileConfig(ROW_SCALED, "bfloat16", columnwise=True, compute_amax=True),
+    TileConfig(SQUARE, "bfloat16", columnwise=True),
+    TileConfig("nvfp4", "float32", columnwise=True),
     AmaxConfig("bfloat16", per_row=True),
 ]
 
@@ -53,9 +57,9 @@ def test_arithmetic_is_exact(config: object) -> None:
 
 #: Most PTX instructions an element and bytes read an element.
 BUDGETS = {
-    "rowwise": (TileConfig("bfloat16"), 8, 2.1),
-    "row-scaled": (RowScaledConfig("bfloat16", warps_per_row=2), 9, 2.01),
-    "row and column": (TileConfig("bfloat16", columnwise=True), 14, 2.1),
+    "rowwise": (TileConfig("nvfp4", "bfloat16"), 8, 2.1),
+    "row-scaled": (RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=2), 9, 2.01),
+    "row and column": (TileConfig("nvfp4", "bfloat16", columnwise=True), 14, 2.1),
 }
 
 
@@ -71,10 +75,10 @@ def test_counted_cost(name: str) -> None:
     assert counts.conflicts <= 0.1
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_tile_barriers_are_enough(dtype: str) -> None:
     """A team has two arrival barriers, so no more tiles than that may be in flight."""
-    config = TileConfig(dtype)
+    config = TileConfig("nvfp4", dtype)
     assert config.num_teams <= config.num_stages <= 2 * config.num_teams
 
 
@@ -86,24 +90,27 @@ def test_configurations_are_keys() -> None:
 
 def test_configurations_say_what_they_take() -> None:
     problem = QuantizeProblem("bfloat16", 4096)
-    rows = RowScaledConfig.choose(problem)
+    rows = RowsConfig.choose(BY_ROW, problem)
     assert rows.can_implement(problem) and rows.warps_per_row == 2
-    short = RowScaledConfig.choose(QuantizeProblem("bfloat16", 256))
+    short = RowsConfig.choose(BY_ROW, QuantizeProblem("bfloat16", 256))
     assert (short.warps_per_row, short.rows_per_warp) == (1, 8)
-    wrong = RowScaledConfig("bfloat16", warps_per_row=2, rows_per_warp=2)
+    wrong = RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=2, rows_per_warp=2)
     assert not wrong.can_implement(problem)
     longest = QuantizeProblem("float32", 16384)
-    assert RowScaledConfig.choose(longest).can_implement(longest)
+    assert RowsConfig.choose(BY_ROW, longest).can_implement(longest)
     too_long = QuantizeProblem("bfloat16", 32784)
-    refused = RowScaledConfig.choose(too_long).can_implement(too_long)
+    refused = RowsConfig.choose(BY_ROW, too_long).can_implement(too_long)
     assert not refused and "32784" in refused.reason
     # What a team cannot hold goes tile by tile.
-    assert TileConfig("bfloat16", row_scaled=True, compute_amax=True).can_implement(too_long)
-    assert not TileConfig("bfloat16").can_implement(QuantizeProblem("bfloat16", 40))
-    assert not TileConfig("bfloat16").can_implement(QuantizeProblem("float16", 64))
-    assert not TileConfig("bfloat16").can_implement(QuantizeProblem("bfloat16", 64, "uniform"))
-    assert not TileConfig("bfloat16", rowwise=False).can_implement(problem)
-    square = TileConfig("bfloat16", row_scaled=True, square_blocks=True)
+    assert TileConfig(ROW_SCALED, "bfloat16", compute_amax=True).can_implement(too_long)
+    tiles = TileConfig("nvfp4", "bfloat16")
+    assert not tiles.can_implement(QuantizeProblem("bfloat16", 40))
+    assert not tiles.can_implement(QuantizeProblem("float16", 64))
+    assert not tiles.can_implement(QuantizeProblem("bfloat16", 64, "uniform"))
+    assert not TileConfig("nvfp4", "bfloat16", rowwise=False).can_implement(problem)
+    square = RowsConfig(SQUARE, "bfloat16")
     assert "16" in square.can_implement(problem).reason
+    columns = TileConfig(ROW_SCALED, "bfloat16", rowwise=False, columnwise=True)
+    assert "rowwise" in columns.can_implement(problem).reason
     assert not AmaxConfig("float64").can_implement(QuantizeProblem("float64", 64))
     assert not OffsetsConfig("int16", "int32").can_implement("int16", "int32")

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import pytest
 import torch
 
 from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
-from cute_kernels.quantize import RowScaledConfig, TileConfig
+from cute_kernels.quantize import RowsConfig, TileConfig
+from tests.helpers import DTYPES
 from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.quantize_support import (
+    NO_RESULTS,
     Problem,
-    assert_same,
+    assert_same_buffers,
+    check_rows,
+    check_tiles,
     compiled,
     expected,
-    format_of,
     random_input,
     run_rows,
     run_tiles,
     special_input,
 )
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ROW_SCALED, SQUARE = NVFP4(row_scaled=True).text, NVFP4(block=(16, 16)).text
+#: Row-scaled and from bf16, unless a test says otherwise.
+Rows = functools.partial(RowsConfig, ROW_SCALED, dtype="bfloat16")
 #: (rows of the buffer, K, end rows).
 RAGGED = {
     "one group": (256, 128, [256]),
@@ -35,15 +42,21 @@ RAGGED = {
     "tile boundaries": (513, 64, [127, 255, 384, 513]),
 }
 UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two tiles": (2, 129, 16)}
-VARIANTS = {
+#: Arguments of ``tiles``.
+VARIANTS: dict[str, dict] = {
     "rowwise": {},
     "columnwise": {"rowwise": False, "columnwise": True},
     "both": {"columnwise": True},
-    "row-scaled": {"row_scaled": True},
-    "row-scaled and columnwise": {"row_scaled": True, "columnwise": True},
-    "square": {"square_blocks": True},
-    "square, both": {"square_blocks": True, "columnwise": True},
+    "row-scaled": {"format": ROW_SCALED},
+    "row-scaled and columnwise": {"format": ROW_SCALED, "columnwise": True},
+    "square": {"format": SQUARE},
+    "square, both": {"format": SQUARE, "columnwise": True},
 }
+
+
+def tiles(dtype: str = "bfloat16", grouping: str = "ragged", **changes: Any) -> TileConfig:
+    """A configuration for one level a group, unless ``changes`` has another format."""
+    return TileConfig(**{"format": "nvfp4", "dtype": dtype, "grouping": grouping} | changes)
 
 
 def ragged(case: str, dtype: str = "bfloat16", seed: int = 0) -> Problem:
@@ -53,25 +66,15 @@ def ragged(case: str, dtype: str = "bfloat16", seed: int = 0) -> Problem:
     return Problem(x, torch.tensor(ends, dtype=torch.int32))
 
 
-def check_tiles(config: TileConfig, problem: Problem) -> None:
-    want = expected(problem, format_of(config), config.rowwise, config.columnwise)
-    assert_same(run_tiles(config, problem), want)
-
-
-def check_rows(config: RowScaledConfig, problem: Problem) -> None:
-    fmt = NVFP4(row_scaled=not config.group_amax)
-    assert_same(run_rows(config, problem), expected(problem, fmt, True, False))
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tiles_of_ragged_groups(variant: str) -> None:
     for case in RAGGED:
-        check_tiles(TileConfig("bfloat16", **VARIANTS[variant]), ragged(case))
+        check_tiles(tiles("bfloat16", **VARIANTS[variant]), ragged(case))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tiles_of_uniform_groups(variant: str) -> None:
-    config = TileConfig("bfloat16", "uniform", **VARIANTS[variant])
+    config = tiles("bfloat16", "uniform", **VARIANTS[variant])
     for shape in UNIFORM.values():
         check_tiles(config, Problem(random_input(shape, torch.bfloat16), None))
 
@@ -80,13 +83,13 @@ def test_tiles_of_uniform_groups(variant: str) -> None:
 @pytest.mark.parametrize("variant", ["both", "square, both"])
 def test_tiles_of_other_dtypes(variant: str, dtype: str) -> None:
     for case in ("odd rows, K past a scale tile", "tail"):
-        check_tiles(TileConfig(dtype, **VARIANTS[variant]), ragged(case, dtype))
+        check_tiles(tiles(dtype, **VARIANTS[variant]), ragged(case, dtype))
 
 
 @pytest.mark.parametrize("variant", ["both", "row-scaled and columnwise", "square"])
 @pytest.mark.parametrize("grouping", ["ragged", "uniform"])
 def test_two_phases_compute_the_amaxes(variant: str, grouping: str) -> None:
-    config = TileConfig("bfloat16", grouping, compute_amax=True, **VARIANTS[variant])
+    config = tiles("bfloat16", grouping, compute_amax=True, **VARIANTS[variant])
     if grouping == "uniform":
         check_tiles(config, Problem(random_input((3, 40, 80), torch.bfloat16), None))
     else:
@@ -97,7 +100,7 @@ def test_two_phases_compute_the_amaxes(variant: str, grouping: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("warps", [1, 2])
 def test_rows_of_ragged_groups(dtype: str, warps: int) -> None:
-    config = RowScaledConfig(dtype, warps_per_row=warps)
+    config = Rows(dtype=dtype, warps_per_row=warps)
     for case in RAGGED:
         check_rows(config, ragged(case, dtype))
 
@@ -105,7 +108,7 @@ def test_rows_of_ragged_groups(dtype: str, warps: int) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("rows", [2, 4, 8])
 def test_several_rows_a_warp(dtype: str, rows: int) -> None:
-    config = RowScaledConfig(dtype, warps_per_row=1, rows_per_warp=rows)
+    config = Rows(dtype=dtype, warps_per_row=1, rows_per_warp=rows)
     generator = torch.Generator().manual_seed(7)
     for cols in (16, config.max_cols - 48, config.max_cols):
         # Ends that leave the last packets of a tile with each number of rows.
@@ -116,7 +119,7 @@ def test_several_rows_a_warp(dtype: str, rows: int) -> None:
 
 @pytest.mark.parametrize("warps", [4, 8, 16])
 def test_rows_of_larger_teams(warps: int) -> None:
-    config = RowScaledConfig("bfloat16", warps_per_row=warps)
+    config = Rows(warps_per_row=warps)
     problem = Problem(
         random_input((40, config.max_cols - 16), torch.bfloat16),
         torch.tensor([3, 38], dtype=torch.int32),
@@ -126,14 +129,14 @@ def test_rows_of_larger_teams(warps: int) -> None:
 
 def test_rows_up_to_16384() -> None:
     for dtype in ("bfloat16", "float32"):
-        config = RowScaledConfig(dtype, warps_per_row=8 if dtype == "bfloat16" else 16)
+        config = Rows(dtype=dtype, warps_per_row=8 if dtype == "bfloat16" else 16)
         assert config.max_cols == 16384
         x = random_input((10, 16384), DTYPES[dtype])
         check_rows(config, Problem(x, torch.tensor([9, 10], dtype=torch.int32)))
 
 
 def test_rows_of_uniform_groups() -> None:
-    config = RowScaledConfig("bfloat16", "uniform", warps_per_row=1)
+    config = Rows(grouping="uniform", warps_per_row=1)
     for shape in UNIFORM.values():
         check_rows(config, Problem(random_input(shape, torch.bfloat16), None))
 
@@ -146,17 +149,17 @@ def test_special_values(dtype: str) -> None:
     tiny[:, ::3] *= -0.5
     ends = torch.tensor([1, 2, 3, 40, 60, 150, 170], dtype=torch.int32)
     problem = Problem(torch.cat([x, tiny]), ends)
-    check_tiles(TileConfig(dtype, columnwise=True), problem)
-    check_tiles(TileConfig(dtype, square_blocks=True, columnwise=True), problem)
-    check_rows(RowScaledConfig(dtype, warps_per_row=1), problem)
+    check_tiles(tiles(dtype, columnwise=True), problem)
+    check_tiles(tiles(dtype, format=SQUARE, columnwise=True), problem)
+    check_rows(Rows(dtype=dtype, warps_per_row=1), problem)
 
 
 def test_a_given_amax_need_not_be_the_true_one() -> None:
     problem = ragged("tail")
     given = torch.tensor([1e-3, 3.0, 1e30])
-    config = TileConfig("bfloat16", columnwise=True)
+    config = tiles("bfloat16", columnwise=True)
     want = expected(problem, NVFP4(), True, True, given)
-    assert_same(run_tiles(config, problem, given), want)
+    assert_same_buffers(run_tiles(config, problem, given), want)
 
 
 @pytest.mark.parametrize("kind", ["rows", "tiles"])
@@ -168,15 +171,15 @@ def test_more_than_a_thousand_groups(kind: str) -> None:
     ends = sizes.cumsum(0).int()
     problem = Problem(random_input((int(ends[-1]) + 5, 16), torch.bfloat16), ends)
     if kind == "rows":
-        check_rows(RowScaledConfig("bfloat16", warps_per_row=1), problem)
+        check_rows(Rows(warps_per_row=1), problem)
     else:
-        check_tiles(TileConfig("bfloat16", columnwise=True, compute_amax=True), problem)
+        check_tiles(tiles("bfloat16", columnwise=True, compute_amax=True), problem)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 @pytest.mark.parametrize("variant", ["both", "row-scaled and columnwise", "square, both"])
 def test_tiles_in_any_order(variant: str, mode: dict) -> None:
-    config = TileConfig("bfloat16", compute_amax=True, **VARIANTS[variant])
+    config = tiles("bfloat16", compute_amax=True, **VARIANTS[variant])
     # Two more column tiles than stages for one CTA, and partial tiles.
     x = random_input((300, 1040), torch.bfloat16)
     problem = Problem(x, torch.tensor([0, 130, 131, 290], dtype=torch.int32))
@@ -190,17 +193,17 @@ def test_bands_without_rows(arch: str) -> None:
     band = TileConfig.band
     ends = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
     problem = Problem(random_input((1600, 272), torch.bfloat16), torch.tensor(ends).int())
-    config = TileConfig("bfloat16", columnwise=True, arch=arch)
+    config = tiles("bfloat16", columnwise=True, arch=arch)
     want = expected(problem, NVFP4(), True, True)
     for num_sms in (1, 3):
         with emulator.options(num_sms=num_sms):
-            assert_same(run_tiles(config, problem), want)
+            assert_same_buffers(run_tiles(config, problem), want)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_loads_that_land_out_of_order(dtype: str) -> None:
     """Rowwise teams never meet, so a team can be ahead of a load that another one waits for."""
-    config = TileConfig(dtype, compute_amax=True)
+    config = tiles(dtype, compute_amax=True)
     problem = Problem(
         random_input((520, 528), DTYPES[dtype]),
         torch.tensor([6, 6, 134, 262, 390, 519], dtype=torch.int32),
@@ -208,13 +211,13 @@ def test_loads_that_land_out_of_order(dtype: str) -> None:
     want = expected(problem, NVFP4(), True, False)
     for seed in range(12):
         with emulator.options(mode="chaos", seed=seed, num_sms=1):
-            assert_same(run_tiles(config, problem), want)
+            assert_same_buffers(run_tiles(config, problem), want)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 @pytest.mark.parametrize(("warps", "rows"), [(1, 1), (4, 1), (1, 4)])
 def test_rows_in_any_order(warps: int, rows: int, mode: dict) -> None:
-    config = RowScaledConfig("bfloat16", warps_per_row=warps, rows_per_warp=rows)
+    config = Rows(warps_per_row=warps, rows_per_warp=rows)
     x = random_input((300, 496), torch.bfloat16)
     problem = Problem(x, torch.tensor([0, 130, 131, 290], dtype=torch.int32))
     with emulator.options(**mode):
@@ -228,14 +231,15 @@ def test_only_the_live_rows_are_touched(kind: str) -> None:
     live = int(problem.offs[-1])
     bits = problem.x.view(torch.int16).numpy()
     if kind == "rows":
-        config = RowScaledConfig("bfloat16", warps_per_row=2)
+        config = Rows(warps_per_row=2)
         out = problem.buffers(NVFP4(row_scaled=True), True, False)
-        args = (problem.x, problem.offs, out["amax"], out["codes"], out["scales"], 2)
+        copy = (out["amax"], out["codes"], out["scales"])
+        args = (problem.x, problem.offs, *copy, *NO_RESULTS, 2)
     else:
-        config = TileConfig("bfloat16", columnwise=True, compute_amax=True)
+        config = tiles("bfloat16", columnwise=True, compute_amax=True)
         out = problem.buffers(NVFP4(), True, True)
         names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
-        args = (problem.x, problem.offs, None, *(out[n] for n in names), 2)
+        args = (problem.x, problem.offs, None, *(out[n] for n in names), *NO_RESULTS, 2)
     kernel = compiled(config)
     try:
         emulator.watch(bits[:live], problem.offs, *(t for t in out.values() if t is not None))
@@ -252,30 +256,32 @@ def test_bad_offsets_stay_in_the_buffer() -> None:
     """Ends outside the buffer are clamped to it; decreasing ones give empty groups, not a fault."""
     x = random_input((140, 64), torch.bfloat16)
     clamped = Problem(x, torch.tensor([0, 20, 140, 140], dtype=torch.int32))
-    config, rows = TileConfig("bfloat16", columnwise=True), RowScaledConfig("bfloat16")
+    config, rows = tiles("bfloat16", columnwise=True), Rows()
     wild = Problem(x, torch.tensor([-5, 20, 1000, 2**31 - 1], dtype=torch.int32))
-    assert_same(run_tiles(config, wild), expected(clamped, NVFP4(), True, True))
-    assert_same(run_rows(rows, wild), expected(clamped, NVFP4(row_scaled=True), True, False))
-    falling = Problem(x, torch.tensor([100, 20, -7, 130], dtype=torch.int32))
+    assert_same_buffers(run_tiles(config, wild), expected(clamped, NVFP4(), True, True))
     fmt = NVFP4(row_scaled=True)
+    assert_same_buffers(run_rows(rows, wild), expected(clamped, fmt, True, False))
+    falling = Problem(x, torch.tensor([100, 20, -7, 130], dtype=torch.int32))
     out = falling.buffers(fmt, True, True)
     names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
     try:
         emulator.watch(x, falling.offs, *(t for t in out.values() if t is not None))
-        two_phase = dataclasses.replace(config, row_scaled=True, compute_amax=True)
-        compiled(two_phase)(x, falling.offs, out["amax"], *(out[n] for n in names), 2)
-        compiled(rows)(x, falling.offs, out["amax"], out["codes"], out["scales"], 2)
+        two_phase = dataclasses.replace(config, format=ROW_SCALED, compute_amax=True)
+        copies = [out[name] for name in names]
+        compiled(two_phase)(x, falling.offs, out["amax"], *copies, *NO_RESULTS, 2)
+        compiled(rows)(x, falling.offs, out["amax"], *copies[1:3], *NO_RESULTS, 2)
     finally:
         emulator.unwatch()
 
 
 def test_results_do_not_depend_on_the_grid() -> None:
     problem = ragged("odd rows, K past a scale tile")
-    config = TileConfig("bfloat16", columnwise=True, compute_amax=True)
+    config = tiles("bfloat16", columnwise=True, compute_amax=True)
     want = expected(problem, NVFP4(), True, True)
     for num_sms in (1, 7):
         out = problem.buffers(NVFP4(), True, True)
         names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
-        compiled(config)(problem.x, problem.offs, None, *(out[n] for n in names), num_sms)
+        copies = [out[name] for name in names]
+        compiled(config)(problem.x, problem.offs, None, *copies, *NO_RESULTS, num_sms)
         out["amax"] = out["amax_t"]
-        assert_same(out, want)
+        assert_same_buffers(out, want)

@@ -10,26 +10,35 @@ import torch
 from torch import Tensor
 
 from cute_kernels import emulator
-from cute_kernels.quantize import AmaxConfig, RowScaledConfig, TileConfig
+from cute_kernels.quantize import AmaxConfig, RowsConfig, TileConfig
 from cute_kernels.reference.conversions import encode_e2m1, pack_codes
 from perf.compiled import compile_for_emulator
 from perf.count_quantize import count
 from perf.cubin import read_resources
+from tests.helpers import DTYPES
 from tests.kernels import test_amax as test_amax_module
-from tests.kernels.quantize_support import Problem, compiled, random_input, special_input
+from tests.kernels.quantize_support import (
+    Problem,
+    check_rows,
+    check_tiles,
+    compiled,
+    random_input,
+    special_input,
+)
 
 from tests.kernels.encode_kernel import EncodeConfig  # isort: skip
 from tests.kernels.test_quantize_nvfp4 import (
-    DTYPES,
     RAGGED,
+    ROW_SCALED,
+    SQUARE,
     VARIANTS,
-    check_rows,
-    check_tiles,
     ragged,
+    tiles,
 )
 
-Tiles = functools.partial(TileConfig, arch="sm_90a")
-Rows = functools.partial(RowScaledConfig, arch="sm_90a")
+Tiles = functools.partial(tiles, arch="sm_90a")
+Rows = functools.partial(RowsConfig, ROW_SCALED, arch="sm_90a")
+GivenRows = functools.partial(RowsConfig, "nvfp4", arch="sm_90a")
 MODES = [{"mode": "chaos", "seed": seed} for seed in range(2)] + [{"races": True}]
 
 
@@ -65,7 +74,7 @@ def test_rows(dtype: str) -> None:
 
 @pytest.mark.parametrize(("warps", "rows"), [(1, 4), (1, 1), (2, 1)])
 def test_rows_with_amaxes_of_groups(warps: int, rows: int) -> None:
-    config = Rows("bfloat16", warps_per_row=warps, rows_per_warp=rows, group_amax=True)
+    config = GivenRows("bfloat16", warps_per_row=warps, rows_per_warp=rows)
     for case in RAGGED:
         check_rows(config, ragged(case))
 
@@ -80,7 +89,7 @@ def test_special_values(dtype: str) -> None:
     ends = torch.tensor([1, 2, 3, 40, 60, 150, 170], dtype=torch.int32)
     problem = Problem(torch.cat([x, tiny]), ends)
     check_tiles(Tiles(dtype, columnwise=True), problem)
-    check_tiles(Tiles(dtype, square_blocks=True, columnwise=True), problem)
+    check_tiles(Tiles(dtype, format=SQUARE, columnwise=True), problem)
     check_rows(Rows(dtype, warps_per_row=1), problem)
 
 
@@ -91,7 +100,7 @@ def test_any_order(mode: dict) -> None:
     with emulator.options(**mode):
         check_tiles(Tiles("bfloat16", columnwise=True, compute_amax=True), problem)
         check_rows(Rows("bfloat16", warps_per_row=4), problem)
-        check_rows(Rows("bfloat16", warps_per_row=4, group_amax=True), problem)
+        check_rows(GivenRows("bfloat16", warps_per_row=4), problem)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -156,7 +165,7 @@ def test_codes_beside_every_border_of_fp16() -> None:
 
 #: Most PTX instructions an element; 17.5 would fill an H200 at its copy rate, rowwise.
 BUDGETS = {
-    "rowwise": (Rows("bfloat16", warps_per_row=2, group_amax=True), 11),
+    "rowwise": (GivenRows("bfloat16", warps_per_row=2), 11),
     "row-scaled": (Rows("bfloat16", warps_per_row=2), 11),
     "row and column": (Tiles("bfloat16", columnwise=True), 19.5),
 }

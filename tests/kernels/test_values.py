@@ -7,11 +7,12 @@ import torch
 
 import cute_kernels
 from cute_kernels import emulator
+from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
-from cute_kernels.quantize.config import QuantizeProblem, RowScaledConfig
-from tests.helpers import ops, sample
+from cute_kernels.quantize.config import QuantizeProblem, ValuesConfig
+from tests.helpers import DTYPES, ends, many_groups, ops, sample
 from tests.kernels.gemm_support import compiled, on_device_of
-from tests.kernels.op_support import DTYPES, MODE_IDS, MODES, ends, many_groups
+from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.test_gemm_sm90 import DEVICES
 
 NUM_SMS = 3
@@ -32,15 +33,15 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def values(
-    x: torch.Tensor, offs: torch.Tensor, amax: torch.Tensor, group_amax: bool
+    x: torch.Tensor, offs: torch.Tensor, amax: torch.Tensor, row_scaled: bool
 ) -> torch.Tensor:
     name = str(x.dtype).removeprefix("torch.")
     problem = QuantizeProblem(name, x.shape[1])
-    config = RowScaledConfig.choose(problem, "sm_90a", group_amax=group_amax, as_values=True)
+    config = ValuesConfig.choose(NVFP4(row_scaled=row_scaled), problem, "sm_90a")
     assert config.can_implement(problem)
     depth = -(-x.shape[1] // 128) * 128
     out = torch.full((len(x), depth), float("nan"), dtype=torch.float16, device=x.device)
-    compiled(config, "sm_90a", x.device.type)(x, offs, amax, out, None, NUM_SMS)
+    compiled(config, "sm_90a", x.device.type)(x, offs, amax, out, None, None, None, NUM_SMS)
     return out
 
 
@@ -62,7 +63,7 @@ def check_values(x: torch.Tensor, offs: torch.Tensor, row_scaled: bool, device: 
     amax = parts[2].clone()
     if row_scaled:
         amax.fill_(float("nan"))
-    got = values(x, offs, amax, not row_scaled)
+    got = values(x, offs, amax, row_scaled)
     want = expanded(parts, offs, x.shape[1])
     assert torch.equal(got.view(torch.int16), want.view(torch.int16))
     live = int(offs[-1])

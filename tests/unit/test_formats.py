@@ -36,8 +36,8 @@ def test_element_types():
 
 
 def test_nvfp4_constants():
-    assert NVFP4.element is E2M1 and NVFP4.scale_element is E4M3
-    assert NVFP4.sf_vec_size == 16
+    assert NVFP4.element is E2M1 and NVFP4.scale.element is E4M3
+    assert NVFP4.scale.vec_size == 16
     assert NVFP4().tensor_max == 2688.0
     assert not NVFP4().is_2d and NVFP4(block=(16, 16)).is_2d
 

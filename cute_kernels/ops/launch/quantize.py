@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cute_kernels.layout.buffers import code_pitch
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops.arguments import ALIGNMENT, dense, dtype_name, readable
 from cute_kernels.quantize.config import (
     AmaxConfig,
@@ -17,16 +19,15 @@ from cute_kernels.quantize.config import (
     DequantizeConfig,
     OffsetsConfig,
     QuantizeProblem,
-    RowScaledConfig,
+    RowsConfig,
     TileConfig,
 )
-from cute_kernels.layout.buffers import code_pitch
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT
+from cute_kernels.reference.codecs import codec_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cute_kernels.formats import SecondLevel
+    from cute_kernels.formats import Format
     from cute_kernels.ops.dequantize import GroupedDequantize
     from cute_kernels.ops.quantize import GroupedQuantize
     from cute_kernels.ops.reductions import ComputeOffsets, GroupedAmax, GroupedDbias
@@ -51,28 +52,27 @@ def _problem(x: Tensor, offs: Tensor | None) -> QuantizeProblem:
 def _zero(op: object, outputs: Sequence[Tensor]) -> None:
     """All groups are empty: their amaxes are 0, and there is nothing else to write."""
     for out in outputs:
-        if out is not None and out.dtype == torch.float32:
+        if out.dtype == torch.float32:
             out.zero_()
 
 
 def _no_elements(op: GroupedQuantize) -> Runner:
-    """All groups are empty: their amaxes are 0, or as given, and there is nothing else to write."""
-    if op.amax is None:
-        return _zero
-    levels = [op.record.level(way) for way, on in ((False, op.rowwise), (True, op.columnwise)) if on]
-    per_group = [not _is_per_row(level) for level in levels]
+    """All groups are empty: only the second level of groups is written."""
+    fmt, names, count = op.record, tuple(op.specs()), op.num_groups
+    asked = [way for way, on in ((False, op.rowwise), (True, op.columnwise)) if on]
+    codec = codec_of(fmt)
 
     def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
-        vectors = [out for out in outputs if out.dtype == torch.float32]
-        for vector, is_given in zip(vectors, per_group, strict=True):
-            if is_given and op.amax is not None:
-                _give(op.amax, vector)
+        out = dict(zip(names, outputs, strict=True))
+        amax = op.x.new_zeros(count, dtype=torch.float32) if op.amax is None else op.amax.abs()
+        for columnwise in asked:
+            level = fmt.level(columnwise)
+            if level is not None and level.per == "group":
+                vectors = fmt.buffer_names(columnwise)[-len(level.buffers) :]
+                for name, vector in zip(vectors, codec.level(amax), strict=True):
+                    out[name].copy_(vector)
 
     return run
-
-
-def _is_per_row(level: SecondLevel | None) -> bool:
-    return level is not None and level.per == "row"
 
 
 def _give(given: Tensor, amax: Tensor | None) -> None:
@@ -111,69 +111,66 @@ def quantize(op: GroupedQuantize, launch: Launcher) -> Runner:
     """How ``grouped_quantize`` runs."""
     if not op.x.numel():
         return _no_elements(op)
-    problem, fmt = _problem(op.x, op.offs), op.record
-    if _is_per_row(fmt.second_level) and op.rowwise and not op.columnwise:
-        rows = RowScaledConfig.choose(problem, launch.arch)
-        if rows.can_implement(problem):
-            return _rows(rows, launch, given=False)
-    if launch.arch == "sm_90a" and op.rowwise and not (op.columnwise or fmt.is_2d):
-        # Faster there than tile by tile: 94 instead of 83 % of a copy's rate on an H200.
-        rows = RowScaledConfig.choose(problem, launch.arch, group_amax=True)
-        if rows.can_implement(problem):
-            return _rows(rows, launch, given=op.amax is not None)
-    return _tiles(op, problem, launch)
+    fmt, problem = op.record, _problem(op.x, op.offs)
+    if op.rowwise and not op.columnwise:
+        rows = RowsConfig.choose(fmt, problem, launch.arch)
+        # Amaxes of groups that are given: sm_90a takes 299 us by rows, and 299 to 303 tile by tile
+        # (perf/results/quantize_h200.md); sm_100a has not been measured.
+        by_rows = rows.computes_amax or launch.arch == "sm_90a"
+        if rows.can_implement(problem) and by_rows:
+            return _rows(op, rows, launch)
+    return _tiles(op, fmt, problem, launch)
 
 
-def _rows(config: RowScaledConfig, launch: Launcher, given: bool) -> Runner:
+def _rows(op: GroupedQuantize, config: RowsConfig, launch: Launcher) -> Runner:
     """Rows to codes in one read; amaxes of rows too, those of groups before if not given."""
     kernel = launch.kernel(config)
-    amax_kernel = None
-    if config.group_amax and not given:
+    computes_amax, amax_kernel, names = config.computes_amax, None, tuple(op.specs())
+    if not (computes_amax or op.amax is not None):
         amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch))
 
     def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
-        codes, scales, amax = outputs[:3]
-        x, offs = readable(op.x), dense(op.offs)
+        out = dict(zip(names, outputs, strict=True))
+        x, offs, amax = readable(op.x), dense(op.offs), out["amax"]
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
-        elif config.group_amax and op.amax is not None:
+        elif not computes_amax and op.amax is not None:
             _give(op.amax, amax)
-        kernel(x, offs, _flat(amax), codes, scales, launch.num_sms)
+        scales = (out.get("scales"), out.get("scale"), out.get("scale_inv"))
+        kernel(x, offs, _flat(amax), out["codes"], *scales, launch.num_sms)
 
     return run
 
 
-def _tiles(op: GroupedQuantize, problem: QuantizeProblem, launch: Launcher) -> Runner:
+def _tiles(
+    op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: Launcher
+) -> Runner:
     """Amaxes first where they are not given, then all copies from one read."""
-    row_scaled = _is_per_row(op.record.second_level) and op.rowwise
-    config = TileConfig(
-        problem.dtype,
-        problem.grouping,
+    config = TileConfig.choose(
+        fmt,
+        problem,
+        launch.arch,
         rowwise=op.rowwise,
         columnwise=op.columnwise,
-        row_scaled=row_scaled,
-        square_blocks=op.record.is_2d,
         compute_amax=op.amax is None,
-        arch=launch.arch,
     )
     kernel = launch.kernel(config)
-    row_kernel = None
-    if row_scaled and op.amax is not None:
+    by_row, row_kernel, names = config.uses_row_amax, None, tuple(op.specs())
+    if by_row and op.amax is not None:
         rows_only = AmaxConfig(problem.dtype, problem.grouping, True, False, launch.arch)
         row_kernel = launch.kernel(rows_only)
-    names = tuple(op.specs())
 
     def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
         out = dict(zip(names, outputs, strict=True))
         amax, amax_t = out.get("amax"), out.get("amax_t")
         x, offs = readable(op.x), dense(op.offs)
-        row_amax = _flat(amax) if row_scaled else None
-        group_amax = amax_t if row_scaled or amax is None else amax
+        row_amax = _flat(amax) if by_row else None
+        group_amax = amax_t if by_row or amax is None else amax
         if op.amax is not None:
             _give(op.amax, group_amax)
         if row_kernel is not None:
             row_kernel(x, offs, row_amax, None, launch.num_sms)
-        buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t"))
+        buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale", "scale_inv"))
         kernel(x, offs, row_amax, group_amax, *buffers, launch.num_sms)
         if amax_t is not None and group_amax is not None and amax_t is not group_amax:
             amax_t.copy_(group_amax)
@@ -202,21 +199,16 @@ def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:
     """How ``grouped_dequantize`` runs."""
     if not op.rows:
         return lambda op, outputs, fresh=False: None
-    config = DequantizeConfig(
-        dtype_name(op.dtype),
-        "uniform" if op.offs is None else "ragged",
-        row_scaled=_is_per_row(op.record.level(op.columnwise)),
-        columnwise=op.columnwise,
-    )
+    fmt, grouping = op.record, "uniform" if op.offs is None else "ragged"
+    config = DequantizeConfig.choose(fmt, dtype_name(op.dtype), grouping, op.columnwise)
     kernel = launch.kernel(config)
+    has_scales, has_level = fmt.scale is not None, fmt.second_level is not None
 
-    def run(
-        op: GroupedDequantize, outputs: Sequence[Tensor], fresh: bool = False
-    ) -> None:
+    def run(op: GroupedDequantize, outputs: Sequence[Tensor], fresh: bool = False) -> None:
         codes = readable(op.codes) if op.columnwise else _readable_rows(op.codes)
-        scales, amax = readable(op.scales[0]), _flat(dense(op.scales[1]))
-        offs = dense(op.offs)
-        kernel(codes, scales, amax, offs, outputs[0], int(fresh), launch.num_sms)
+        scales = readable(op.scales[0]) if has_scales else None
+        level = _flat(dense(op.scales[-1])) if has_level else None
+        kernel(codes, scales, level, dense(op.offs), outputs[0], int(fresh), launch.num_sms)
 
     return run
 

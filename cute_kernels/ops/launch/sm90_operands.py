@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 
+from cute_kernels.formats import parse
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
+from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.layout.shapes import PIECE_K, ceil_div
 from cute_kernels.ops.arguments import dtype_name, readable
-from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.ops.registry import Allocator
-from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, RowScaledConfig
+from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, ValuesConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,12 +46,10 @@ def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) 
     return None
 
 
-def values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> RowScaledConfig | None:
+def values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> ValuesConfig | None:
     """The quantizer of A to values; None where no kernel can."""
     problem = QuantizeProblem(dtype_name(op.a.dtype), op.a.shape[1])
-    config = RowScaledConfig.choose(
-        problem, launch.arch, group_amax=not op.row_scaled, as_values=True
-    )
+    config = ValuesConfig.choose(parse(op.a_format), problem, launch.arch)
     return config if config.can_implement(problem) else None
 
 
@@ -82,13 +81,13 @@ def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
 def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
     """What quantizes A to fp16 values."""
     # There is one: ``quantizing`` has looked.
-    config = cast("RowScaledConfig", values_config(op, launch))
+    config = cast("ValuesConfig", values_config(op, launch))
     kernel = launch.kernel(config)
     amax_kernel = None
-    if config.group_amax:
+    if not config.computes_amax:
         amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch))
     rows, depth = op.a.shape
-    count = op.offs.shape[0] if config.group_amax else rows
+    count = rows if config.computes_amax else op.offs.shape[0]
     specs = [_pieces(rows, depth, torch.float16), BufferSpec((count,), torch.float32)]
     workspace = Allocator(specs, op.device)
 
@@ -97,7 +96,7 @@ def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
         values, amax = workspace.make()
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
-        kernel(x, offs, amax, values, None, launch.num_sms)
+        kernel(x, offs, amax, values, None, None, None, launch.num_sms)
         return (values, None, amax), b
 
     return run

@@ -1,17 +1,17 @@
-"""Row-scaled NVFP4: a row's amax and its codes from one read of the row.
+"""The rowwise copy row by row: a row's amax and its codes from one read of the row.
 
 Work comes in packets of eight rows of a 128-row slot tile: rows 2p and 2p + 1 of each of its four
 quarters, whose scales of one 128x4 tile fill exactly one 32-byte sector. A team of warps takes a
 packet row by row (one warp takes several short rows at once), keeps the row in registers between
 the amax and the codes, collects the packet's scale bytes in shared memory and writes them once, a
-sector a lane.
+sector a lane. Where the second level is per group it is given, and rows are on their own.
 
 Roles:     one loader warp, lane t serves team t | num_teams teams of warps_per_row warps.
 Pipeline:  rows, loader -> team: full: one arrival and the rows' bytes; empty: one arrival a warp.
            Rows past the end of the group carry no bytes and, but for a packet's first, no stage.
 
-Counted by perf.count_quantize at 1024 rows of bf16: 6.6 PTX instructions an element at K = 4096,
-6.9 at 7168, 7.4 at 256, 10.1 at 128; 2.00 bytes read.
+Counted by perf.count_quantize at 1024 rows of bf16, row-scaled NVFP4: 6.6 PTX instructions an
+element at K = 4096, 6.9 at 7168, 7.4 at 256, 10.1 at 128; 2.00 bytes read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, cute
 
-from cute_kernels.device.encode import encode_row_block
+from cute_kernels.device.absmax import absmax_words, fmax, warp_max
+from cute_kernels.device.codecs import codec_of
+from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.memory import (
     bulk_load,
@@ -31,23 +33,14 @@ from cute_kernels.device.memory import (
     store_shared_byte,
     wait_each,
 )
-from cute_kernels.device.nvfp4 import (
-    absmax_words,
-    fmax,
-    scale_pair,
-    second_level,
-    warp_max,
-)
 from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits, select
-from cute_kernels.formats import NVFP4
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
-from cute_kernels.quantize.config import DTYPE_BYTES, RowScaledConfig
+from cute_kernels.quantize.config import DTYPE_BYTES, RowsConfig
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
+from cute_kernels.quantize.levels import write_levels
 
-__all__ = ["RowScaledQuantizer"]
+__all__ = ["Lane", "RowsQuantizer"]
 
-_BLOCK = NVFP4.sf_vec_size
-_WARP = 32
 _PACKET_ROWS = 8
 _PACKETS = 16  # of a 128-row slot tile
 _SECTOR = 32
@@ -59,8 +52,7 @@ class SharedMemory(NamedTuple):
     Attributes:
         rows: num_teams * num_stages stages of ``rows_per_warp`` rows.
         scales: scale bytes of each team's packet, row by row.
-        packets: with a packet's first stage, its number, its tile's first row and row count, and
-            the group; no rows end the work.
+        packets: with a packet's first stage, what it is, see ``Packet``.
         partial: amax of each warp's part of a row, two deep.
         full: arrival barriers of the stages.
         empty: release barriers of the stages.
@@ -74,29 +66,85 @@ class SharedMemory(NamedTuple):
     empty: cute.Pointer
 
 
-class RowScaledQuantizer:
-    """Persistent row-scaled quantizer, see the module."""
+class Output(NamedTuple):
+    """The buffers of the copy; ``amax`` is an input where it is per group."""
 
-    def __init__(self, config: RowScaledConfig):
+    amax: cute.Tensor
+    codes: cute.Tensor
+    scales: cute.Tensor | None
+
+
+class Packet(NamedTuple):
+    """What a stage says of the packet that begins in it.
+
+    Attributes:
+        item: its number, ``_PACKETS`` times that of its slot tile.
+        first: matrix row of the tile's first row.
+        count: rows of the tile that exist; none end the work.
+        group: the group.
+    """
+
+    item: Int32
+    first: Int32
+    count: Int32
+    group: Int32
+
+    def row(self, r: Int32) -> Int32:
+        """The tile's row that is row ``r`` of the packet: four share 16 bytes of a scale tile."""
+        return _packet_row(self.item % _PACKETS, r)
+
+
+class Lane(NamedTuple):
+    """Where a thread is in its team.
+
+    Attributes:
+        team: which team.
+        warp: which warp of the CTA.
+        lane: which thread of the team.
+        part: which of the rows that the team holds at once.
+        of_row: which of the lanes that share that row.
+        num_blocks: blocks of a row.
+        staged: where in shared memory the team's scale bytes are.
+    """
+
+    team: Int32
+    warp: Int32
+    lane: Int32
+    part: Int32
+    of_row: Int32
+    num_blocks: Int32
+    staged: Int32
+
+
+class RowsQuantizer:
+    """Persistent quantizer by rows, see the module."""
+
+    def __init__(self, config: RowsConfig):
         self.config = config
         self.dtype = config.dtype
         self.arch = config.arch
-        self.block_bytes = _BLOCK * DTYPE_BYTES[config.dtype]
-        self.team_threads = config.warps_per_row * _WARP
+        self.codec = codec_of(config.format, config.dtype, config.arch)
+        block = self.codec.block
+        self.block_bytes = block * DTYPE_BYTES[config.dtype]
+        self.team_threads = config.warps_per_row * WARP_SIZE
         self.lanes_per_row = self.team_threads // config.rows_per_warp
-        self.blocks_per_lane = config.max_cols // _BLOCK // self.lanes_per_row
+        self.blocks_per_lane = config.max_cols // block // self.lanes_per_row
         self.row_capacity = config.max_cols * DTYPE_BYTES[config.dtype]
         self.stage_bytes = self.row_capacity * config.rows_per_warp
         self.block_words = self.block_bytes // 4
-        self.scale_pitch = config.max_cols // _BLOCK
-        self.num_threads = (config.num_compute_warps + 1) * _WARP
+        self.scale_pitch = config.max_cols // block
+        self.num_threads = (config.num_compute_warps + 1) * WARP_SIZE
+        #: Whether scale bytes are written, by way of shared memory.
+        self.writes_scales = self.codec.has_scales
+        #: Whether the amax of a block is asked for.
+        self.needs_amax = self.codec.has_scales or config.computes_amax
 
     @staticmethod
-    def fake_args(config: RowScaledConfig) -> tuple[Any, ...]:
-        """Stand-ins for (x, offs, amax, codes, scales, num_sms, stream)."""
-        fake = FakeBuffers(config.dtype, config.grouping == "uniform")
-        amax = fake.amax(per_row=not config.group_amax)
-        return (fake.x(), fake.offs(), amax, fake.codes(), fake.scales(), Int32(1), env_stream())
+    def fake_args(config: RowsConfig) -> tuple[Any, ...]:
+        """Stand-ins for (x, offs, amax, codes, scales, scale_inv, scale, num_sms, stream)."""
+        fake = FakeBuffers(config.dtype, config.grouping, config.format)
+        output = (fake.level(config.computes_amax), fake.codes(), fake.scales())
+        return (fake.x(), fake.offs(), *output, *fake.results(), Int32(1), env_stream())
 
     @cute.jit
     def __call__(
@@ -106,10 +154,12 @@ class RowScaledQuantizer:
         amax: cute.Tensor,
         codes: cute.Tensor,
         scales: cute.Tensor | None,
+        scale_inv: cute.Tensor | None,
+        scale: cute.Tensor | None,
         num_sms: Int32,
         stream: Any,
     ) -> None:
-        self.kernel(x, offs, amax, codes, scales).launch(
+        self.kernel(x, offs, amax, codes, scales, scale_inv, scale).launch(
             grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
@@ -121,6 +171,8 @@ class RowScaledQuantizer:
         amax: cute.Tensor,
         codes: cute.Tensor,
         scales: cute.Tensor | None,
+        scale_inv: cute.Tensor | None,
+        scale: cute.Tensor | None,
     ) -> None:
         config = self.config
         num_slots = config.num_teams * config.num_stages
@@ -142,13 +194,20 @@ class RowScaledQuantizer:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        warp = cute.arch.make_warp_uniform(tid // _WARP)
+        warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
         if warp == config.num_compute_warps:
-            team = tid % _WARP
+            team = tid % WARP_SIZE
             if team < config.num_teams:
                 self.load(x, offs, team, shared)
         else:
-            self.compute(x, offs, amax, codes, scales, warp, shared)
+            threads = config.num_compute_warps * WARP_SIZE
+            thread = cute.arch.block_idx()[0] * threads + tid
+            step = cute.arch.grid_dim()[0] * threads
+            write_levels(self.codec, amax, (scale_inv, scale), thread, step)
+            lane = self.lane_of(warp, x.shape[len(x.shape) - 1], shared)
+            self.compute(Output(amax, codes, scales), lane, shared)
+
+    # ------------------------------------------------------------------ loader
 
     @cute.jit
     def load(
@@ -223,70 +282,87 @@ class RowScaledQuantizer:
             phase ^= 1
         return stage, phase
 
-    @cute.jit
-    def compute(
-        self,
-        x: cute.Tensor,
-        offs: cute.Tensor | None,
-        amax: cute.Tensor,
-        codes: cute.Tensor,
-        scales: cute.Tensor | None,
-        warp: Int32,
-        shared: SharedMemory,
-    ) -> None:
-        """A team's packets: rows to codes, scale bytes to shared memory, then out."""
-        config = self.config
-        team = warp // config.warps_per_row
+    # ------------------------------------------------------------------ teams
+
+    def lane_of(self, warp: Int32, cols: Int32, shared: SharedMemory) -> Lane:
+        """Where this thread is."""
+        team = warp // self.config.warps_per_row
         lane = cute.arch.thread_idx()[0] - team * self.team_threads
-        part, lane_of_row = lane // self.lanes_per_row, lane % self.lanes_per_row
-        num_blocks = x.shape[len(x.shape) - 1] // _BLOCK
+        part, of_row = lane // self.lanes_per_row, lane % self.lanes_per_row
+        num_blocks = cols // self.codec.block
         staged = shared.scales.toint() + team * (_PACKET_ROWS * self.scale_pitch)
-        self.clear_scale_padding(staged, num_blocks, lane)
+        return Lane(team, warp, lane, part, of_row, num_blocks, staged)
+
+    @cute.jit
+    def compute(self, out: Output, lane: Lane, shared: SharedMemory) -> None:
+        """A team's packets: rows to codes, scale bytes to shared memory, then out."""
+        if cutlass.const_expr(self.writes_scales):
+            self.clear_scale_padding(lane)
         stage, phase, parity = Int32(0), Int32(0), Int32(0)
         count = Int32(1)
         while count > 0:
-            slot = team * config.num_stages + stage
+            slot = lane.team * self.config.num_stages + stage
             cute.arch.mbarrier_wait(shared.full + slot, phase)
-            item, first, count, group = (
-                Int32(word) for word in load_shared(shared.packets.toint() + slot * 16, 4)
-            )
-            packet = item % _PACKETS
-            if _packet_row(packet, 0) < count:
-                g = Float32(0.0)
-                if cutlass.const_expr(config.group_amax):
-                    g = amax[group]
-                for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
-                    row = _packet_row(packet, r + part)
-                    scales_at = staged + (r + part) * self.scale_pitch
-                    live = row < count
-                    # The first of a stage's rows is the lowest: without it there is no stage.
-                    if _packet_row(packet, r) < count:
-                        slot = team * config.num_stages + stage
-                        cute.arch.mbarrier_wait(shared.full + slot, phase)
-                        source = shared.rows.toint() + slot * self.stage_bytes
-                        words, a = self.load_row(source, lane, num_blocks)
-                        self.release(shared.empty + slot)
-                        stage, phase = self.next_stage(stage, phase)
-                        if cutlass.const_expr(not config.group_amax):
-                            g = self.row_amax(a, warp, team, parity, shared)
-                            parity ^= 1
-                            if live and lane_of_row == 0:
-                                amax[first + row] = g
-                        target = _row_address(codes, first + row)
-                        self.write_row(words, a, g, target, live, scales_at, lane, num_blocks)
-                    if not live:
-                        self.clear_row_scales(scales_at, lane_of_row, num_blocks)
-                self.sync_team(team)
-                self.write_scales(scales, item, staged, lane, num_blocks)
-                # Otherwise the next row's amax keeps larger teams from overwriting what is read.
-                if cutlass.const_expr(config.group_amax):
-                    self.sync_team(team)
-                cute.arch.sync_warp()
+            words = load_shared(shared.packets.toint() + slot * 16, 4)
+            packet = Packet(*[Int32(word) for word in words])
+            count = packet.count
+            if packet.row(Int32(0)) < count:
+                stage, phase, parity = self.convert_packet(
+                    out, packet, lane, stage, phase, parity, shared
+                )
             else:
                 self.release(shared.empty + slot)
                 stage, phase = self.next_stage(stage, phase)
-                if count > 0:
-                    self.write_scales(scales, item, None, lane, num_blocks)
+                if cutlass.const_expr(self.writes_scales):
+                    if count > 0:
+                        self.write_scales(out.scales, packet.item, None, lane)
+
+    @cute.jit
+    def convert_packet(
+        self,
+        out: Output,
+        packet: Packet,
+        lane: Lane,
+        stage: Int32,
+        phase: Int32,
+        parity: Int32,
+        shared: SharedMemory,
+    ) -> tuple[Int32, Int32, Int32]:
+        """A packet that has rows; gives the next stage, its phase and the next ``parity``."""
+        config = self.config
+        g = Float32(0.0)
+        if cutlass.const_expr(not config.computes_amax):
+            g = out.amax[packet.group]
+        for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
+            row = packet.row(r + lane.part)
+            scales_at = lane.staged + (r + lane.part) * self.scale_pitch
+            live = row < packet.count
+            # The first of a stage's rows is the lowest: without it there is no stage.
+            if packet.row(r) < packet.count:
+                slot = lane.team * config.num_stages + stage
+                cute.arch.mbarrier_wait(shared.full + slot, phase)
+                source = shared.rows.toint() + slot * self.stage_bytes
+                words, a = self.load_row(source, lane)
+                self.release(shared.empty + slot)
+                stage, phase = self.next_stage(stage, phase)
+                if cutlass.const_expr(config.computes_amax):
+                    g = self.row_amax(a, lane, parity, shared)
+                    parity ^= 1
+                    if live and lane.of_row == 0:
+                        out.amax[packet.first + row] = g
+                target = _row_address(out.codes, packet.first + row)
+                self.write_row(words, a, g, target, live, scales_at, lane)
+            if cutlass.const_expr(self.writes_scales):
+                if not live:
+                    self.clear_row_scales(scales_at, lane)
+        if cutlass.const_expr(self.writes_scales):
+            self.sync_team(lane.team)
+            self.write_scales(out.scales, packet.item, lane.staged, lane)
+            # Otherwise the next row's amax keeps larger teams from overwriting what is read.
+            if cutlass.const_expr(not config.computes_amax):
+                self.sync_team(lane.team)
+        cute.arch.sync_warp()
+        return stage, phase, parity
 
     @cute.jit
     def release(self, empty: cute.Pointer) -> None:
@@ -301,36 +377,33 @@ class RowScaledQuantizer:
         else:
             cute.arch.barrier(barrier_id=team + 1, number_of_threads=self.team_threads)
 
+    # ------------------------------------------------------------------ scales of a packet
+
     @cute.jit
-    def clear_scale_padding(self, staged: Int32, num_blocks: Int32, lane: Int32) -> None:
+    def clear_scale_padding(self, lane: Lane) -> None:
         """Zero the scales past K of a row's last tile; rows write only the ones before."""
-        if lane < _PACKET_ROWS:
-            end = (num_blocks + SF_TILE_COLS - 1) // SF_TILE_COLS * SF_TILE_COLS
-            for b in cutlass.range(num_blocks, end, unroll=1):
-                store_shared_byte(staged + lane * self.scale_pitch + b, Uint32(0))
+        if lane.lane < _PACKET_ROWS:
+            end = (lane.num_blocks + SF_TILE_COLS - 1) // SF_TILE_COLS * SF_TILE_COLS
+            for b in cutlass.range(lane.num_blocks, end, unroll=1):
+                store_shared_byte(lane.staged + lane.lane * self.scale_pitch + b, Uint32(0))
         cute.arch.sync_warp()
 
     @cute.jit
-    def clear_row_scales(self, scales_at: Int32, lane_of_row: Int32, num_blocks: Int32) -> None:
+    def clear_row_scales(self, scales_at: Int32, lane: Lane) -> None:
         """Zero the scales of a row of a packet that does not exist."""
-        tiles_along_k = (num_blocks + SF_TILE_COLS - 1) // SF_TILE_COLS
-        for j in cutlass.range(lane_of_row, tiles_along_k, self.lanes_per_row, unroll=1):
+        tiles_along_k = (lane.num_blocks + SF_TILE_COLS - 1) // SF_TILE_COLS
+        for j in cutlass.range(lane.of_row, tiles_along_k, self.lanes_per_row, unroll=1):
             store_shared(scales_at + j * SF_TILE_COLS, [Uint32(0)])
 
     @cute.jit
     def write_scales(
-        self,
-        scales: cute.Tensor,
-        item: Int32,
-        staged: Int32 | None,
-        lane: Int32,
-        num_blocks: Int32,
+        self, scales: cute.Tensor, item: Int32, staged: Int32 | None, lane: Lane
     ) -> None:
         """A packet's scale bytes to global memory, or zeros if it has no rows."""
-        tiles_along_k = (num_blocks + SF_TILE_COLS - 1) // SF_TILE_COLS
+        tiles_along_k = (lane.num_blocks + SF_TILE_COLS - 1) // SF_TILE_COLS
         sectors = scales.iterator.toint() + item % _PACKETS * _SECTOR
         sectors += Int64(item // _PACKETS) * tiles_along_k * SF_TILE_BYTES
-        for j in cutlass.range(lane, tiles_along_k, self.team_threads, unroll=1):
+        for j in cutlass.range(lane.lane, tiles_along_k, self.team_threads, unroll=1):
             sector = [Uint32(0)] * _PACKET_ROWS
             if cutlass.const_expr(staged is not None):
                 for r in cutlass.range_constexpr(_PACKET_ROWS):
@@ -338,10 +411,10 @@ class RowScaledQuantizer:
                     sector[r] = load_shared(at, 1)[0]
             store_global(sectors + j * SF_TILE_BYTES, sector)
 
+    # ------------------------------------------------------------------ a row
+
     @cute.jit
-    def load_row(
-        self, source: Int32, lane: Int32, num_blocks: Int32
-    ) -> tuple[cute.Tensor, cute.Tensor]:
+    def load_row(self, source: Int32, lane: Lane) -> tuple[cute.Tensor, cute.Tensor]:
         """A lane's blocks of its row in a stage, and their amaxes, which are 0 past K.
 
         The 16-byte chunks of a block are read in an order that depends on the lane, so that eight
@@ -349,10 +422,9 @@ class RowScaledQuantizer:
         """
         words = cute.make_rmem_tensor(self.blocks_per_lane * self.block_words, Uint32)
         a = cute.make_rmem_tensor(self.blocks_per_lane, Float32)
-        twist = self.twist(lane)
-        lane_of_row = lane % self.lanes_per_row
-        lane_at = source + lane // self.lanes_per_row * self.row_capacity
-        lane_at += lane_of_row * self.block_bytes
+        twist = self.twist(lane.lane)
+        lane_at = source + lane.lane // self.lanes_per_row * self.row_capacity
+        lane_at += lane.of_row * self.block_bytes
         chunks = self.block_bytes // 16
         places = [lane_at + (twist ^ c) * 16 for c in range(chunks)]
         # Past K there is garbage, but without a branch all loads are under way at once.
@@ -363,11 +435,14 @@ class RowScaledQuantizer:
                     words[i * self.block_words + c * 4 + w] = chunk[w]
         for i in cutlass.range_constexpr(self.blocks_per_lane):
             a[i] = Float32(0.0)
-            if lane_of_row + i * self.lanes_per_row < num_blocks:
-                base = i * self.block_words
-                block = [words[base + w] for w in range(self.block_words)]
-                a[i] = absmax_words(block, self.dtype, self.arch)
+            if cutlass.const_expr(self.needs_amax):
+                if lane.of_row + i * self.lanes_per_row < lane.num_blocks:
+                    a[i] = absmax_words(self.block(words, i), self.dtype, self.arch)
         return words, a
+
+    def block(self, words: cute.Tensor, i: int) -> list[Uint32]:
+        """The words of a lane's i-th block."""
+        return [words[i * self.block_words + w] for w in range(self.block_words)]
 
     def twist(self, lane: Int32) -> Int32:
         """The chunk of its blocks that a lane reads first; lanes 128 bytes apart differ."""
@@ -375,15 +450,13 @@ class RowScaledQuantizer:
         return (lane // lanes_per_line) % (self.block_bytes // 16)
 
     @cute.jit
-    def row_amax(
-        self, a: cute.Tensor, warp: Int32, team: Int32, parity: Int32, shared: SharedMemory
-    ) -> Float32:
+    def row_amax(self, a: cute.Tensor, lane: Lane, parity: Int32, shared: SharedMemory) -> Float32:
         """The row's amax from its blocks' amaxes. Also a barrier of the team."""
         g = a[0]
         for i in cutlass.range_constexpr(1, self.blocks_per_lane):
             g = fmax(g, a[i])
         per_team = self.config.warps_per_row
-        if cutlass.const_expr(self.lanes_per_row < _WARP):
+        if cutlass.const_expr(self.lanes_per_row < WARP_SIZE):
             for i in cutlass.range_constexpr(self.lanes_per_row.bit_length() - 1):
                 g = fmax(g, cute.arch.shuffle_sync_bfly(g, offset=1 << i))
         else:
@@ -391,11 +464,11 @@ class RowScaledQuantizer:
         if cutlass.const_expr(per_team > 1):
             # Two buffers: a warp that is a row ahead writes the other one.
             at = shared.partial.toint() + parity * (4 * self.config.num_compute_warps)
-            lane = cute.arch.lane_idx()
-            if lane == 0:
-                store_shared(at + warp * 4, [f32_as_bits(g)])
-            self.sync_team(team)
-            other = team * per_team + lane % per_team
+            of_warp = cute.arch.lane_idx()
+            if of_warp == 0:
+                store_shared(at + lane.warp * 4, [f32_as_bits(g)])
+            self.sync_team(lane.team)
+            other = lane.team * per_team + of_warp % per_team
             g = warp_max(bits_as_f32(load_shared(at + other * 4, 1)[0]))
         return g
 
@@ -408,12 +481,11 @@ class RowScaledQuantizer:
         target: Int64,
         live: Boolean,
         scales_at: Int32,
-        lane: Int32,
-        num_blocks: Int32,
+        lane: Lane,
     ) -> None:
         """Write what becomes of a row, if it is ``live``; ``target`` is its place in the output."""
         if live:
-            self.quantize_row(words, a, g, target, scales_at, lane, num_blocks)
+            self.quantize_row(words, a, g, target, scales_at, lane)
 
     @cute.jit
     def quantize_row(
@@ -423,37 +495,41 @@ class RowScaledQuantizer:
         g: Float32,
         target: Int64,
         scales_at: Int32,
-        lane: Int32,
-        num_blocks: Int32,
+        lane: Lane,
     ) -> None:
         """Codes of a lane's blocks to global memory, their scale bytes to shared memory."""
-        s_dec, mult = second_level(g)
-        twist = self.twist(lane)
-        lane_of_row = lane % self.lanes_per_row
+        level = self.codec.second_level(g)
+        twist = self.twist(lane.lane)
         for i in cutlass.range_constexpr(0, self.blocks_per_lane, 2):
-            if lane_of_row + i * self.lanes_per_row < num_blocks:
+            if lane.of_row + i * self.lanes_per_row < lane.num_blocks:
                 last = min(i + 1, self.blocks_per_lane - 1)
-                scale_bytes, enc0, enc1 = scale_pair(a[i], a[last], s_dec, mult)
-                for j, enc in ((i, enc0), (i + 1, enc1))[: last - i + 1]:
-                    block = lane_of_row + j * self.lanes_per_row
-                    if cutlass.const_expr(j == i) or block < num_blocks:
-                        base = j * self.block_words
-                        inputs = [words[base + w] for w in range(self.block_words)]
-                        pair = encode_row_block(inputs, enc, self.dtype, self.arch)
-                        store_global(target + block * (_BLOCK // 2), self.untwist(pair, twist))
-                        byte = Uint32(scale_bytes) >> (8 * (j - i))
-                        store_shared_byte(scales_at + block, byte)
+                scale_bytes, *factors = self.codec.block_scales(a[i], a[last], level)
+                for j in cutlass.range_constexpr(i, last + 1):
+                    block = lane.of_row + j * self.lanes_per_row
+                    if cutlass.const_expr(j == i) or block < lane.num_blocks:
+                        codes = self.codec.encode_row(self.block(words, j), factors[j - i])
+                        place = target + block * (4 * self.codec.code_words)
+                        store_global(place, self.untwist(codes, twist))
+                        if cutlass.const_expr(self.writes_scales):
+                            byte = Uint32(scale_bytes) >> (8 * (j - i))
+                            store_shared_byte(scales_at + block, byte)
 
-    def untwist(self, pair: list[Uint32], twist: Int32) -> list[Uint32]:
+    def untwist(self, codes: list[Uint32], twist: Int32) -> list[Uint32]:
         """Code words of a block whose chunks were read in twisted order, put in order."""
-        if self.block_bytes == 64:  # a chunk's codes are half a word
+        chunks = self.block_bytes // 16
+        if chunks > len(codes):  # a chunk's codes are half a word
             turn = (twist & 1) * 16
             text = "shf.l.wrap.b32 $0, $1, $1, $2;"
-            pair = [asm(text, [Uint32], [word, turn]) for word in pair]
+            codes = [asm(text, [Uint32], [word, turn]) for word in codes]
             twist = twist >> 1
-        low, high = pair
-        swapped = (twist & 1) != 0
-        return [select(swapped, high, low), select(swapped, low, high)]
+            chunks = len(codes)
+        # Bit b of the twist trades chunks 1 << b apart.
+        per_chunk = len(codes) // chunks
+        for bit in range(chunks.bit_length() - 1):
+            swapped = ((twist >> bit if bit else twist) & 1) != 0
+            distance = per_chunk << bit
+            codes = [select(swapped, codes[i ^ distance], word) for i, word in enumerate(codes)]
+        return codes
 
 
 def _packet_row(packet: Int32, r: Int32) -> Int32:

@@ -1,0 +1,22 @@
+"""How the bytes of each format are made and read inside kernels: one file a format.
+
+What only one architecture needs stands beside it, in a file that is named after both. ``base`` says
+what a codec has to offer.
+"""
+
+from __future__ import annotations
+
+from cute_kernels.device.codecs.base import Codec, Level
+from cute_kernels.device.codecs.nvfp4 import NVFP4Codec
+from cute_kernels.formats import parse
+
+__all__ = ["CODECS", "Codec", "Level", "codec_of"]
+
+#: The codec of each format, by the name of its record.
+CODECS: dict[str, type[Codec]] = {"nvfp4": NVFP4Codec}
+
+
+def codec_of(text: str, dtype: str, arch: str | None = None) -> Codec:
+    """The codec of the format whose canonical text is ``text``; see ``Codec`` for the rest."""
+    fmt = parse(text)
+    return CODECS[fmt.name](fmt, dtype, arch)

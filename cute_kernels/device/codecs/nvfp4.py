@@ -1,0 +1,197 @@
+"""NVFP4 arithmetic, in the order that makes it exact (see ``cute_kernels.reference``).
+
+sm_100a encodes with its own instruction, sm_90a as ``nvfp4_sm90`` says.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from cutlass import Float32, Uint16, Uint32
+
+from cute_kernels.device.codecs import nvfp4_sm90
+from cute_kernels.device.codecs.base import Codec
+from cute_kernels.device.codecs.pairs import REGISTERS, column_pairs, row_pairs
+from cute_kernels.device.convert import decode_e2m1, decode_e4m3_pair
+from cute_kernels.device.ptx import asm, bits_as_f32
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cutlass import Int32
+
+    from cute_kernels.formats import NVFP4
+
+__all__ = ["NVFP4Codec"]
+
+_FMAX_BITS = 0x7F7FFFFF
+_RCP_ELEMENT_MAX_BITS = 0x3E2AAAAB  # fl(1/6)
+#: Scale bytes that are not negative.
+_SCALE_CODES = 128
+#: Elements of a word of codes.
+_HALF_BLOCK = 8
+
+
+class Level(NamedTuple):
+    """The second level of scales that a block's own scale is relative to.
+
+    Attributes:
+        s_dec: its decode scale.
+        mult: what an amax is multiplied with for its scale.
+    """
+
+    s_dec: Float32
+    mult: Float32
+
+
+class NVFP4Codec(Codec):
+    """E2M1 codes, E4M3 scales of 16 and an amax a group or row."""
+
+    fmt: NVFP4
+
+    def __init__(self, fmt: NVFP4, dtype: str, arch: str | None = None):
+        super().__init__(fmt, dtype, arch)
+        #: A reciprocal that rounds is about ten instructions, and sm_90a is short of those.
+        self.table_size = _SCALE_CODES if arch == "sm_90a" else 0
+
+    def second_level(self, amax: Float32) -> Level:
+        """S_dec and S_enc / 6. S_enc = 2688 / amax, at most FMAX, and 1 where that is 0 or amax is.
+
+        (It is 0 where the amax is infinite.)
+        """
+        text = """{
+            .reg .pred zero;
+            .reg .f32 enc;
+            div.rn.f32 enc, $3, $2;
+            min.f32 enc, enc, $4;
+            setp.eq.f32 zero, enc, 0f00000000;
+            selp.f32 enc, 0f3F800000, enc, zero;
+            setp.eq.f32 zero, $2, 0f00000000;
+            selp.f32 enc, 0f3F800000, enc, zero;
+            rcp.rn.f32 $0, enc;
+            mul.rn.f32 $1, enc, $5;
+        }"""
+        tensor_max = Float32(self.fmt.tensor_max)
+        fmax, sixth = bits_as_f32(Uint32(_FMAX_BITS)), bits_as_f32(Uint32(_RCP_ELEMENT_MAX_BITS))
+        return Level(*asm(text, [Float32, Float32], [amax, tensor_max, fmax, sixth]))
+
+    def zero_level(self) -> Level:
+        """Zeros, see ``Codec``."""
+        return Level(Float32(0.0), Float32(0.0))
+
+    def block_scales(self, a: Float32, b: Float32, level: Level) -> tuple[Uint16, Float32, Float32]:
+        """E4M3 bytes and encode factors, see ``Codec``.
+
+        ``cvt.satfinite`` takes infinity to 448 too, so the clamp of a * mult to FMAX needs no code.
+        """
+        text = """{
+            .reg .f32 p, q;
+            .reg .b32 h;
+            .reg .b16 lo, hi;
+            mul.rn.f32 p, $3, $6;
+            mul.rn.f32 q, $4, $6;
+            cvt.rn.satfinite.e4m3x2.f32 $0, q, p;
+            cvt.rn.f16x2.e4m3x2 h, $0;
+            mov.b32 {lo, hi}, h;
+            cvt.f32.f16 p, lo;
+            cvt.f32.f16 q, hi;
+            mul.rn.f32 p, p, $5;
+            mul.rn.f32 q, q, $5;
+            rcp.rn.f32 p, p;
+            rcp.rn.f32 q, q;
+            min.f32 $1, p, $7;
+            min.f32 $2, q, $7;
+        }"""
+        fmax = bits_as_f32(Uint32(_FMAX_BITS))
+        return asm(text, [Uint16, Float32, Float32], [a, b, level.s_dec, level.mult, fmax])
+
+    def scale_bytes(self, a: Float32, b: Float32, level: Level) -> Uint16:
+        """The scale bytes of ``block_scales`` alone."""
+        text = """{
+            .reg .f32 p, q;
+            mul.rn.f32 p, $1, $3;
+            mul.rn.f32 q, $2, $3;
+            cvt.rn.satfinite.e4m3x2.f32 $0, q, p;
+        }"""
+        return asm(text, [Uint16], [a, b, level.mult])
+
+    def encode_factor(self, index: Uint32, level: Level) -> Float32:
+        """The encode factor of ``block_scales`` that belongs to scale byte ``index``."""
+        text = """{
+            .reg .f32 q;
+            .reg .b32 h;
+            .reg .b16 lo, hi;
+            cvt.u16.u32 lo, $1;
+            cvt.rn.f16x2.e4m3x2 h, lo;
+            mov.b32 {lo, hi}, h;
+            cvt.f32.f16 q, lo;
+            mul.rn.f32 q, q, $2;
+            rcp.rn.f32 q, q;
+            min.f32 $0, q, $3;
+        }"""
+        return asm(text, [Float32], [index, level.s_dec, bits_as_f32(Uint32(_FMAX_BITS))])
+
+    def encode_row(self, words: Sequence[Uint32], factor: Float32) -> list[Uint32]:
+        """Two words of codes of sixteen elements that follow each other, see ``Codec``."""
+        half = len(words) // 2
+        parts = (words[:half], words[half:])
+        if self.arch == "sm_90a":
+            per_word = _HALF_BLOCK // half
+            places = [(w, i) for w in range(half) for i in range(per_word)]
+            return [nvfp4_sm90.encode(part, places, factor, self.dtype) for part in parts]
+        pairs = row_pairs(self.dtype, half)
+        return [_encode(pairs, part, factor) for part in parts]
+
+    def encode_columns(
+        self, words: Sequence[Uint32], factors: Sequence[Float32], twist: Int32 | int = 0
+    ) -> list[list[Uint32]]:
+        """Two words of codes a column, see ``Codec``; sm_100a takes no twist."""
+        parts = (words[:_HALF_BLOCK], words[_HALF_BLOCK:])
+        codes = []
+        for c, factor in enumerate(factors):
+            if self.arch == "sm_90a":
+                places = [(w, c) for w in range(_HALF_BLOCK)]
+                codes.append(
+                    [nvfp4_sm90.encode(part, places, factor, self.dtype, twist) for part in parts]
+                )
+            else:
+                pairs = column_pairs(self.dtype, _HALF_BLOCK, c)
+                codes.append([_encode(pairs, part, factor) for part in parts])
+        return codes
+
+    def decode(self, words: Sequence[Uint32]) -> list[Float32]:
+        """E2M1 codes as numbers, see ``Codec``."""
+        return [number for word in words for number in decode_e2m1(word)]
+
+    def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:
+        """E4M3 scales as numbers, see ``Codec``."""
+        return decode_e4m3_pair(pair)
+
+    def decode_factor(self, scale: Float32 | None, level: Float32) -> Float32:
+        """fl(fl(scale * amax) * fl(1/2688)), see ``Codec``."""
+        return (scale * level) * Float32(self.fmt.second_level.factor)
+
+
+def _encode(pairs: Sequence[str], words: Sequence[Uint32], factor: Float32) -> Uint32:
+    """Eight elements as one word of codes, by the instruction of sm_100a.
+
+    Args:
+        pairs: texts of ``codecs.pairs`` for two elements each.
+        words: their operands.
+        factor: the block's encode factor.
+    """
+    body = ""
+    for i, pair in enumerate(pairs):
+        body += f"""{pair}
+        mul.rn.f32x2 p, p, f;
+        mov.b64 {{lo, hi}}, p;
+        cvt.rn.satfinite.e2m1x2.f32 b{i}, hi, lo;
+        """
+    text = f"""{{
+        {REGISTERS}
+        .reg .b8 b0, b1, b2, b3;
+        mov.b64 f, {{${len(words) + 1}, ${len(words) + 1}}};
+        {body}
+        mov.b32 $0, {{b0, b1, b2, b3}};
+    }}"""
+    return asm(text, [Uint32], [*words, factor])

@@ -1,0 +1,1 @@
+"""The tile quantizer: a loader, and converters of rows and of columns of 128x128 tiles."""

@@ -1,0 +1,311 @@
+"""Tile by tile: rowwise, columnwise or both from one read, once the amaxes are known.
+
+A tile is 128 slot rows by 128 columns. It lies in shared memory as boxes 128 bytes wide, in TMA's
+128-byte swizzle: the 16-byte chunk c of row r is at chunk c ^ (r % 8). Both directions read that
+without bank conflicts: rowwise, eight lanes take the same chunk of eight rows; columnwise, a warp
+takes the 32 words of one row.
+
+Roles:     one loader warp | num_teams teams of four warps, team n takes every n-th tile.
+Pipeline:  tiles, loader -> team: full: one arrival and the bytes of the rows that exist; empty: one
+           arrival a warp. A descriptor in shared memory says what the stage holds.
+
+For NVFP4, a row of a lane's 32x64 unit gives 32 bytes of codes and 4 scale bytes; a column of its
+64-row unit likewise. Every code store is a whole 32-byte sector; rowwise scales of a warp's 32 rows
+fill four sectors, columnwise scales go through shared memory and leave as 512-byte tiles.
+
+Counted by perf.count_quantize at 1024 x 4096 bf16: 5.4 PTX instructions an element rowwise, 5.5
+columnwise, 10.5 both, 10.0 both with 16x16 blocks; 2.05 bytes read. On sm_90a 9.7 rowwise, 9.4
+columnwise, 18.4 both, 17.8 both with 16x16 blocks.
+
+Measured on an H200 (65536 x 7168 bf16): 95 % of a copy's rate rowwise, 90 % columnwise, 83 % both,
+also with 16x16 blocks. perf/results/quantize_h200.md has what was tried.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+from cutlass import Int32, Int64, Uint8, Uint32, cute
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+from cute_kernels.device.codecs import Level, codec_of
+from cute_kernels.device.constants import WARP_SIZE
+from cute_kernels.device.groups import Grouping
+from cute_kernels.device.memory import store_shared
+from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
+from cute_kernels.layout.shapes import TILE_ROWS
+from cute_kernels.quantize.amax import AmaxKernels
+from cute_kernels.quantize.fakes import FakeBuffers, env_stream
+from cute_kernels.quantize.levels import write_levels
+from cute_kernels.quantize.tiles.columns import ColumnConverter
+from cute_kernels.quantize.tiles.geometry import (
+    BOX_BYTES,
+    BOX_SIZE,
+    TILE_COLS,
+    Descriptor,
+    SharedMemory,
+    TileGeometry,
+    TilePlaces,
+)
+from cute_kernels.quantize.tiles.loader import DESCRIPTOR_WORDS, TileLoader, Tma
+from cute_kernels.quantize.tiles.rows import RowConverter
+
+if TYPE_CHECKING:
+    from cute_kernels.quantize.config import TileConfig
+
+__all__ = ["TileQuantizer"]
+
+#: Bytes of a table of encode factors, one for each scale byte that is not negative.
+_FACTORS_BYTES = 4 * 128
+
+
+class TileQuantizer(AmaxKernels):
+    """Persistent tile quantizer, see the module."""
+
+    def __init__(self, config: TileConfig):
+        self.config = config
+        self.dtype = config.dtype
+        self.arch = config.arch
+        self.codec = codec_of(config.format, config.dtype, config.arch)
+        self.tile = TileGeometry(config.dtype, self.codec.block)
+        self.loader = TileLoader(config, self.tile)
+        self.columns = ColumnConverter(config, self.codec, self.tile)
+        self.rows = RowConverter(config, self.codec, self.tile)
+        self.team_threads = config.warps_per_team * WARP_SIZE
+        self.num_compute_warps = config.num_teams * config.warps_per_team
+        self.num_threads = (self.num_compute_warps + 1) * WARP_SIZE
+        #: Whether a team keeps the encode factors of its group's scales in shared memory.
+        self.has_table = config.uses_group_amax and self.codec.table_size > 0
+        #: Bytes of a team's columnwise scales, and amaxes of square blocks.
+        self.scales_t_bytes = self.tile.row_blocks * TILE_COLS
+        self.squares_bytes = 4 * self.tile.row_blocks * self.tile.col_blocks
+
+    @staticmethod
+    def fake_args(config: TileConfig) -> tuple[Any, ...]:
+        """Stand-ins for the arguments of ``__call__``."""
+        fake = FakeBuffers(config.dtype, config.grouping, config.format)
+        return (
+            fake.x(),
+            fake.offs(),
+            fake.level(per_row=True) if config.uses_row_amax else None,
+            fake.level() if config.uses_group_amax else None,
+            fake.codes() if config.rowwise else None,
+            fake.scales() if config.rowwise else None,
+            fake.codes_t() if config.columnwise else None,
+            fake.scales_t() if config.columnwise else None,
+            *fake.results(),
+            Int32(1),
+            env_stream(),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        offs: cute.Tensor | None,
+        row_amax: cute.Tensor | None,
+        group_amax: cute.Tensor | None,
+        codes: cute.Tensor | None,
+        scales: cute.Tensor | None,
+        codes_t: cute.Tensor | None,
+        scales_t: cute.Tensor | None,
+        scale_inv: cute.Tensor | None,
+        scale: cute.Tensor | None,
+        num_sms: Int32,
+        stream: Any,
+    ) -> None:
+        if cutlass.const_expr(self.config.compute_amax):
+            self.launch_amax(x, offs, row_amax, group_amax, num_sms, stream)
+        rows, cols = Grouping.of(x, offs).num_rows, x.shape[len(x.shape) - 1]
+        matrix = cute.make_tensor(
+            x.iterator, cute.make_layout((rows, cols), stride=(Int64(cols), 1))
+        )
+        atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, x.element_type)
+        box = cute.tile_to_shape(atom, (TILE_ROWS, self.tile.box_cols), order=(0, 1))
+        line = cute.make_composed_layout(
+            atom.inner, 0, cute.make_layout((1, self.tile.box_cols), stride=(self.tile.box_cols, 1))
+        )
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        box_copy, box_source = cpasync.make_tiled_tma_atom(
+            op, matrix, box, (TILE_ROWS, self.tile.box_cols)
+        )
+        line_copy, line_source = cpasync.make_tiled_tma_atom(
+            op, matrix, line, (1, self.tile.box_cols)
+        )
+        self.kernel(
+            x,
+            box_copy,
+            box_source,
+            box,
+            line_copy,
+            line_source,
+            line,
+            offs,
+            row_amax,
+            group_amax,
+            codes,
+            scales,
+            codes_t,
+            scales_t,
+            scale_inv,
+            scale,
+        ).launch(
+            grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        box_copy: cute.CopyAtom,
+        box_source: cute.Tensor,
+        box: cute.ComposedLayout,
+        line_copy: cute.CopyAtom,
+        line_source: cute.Tensor,
+        line: cute.ComposedLayout,
+        offs: cute.Tensor | None,
+        row_amax: cute.Tensor | None,
+        group_amax: cute.Tensor | None,
+        codes: cute.Tensor | None,
+        scales: cute.Tensor | None,
+        codes_t: cute.Tensor | None,
+        scales_t: cute.Tensor | None,
+        scale_inv: cute.Tensor | None,
+        scale: cute.Tensor | None,
+    ) -> None:
+        config = self.config
+        smem = cutlass.memory.SmemAllocator()
+        stages, copies = config.num_stages, 2 * config.num_teams
+        shared = SharedMemory(
+            tiles=smem.allocate_array(Uint8, stages * config.tile_bytes, byte_alignment=1024),
+            scales_t=smem.allocate_array(Uint8, copies * self.scales_t_bytes, byte_alignment=16),
+            squares=smem.allocate_array(Uint8, copies * self.squares_bytes, byte_alignment=16),
+            factors=smem.allocate_array(
+                Uint8, config.num_teams * _FACTORS_BYTES, byte_alignment=16
+            ),
+            descriptors=smem.allocate_array(Int32, stages * DESCRIPTOR_WORDS, byte_alignment=16),
+            full=smem.allocate_array(Int64, copies, byte_alignment=8),
+            empty=smem.allocate_array(Int64, stages, byte_alignment=8),
+        )
+        tid = cute.arch.thread_idx()[0]
+        if tid < copies:
+            cute.arch.mbarrier_init(shared.full + tid, 1)
+        if tid < stages:
+            cute.arch.mbarrier_init(shared.empty + tid, config.warps_per_team)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        cols = x.shape[len(x.shape) - 1]
+        groups = Grouping.of(x, offs)
+        warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
+        if warp == self.num_compute_warps:
+            cpasync.prefetch_descriptor(box_copy)
+            cpasync.prefetch_descriptor(line_copy)
+            boxes = Tma(box_copy, box_source, box)
+            lines = Tma(line_copy, line_source, line)
+            self.loader.load(groups, cols, group_amax, boxes, lines, shared)
+        else:
+            if cutlass.const_expr(group_amax is not None):
+                threads = self.num_compute_warps * WARP_SIZE
+                thread = cute.arch.block_idx()[0] * threads + tid
+                step = cute.arch.grid_dim()[0] * threads
+                write_levels(self.codec, group_amax, (scale_inv, scale), thread, step)
+            self.compute(groups, cols, row_amax, codes, scales, codes_t, scales_t, warp, shared)
+
+    @cute.jit
+    def compute(
+        self,
+        groups: Grouping,
+        cols: Int32,
+        row_amax: cute.Tensor | None,
+        codes: cute.Tensor | None,
+        scales: cute.Tensor | None,
+        codes_t: cute.Tensor | None,
+        scales_t: cute.Tensor | None,
+        warp: Int32,
+        shared: SharedMemory,
+    ) -> None:
+        """A team's tiles: columns first, then rows, then the columnwise scales."""
+        config = self.config
+        team = warp // config.warps_per_team
+        part = warp - team * config.warps_per_team
+        stage, phase, copy = team, Int32(0), Int32(0)
+        count = Int32(1)
+        factors_at = shared.factors.toint() + team * _FACTORS_BYTES
+        table = factors_at if self.has_table else None
+        level, level_of = self.codec.zero_level(), Int32(-1)
+        while count > 0:
+            cute.arch.mbarrier_wait(shared.full + (team * 2 + copy), phase)
+            what = self.loader.read_descriptor(shared, stage)
+            count = what.count
+            if count > 0:
+                tile_at = shared.tiles.toint() + stage * config.tile_bytes
+                buffer = team * 2 + copy
+                scales_at = shared.scales_t.toint() + buffer * self.scales_t_bytes
+                squares_at = shared.squares.toint() + buffer * self.squares_bytes
+                if cutlass.const_expr(self.has_table):
+                    if what.group != level_of:
+                        level, table = self.tabulate(what, factors_at, team)
+                        level_of = what.group
+                elif cutlass.const_expr(config.uses_group_amax):
+                    level = self.codec.second_level(bits_as_f32(Uint32(what.amax)))
+                places = TilePlaces(tile_at, scales_at, squares_at, table)
+                if cutlass.const_expr(config.columnwise or config.is_2d):
+                    if count < TILE_ROWS:
+                        self.clear_rows(tile_at, count, team)
+                    if not self.columns.skips_rows or self.columns.place(part).first_row < count:
+                        self.columns.convert(groups, cols, level, codes_t, what, part, places)
+                    elif cutlass.const_expr(config.columnwise):
+                        self.columns.clear(groups, cols, codes_t, what, part, places)
+                    self.sync_team(team)
+                if cutlass.const_expr(config.rowwise):
+                    for row in self.rows.rows(part):
+                        row_level, row_table = level, table
+                        if cutlass.const_expr(config.uses_row_amax):
+                            row_level, row_table = self.rows.level(row_amax, what, row), None
+                        row_places = places._replace(table=row_table)
+                        self.rows.convert(cols, row_level, codes, scales, what, row, row_places)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(shared.empty + stage)
+                if cutlass.const_expr(config.columnwise and self.codec.has_scales):
+                    if part < 2:
+                        self.columns.write_scales(groups, cols, scales_t, what, part, scales_at)
+            stage, _ = self.loader.next_stage(stage, phase, config.num_teams)
+            phase ^= copy
+            copy ^= 1
+
+    @cute.jit
+    def tabulate(self, what: Descriptor, factors_at: Int32, team: Int32) -> tuple[Level, Int32]:
+        """The second level of a group, and where its table is.
+
+        The whole team writes the table, one encode factor a thread.
+        """
+        thread = cute.arch.thread_idx()[0] - team * self.team_threads
+        level = self.codec.second_level(bits_as_f32(Uint32(what.amax)))
+        factor = self.codec.encode_factor(Uint32(thread), level)
+        self.sync_team(team)
+        store_shared(factors_at + thread * 4, [f32_as_bits(factor)])
+        self.sync_team(team)
+        return level, factors_at
+
+    @cute.jit
+    def sync_team(self, team: Int32) -> None:
+        cute.arch.barrier(barrier_id=team + 1, number_of_threads=self.team_threads)
+
+    @cute.jit
+    def clear_rows(self, tile_at: Int32, count: Int32, team: Int32) -> None:
+        """Zero the rows from ``count`` to the end of what is converted, for the whole team."""
+        thread = cute.arch.thread_idx()[0] - team * self.team_threads
+        rows = TILE_ROWS - count
+        if cutlass.const_expr(self.columns.skips_rows):
+            rows = rows % (TILE_ROWS // 2)
+        chunks = rows * (BOX_BYTES // 16)
+        for b in cutlass.range_constexpr(self.tile.num_boxes):
+            base = tile_at + (b * BOX_SIZE + count * BOX_BYTES)
+            for i in cutlass.range(thread, chunks, self.team_threads, unroll=1):
+                store_shared(base + i * 16, [Uint32(0)] * 4)
+        # The next load of this stage is an asynchronous write after these.
+        cute.arch.fence_view_async_shared()
+        self.sync_team(team)

@@ -1,0 +1,202 @@
+"""The loader warp of the tile quantizer: which tiles hold rows, and their copies by TMA.
+
+Tiles are taken in bands of ``config.band`` slot tiles: down the band's column of tiles, then the
+next column, so that what is written to a column of the columnwise copy at about the same time is
+contiguous. Bands of which no tile holds rows are skipped.
+
+A tile's arrival barrier is its team's, not its stage's: a team waits for its own tiles only, so on
+a stage's barrier it could be ahead of another team's load that has not landed, and take the parity
+of an older phase for its own. Two a team are enough: a stage is refilled only after its team has
+seen its barrier, and that comes before the team's next tile but one is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import cutlass
+from cutlass import Int32, Uint32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from cute_kernels.device.groups import Grouping, next_item
+from cute_kernels.device.memory import load_shared, store_shared
+from cute_kernels.device.ptx import f32_as_bits
+from cute_kernels.layout.shapes import TILE_ROWS
+from cute_kernels.quantize.fakes import dsl_dtype
+from cute_kernels.quantize.tiles.geometry import (
+    BOX_BYTES,
+    BOX_SIZE,
+    TILE_COLS,
+    Descriptor,
+    SharedMemory,
+    TileGeometry,
+)
+
+if TYPE_CHECKING:
+    from cute_kernels.quantize.config import TileConfig
+
+__all__ = ["DESCRIPTOR_WORDS", "Tma", "TileLoader"]
+
+DESCRIPTOR_WORDS = 8
+
+
+class Tma(NamedTuple):
+    """Copies of a box of ``rows`` rows: the atom, its view of the matrix, the layout it leaves."""
+
+    atom: cute.CopyAtom
+    source: cute.Tensor
+    layout: cute.ComposedLayout
+
+
+class TileLoader:
+    """Finds and loads tiles, see the module."""
+
+    def __init__(self, config: TileConfig, tile: TileGeometry):
+        self.config = config
+        self.tile = tile
+
+    @cute.jit
+    def load(
+        self,
+        groups: Grouping,
+        cols: Int32,
+        group_amax: cute.Tensor | None,
+        boxes: Tma,
+        lines: Tma,
+        shared: SharedMemory,
+    ) -> None:
+        """Load the tiles of this CTA that hold rows; rows that do not exist are not read."""
+        stage, phase, full = Int32(0), Int32(1), Int32(0)
+        amax, amax_of = Int32(0), Int32(-1)
+        col_tiles = (cols + (TILE_COLS - 1)) // TILE_COLS
+        step = cute.arch.grid_dim()[0]
+        item = cute.arch.block_idx()[0]
+        num_tiles = groups.num_tiles()
+        num_items = num_tiles * col_tiles
+        # The last group met so far; of the band, the one before it and the first tile with rows.
+        band, hint, reach, head = Int32(-1), Int32(0), Int32(0), Int32(0)
+        while item < num_items:
+            band_was = band
+            band = item // (self.config.band * col_tiles)
+            first_tile = band * self.config.band
+            if band != band_was:
+                hint = reach
+                head = groups.seek(first_tile, hint)[0]
+            wanted, col_tile = self.tile_of(item, first_tile, num_tiles, col_tiles)
+            tile, group, first, count = groups.seek(wanted, hint)
+            if tile != wanted:
+                item = self.skip(item, step, first_tile, head, col_tiles)
+            else:
+                reach = cutlass.max(reach, group)
+                if cutlass.const_expr(group_amax is not None):
+                    if group != amax_of:
+                        amax, amax_of = Int32(f32_as_bits(group_amax[group])), group
+                cute.arch.mbarrier_wait(shared.empty + stage, phase)
+                what = Descriptor(tile, col_tile, first, count, group, amax)
+                self.describe(shared, stage, what)
+                self.load_tile(what, boxes, lines, stage, full, shared)
+                stage, phase = self.next_stage(stage, phase, 1)
+                full = self.next_barrier(full)
+                item += step
+        for _ in cutlass.range(self.config.num_teams, unroll=1):
+            cute.arch.mbarrier_wait(shared.empty + stage, phase)
+            zero = Int32(0)
+            self.describe(shared, stage, Descriptor(*[zero] * 6))
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.full + full)
+            stage, phase = self.next_stage(stage, phase, 1)
+            full = self.next_barrier(full)
+
+    def tile_of(
+        self, item: Int32, first_tile: Int32, num_tiles: Int32, col_tiles: Int32
+    ) -> tuple[Int32, Int32]:
+        """The slot tile and the column of tiles of an item of the band from ``first_tile`` on."""
+        tall = cutlass.min(num_tiles - first_tile, Int32(self.config.band))
+        within = item - first_tile * col_tiles
+        col_tile = within // tall
+        return first_tile + (within - col_tile * tall), col_tile
+
+    @cute.jit
+    def skip(
+        self, item: Int32, step: Int32, first_tile: Int32, head: Int32, col_tiles: Int32
+    ) -> Int32:
+        """The item after one without rows; in the band of ``head`` if that is a later one."""
+        item += step
+        if head >= first_tile + self.config.band:
+            band_of = head // self.config.band * self.config.band
+            item = next_item(item - step, step, band_of, col_tiles)
+        return item
+
+    @cute.jit
+    def load_tile(
+        self,
+        what: Descriptor,
+        boxes: Tma,
+        lines: Tma,
+        stage: Int32,
+        full: Int32,
+        shared: SharedMemory,
+    ) -> None:
+        """Start the copies of a tile: whole boxes, or row by row if some rows do not exist."""
+        with cute.arch.elect_one():
+            size = what.count * (self.tile.num_boxes * BOX_BYTES)
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.full + full, size)
+        target = shared.tiles + stage * self.config.tile_bytes
+        bar = shared.full + full
+        for b in cutlass.range_constexpr(self.tile.num_boxes):
+            col = what.col_tile * TILE_COLS + b * self.tile.box_cols
+            if what.count == TILE_ROWS:
+                self.copy_box(boxes, TILE_ROWS, what.first, col, target + b * BOX_SIZE, bar)
+            else:
+                for r in cutlass.range(what.count, unroll=1):
+                    place = target + (b * BOX_SIZE + r * BOX_BYTES)
+                    self.copy_box(lines, 1, what.first + r, col, place, bar)
+
+    @cute.jit
+    def copy_box(
+        self, tma: Tma, rows: int, row: Int32, col: Int32, target: cute.Pointer, bar: cute.Pointer
+    ) -> None:
+        dtype = dsl_dtype(self.config.dtype)
+        pointer = cute.recast_ptr(target, tma.layout.inner, dtype=dtype)
+        window = cute.local_tile(
+            cute.domain_offset((row, col), tma.source), (rows, self.tile.box_cols), (0, 0)
+        )
+        to, what = cpasync.tma_partition(
+            tma.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(cute.make_tensor(pointer, tma.layout.outer), 0, 2),
+            cute.group_modes(window, 0, 2),
+        )
+        cute.copy(tma.atom, what, to, tma_bar_ptr=bar)
+
+    @cute.jit
+    def next_stage(self, stage: Int32, phase: Int32, by: int) -> tuple[Int32, Int32]:
+        stage += by
+        if stage >= self.config.num_stages:
+            stage -= self.config.num_stages
+            phase ^= 1
+        return stage, phase
+
+    @cute.jit
+    def next_barrier(self, full: Int32) -> Int32:
+        """The arrival barrier of the next tile: first and second of each team in turn."""
+        full += 2
+        if full >= 2 * self.config.num_teams:
+            full = full - 2 * self.config.num_teams ^ 1
+        return full
+
+    @cute.jit
+    def describe(self, shared: SharedMemory, stage: Int32, what: Descriptor) -> None:
+        """Say what a stage holds."""
+        at = shared.descriptors.toint() + stage * (4 * DESCRIPTOR_WORDS)
+        with cute.arch.elect_one():
+            store_shared(at, [Uint32(value) for value in what[:4]])
+            store_shared(at + 16, [Uint32(what.group), Uint32(what.amax)])
+
+    @cute.jit
+    def read_descriptor(self, shared: SharedMemory, stage: Int32) -> Descriptor:
+        """What ``describe`` said."""
+        at = shared.descriptors.toint() + stage * (4 * DESCRIPTOR_WORDS)
+        words = load_shared(at, 4) + load_shared(at + 16, 2)
+        return Descriptor(*[Int32(word) for word in words])
