@@ -139,7 +139,9 @@ def _why_not_format(op: str, fmt: Format | None) -> str:
         return f"{kind} is not built yet"
     if (op, fmt.name) not in _RUNS:
         takes_formats = any(other == op and name is not None for other, name in _RUNS)
-        return f"no {op} of {kind} yet" if takes_formats else f"{op} takes plain tensors, not {kind}"
+        return (
+            f"no {op} of {kind} yet" if takes_formats else f"{op} takes plain tensors, not {kind}"
+        )
     for field, value in _NOT_BUILT.get(fmt.name, {}).items():
         if getattr(fmt, field) == value:
             return f"{kind}({field}={value!r}) is not built yet"

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_format", "check_parts", "saved_format", "version"]
 
+
 def check_format(name: str, fmt: object) -> None:
     """Raise ``TypeError`` unless ``fmt`` is a format record."""
     if isinstance(fmt, Format):

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from torch import Tensor
 
 from cute_kernels.formats import NVFP4, parse
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.quantize import AmaxConfig, QuantizeProblem, RowsConfig, TileConfig
 from cute_kernels.reference.groups import Groups
-from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.compile import compile_kernel
 from perf.measure import machine_facts

@@ -71,9 +71,7 @@ class Allocator:
 
     def __init__(self, specs: Iterable[BufferSpec], device: torch.device) -> None:
         meta = torch.device("meta")
-        self._buffers = [
-            (tuple(s.shape), s.allocate(meta, False).stride(), s.dtype) for s in specs
-        ]
+        self._buffers = [(tuple(s.shape), s.allocate(meta, False).stride(), s.dtype) for s in specs]
         self._device = device
         self._cuda_index = device.index if device.type == "cuda" else None
 

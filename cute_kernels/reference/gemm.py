@@ -40,8 +40,6 @@ from cute_kernels.reference.quantize import linear_column_scales, linear_row_sca
 from cute_kernels.reference.tensor_core import tensor_core_gemm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from cute_kernels.formats import Format
     from cute_kernels.reference.groups import Groups
 
@@ -138,9 +136,7 @@ def _dot_block_scaled(a: _Rows, b: _Rows, tensor_core: str) -> Tensor:
     for rows in (a, b):
         assert rows.fmt is not None and rows.fmt.scale is not None and rows.scales is not None
         scales.append(rows.scales.view(rows.fmt.scale.element.dtype))
-    return tensor_core_gemm(
-        tensor_core, a.codes, b.codes, a_scales=scales[0], b_scales=scales[1]
-    )
+    return tensor_core_gemm(tensor_core, a.codes, b.codes, a_scales=scales[0], b_scales=scales[1])
 
 
 def _dot_hopper(other: Tensor, decoded: Tensor, dtype: torch.dtype) -> Tensor:

@@ -245,9 +245,7 @@ def dequantize(
     _dequantize_rows(codec, groups, buffers, out)
 
 
-def _dequantize_rows(
-    codec: Codec, groups: Groups, copy: Mapping[str, Tensor], out: Tensor
-) -> None:
+def _dequantize_rows(codec: Codec, groups: Groups, copy: Mapping[str, Tensor], out: Tensor) -> None:
     scale, level, cols = codec.fmt.scale, codec.fmt.second_level, out.shape[1]
     vec = cols if scale is None else scale.vec_size
     row, slot = groups.slot_of_row()

@@ -62,7 +62,12 @@ def test_bad_codes(codes, error, match):
 def test_there_and_back():
     w = weights()
     packed = w.prepack()
-    assert packed.prepacked and packed.format == w.format and packed.shape == w.shape and packed.dtype == w.dtype
+    assert (
+        packed.prepacked
+        and packed.format == w.format
+        and packed.shape == w.shape
+        and packed.dtype == w.dtype
+    )
     assert not torch.equal(packed.rowwise.codes, w.rowwise.codes)
     assert packed.prepack() is packed and w.unpack() is w
     same_tensor(packed.unpack(), w)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import grouped
 from cute_kernels import UnsupportedError
-from grouped import GroupedTensor, handlers, tensor
+from grouped import GroupedTensor, handlers
 from tests.grouped.cases import FORMATS, OpCounter, bytes_of, parameter
 from tests.helpers import assert_same_bytes, sample
 

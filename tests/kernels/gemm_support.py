@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from torch import Tensor
 
 from cute_kernels import reference
@@ -24,7 +25,6 @@ from cute_kernels.layout.shapes import (
     uniform_tiles,
 )
 from cute_kernels.reference.groups import Groups
-from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.runtime import architecture, compile_kernel
 from tests.helpers import DTYPES, offsets
 

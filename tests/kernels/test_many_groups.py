@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-
-import cute_kernels
-from cute_kernels import emulator
 from cute_kernels.gemm.config import TileShape
 from cute_kernels.gemm.hopper.config import HopperTile
 from cute_kernels.ops.gemm_kernels import force_tile
+
+import cute_kernels
+from cute_kernels import emulator
 from tests.helpers import ops, sample
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 import torch
-
-import cute_kernels
 from cute_kernels.gemm.config import TILE_SHAPES, GemmConfig
 from cute_kernels.gemm.hopper.config import HOPPER_TILE_SHAPES, HopperGemmConfig
 from cute_kernels.ops.gemm_kernels import force_tile
+
+import cute_kernels
 from tests.helpers import assert_same_bytes, ops, sample
 
 pytest.importorskip("cutlass")

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
+from cute_kernels.ops.fused import MGroupedQuantizeGemmNVFP4
 
 import cute_kernels
 import grouped
 from cute_kernels.gemm.problem import GemmConfig
 from cute_kernels.ops import registry
-from cute_kernels.ops.fused import MGroupedQuantizeGemmNVFP4
 from cute_kernels.ops.quantize import (
     ComputeOffsets,
     GroupedAmax,

@@ -142,9 +142,7 @@ def _rows(op: GroupedQuantize, config: RowsConfig, launch: Launcher) -> Runner:
     return run
 
 
-def _tiles(
-    op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: Launcher
-) -> Runner:
+def _tiles(op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: Launcher) -> Runner:
     """Amaxes first where they are not given, then all copies from one read."""
     config = TileConfig.choose(
         fmt,
