@@ -142,8 +142,11 @@ def _rows_hold_nonfinite(x: Tensor, live: Tensor) -> Tensor:
 
 
 def _holds_nonfinite(weight: Tensor) -> Tensor:
-    plain = weight.amax if isinstance(weight, GroupedTensor) else weight
-    return ~plain.isfinite().all()
+    if isinstance(weight, GroupedTensor):
+        copy = weight.rowwise or weight.columnwise
+        # What decodes a quantized weight last is not finite if anything of it was not.
+        weight = weight if copy is None else copy.operand[1][-1]
+    return ~weight.isfinite().all()
 
 
 class _WatchGradient(torch.autograd.Function):

@@ -1,12 +1,12 @@
 """The passes of the grouped linear product on plain tensors: forward, and its gradients.
 
-``autograd`` tells PyTorch of them. A quantized operand is a list here, codes and what else a product
-reads, in one direction.
+``autograd`` tells PyTorch of them. A quantized operand is a list here, codes and what else a
+product reads, in one direction.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cute_kernels.formats import Format
+    from grouped.members import QuantizedCopy
     from grouped.recipes import Recipe
 
 __all__ = ["Copies", "Kept", "LinearCall", "backward", "forward", "quantize_weight"]
 
 
 class Copies(NamedTuple):
-    """A quantized operand: of each direction codes and what else a product reads, None if absent."""
+    """A quantized operand: codes and what else a product reads, of each direction that is there."""
 
     rowwise: list[Tensor] | None = None
     columnwise: list[Tensor] | None = None
 
 
-#: What the gradients read: of x and of the weight one tensor if plain, all of the columnwise copy if
-#: quantized; None where no gradient is wanted.
+#: What the gradients read: of x and of the weight one tensor if plain, all of the columnwise copy
+#: if quantized; None where no gradient is wanted.
 Kept: TypeAlias = "tuple[list[Tensor] | None, list[Tensor] | None]"
 
 
@@ -52,15 +53,12 @@ class LinearCall(NamedTuple):
         cls, x: Tensor, weight: Tensor | None, bias: Tensor | None, recipe: Recipe
     ) -> LinearCall:
         """Of the call with these operands."""
-        is_grouped = isinstance(weight, GroupedTensor)
-        return cls(
-            recipe,
-            is_grouped and weight.prepacked,
-            weight.format.text if is_grouped else recipe.texts[1],
-            x.dtype,
-            None if weight is None else weight.dtype,
-            None if bias is None else bias.dtype,
-        )
+        prepacked, weight_format = False, recipe.texts[1]
+        if isinstance(weight, GroupedTensor):
+            prepacked, weight_format = weight.prepacked, weight.format.text
+        weight_dtype = None if weight is None else weight.dtype
+        bias_dtype = None if bias is None else bias.dtype
+        return cls(recipe, prepacked, weight_format, x.dtype, weight_dtype, bias_dtype)
 
 
 def quantize_weight(weight: Tensor, recipe: Recipe, columnwise: bool) -> Copies:
@@ -149,7 +147,7 @@ def _quantize_and_multiply(
         y = ops.m_grouped_quantize_gemm(x, codes, offs, scales, *texts, *options, call.prepacked)
         return y, None
     copies = _quantize(x, offs, fmt, call.recipe, True, columnwise)
-    a_codes, *a_scales = copies.rowwise or ()
+    a_codes, *a_scales = cast("list[Tensor]", copies.rowwise)
     operands = (a_scales, scales, fmt.text, call.weight_format, call.prepacked)
     return ops.m_grouped_gemm(a_codes, codes, offs, *options, *operands), copies.columnwise
 
@@ -209,8 +207,10 @@ def forward(
 
 
 def _copies_of(weight: GroupedTensor) -> Copies:
-    held = (weight.rowwise, weight.columnwise)
-    return Copies(*(copy and [copy.operand[0], *copy.operand[1]] for copy in held))
+    def operand(copy: QuantizedCopy | None) -> list[Tensor] | None:
+        return None if copy is None else [copy.operand[0], *copy.operand[1]]
+
+    return Copies(operand(weight.rowwise), operand(weight.columnwise))
 
 
 def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:

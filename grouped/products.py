@@ -224,8 +224,8 @@ def _quantized_operands(
     _check_same_offs(a.offs, b.offs)
     first, first_scales = _operand(a, "a", "columnwise")
     second, second_scales = _operand(b, "b", "columnwise")
-    options = (alpha, dtype, first_scales, second_scales, *formats)
-    return "k_grouped_gemm", (first, second, a.offs, *options)
+    rest = (alpha, dtype, first_scales, second_scales, *formats)
+    return "k_grouped_gemm", (first, second, a.offs, *rest)
 
 
 def _check_same_offs(a: Tensor, b: Tensor) -> None:

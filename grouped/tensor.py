@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from cute_kernels import prepack, unpack
-from cute_kernels.formats import Format
 from grouped.members import GroupedMember, GroupSpan, QuantizedCopy, group_spans, member
 from grouped.validation import check_parts, saved_format, version
 
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch._ops import OpOverload
+
+    from cute_kernels.formats import Format
 
 __all__ = ["HANDLERS", "GroupedTensor", "assemble", "handler"]
 

@@ -89,10 +89,11 @@ def buffers(
         second level has one number a group or a row.
     """
     *rows, cols = shape
+    batch: tuple[int, ...] = ()
     if num_groups is None:
         batch, groups, tiles = (rows[0],), rows[0], uniform_tiles(rows[1])
     else:
-        batch, groups, tiles = (), num_groups, num_slot_tiles(rows[0], num_groups)
+        groups, tiles = num_groups, num_slot_tiles(rows[0], num_groups)
     found: dict[str, BufferSpec] = {}
     for is_asked, is_columnwise in ((rowwise, False), (columnwise, True)):
         if not is_asked:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from cute_kernels import reference
 from cute_kernels.formats import Format, parse
 from cute_kernels.layout.buffers import BufferSpec
@@ -26,6 +23,9 @@ from cute_kernels.reference.groups import Groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
 
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher

@@ -99,6 +99,8 @@ class GroupedGemm(Op):
 
     a: Tensor
     b: Tensor
+    offs: Tensor
+    alpha: Tensor | None
     a_scales: list[Tensor] | None
     b_scales: list[Tensor] | None
     a_format: str | None
@@ -171,11 +173,8 @@ class GroupedGemm(Op):
 class MGrouped(GroupedGemm):
     """What the GEMMs of ragged rows by one matrix a group share."""
 
-    offs: Tensor
     bias: Tensor | None
-    alpha: Tensor | None
     transpose_b: bool
-    prepacked: bool
 
     fills_fresh: ClassVar[bool] = True
 
@@ -215,8 +214,8 @@ class MGrouped(GroupedGemm):
             copy = (self.a, self.a_scales or [])
             check_copy("a", "a_scales", copy, a, (rows, depth), groups, columnwise=False)
         if b is None:
-            shape = (None, depth, None) if self.transpose_b else (None, None, depth)
-            check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=shape)
+            plain = (None, depth, None) if self.transpose_b else (None, None, depth)
+            check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=plain)
         else:
             check_multiple("K", depth, b.k_multiple, f"the columns of a, beside {b.text}")
             level = b.level(columnwise=self.transpose_b)
@@ -373,7 +372,7 @@ class MGroupedQuantizeGemm(MGrouped):
 
     name: ClassVar[str] = "m_grouped_quantize_gemm"
     quantized_sides: ClassVar[str] = "b"
-    a_scales: ClassVar[None] = None
+    a_scales: ClassVar[None] = None  # type: ignore[misc]
 
     def kernels(self, launch: Launcher) -> Runner:
         return launch_gemm.quantizing(self, launch) or _one_after_the_other(self, launch)

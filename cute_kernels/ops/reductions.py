@@ -132,8 +132,8 @@ class GroupedDbias(Op):
         offs: (G,) int32 end rows.
 
     Returns:
-        (G, N) fp32, in which they are summed, zeros for an empty group. Callers cast to the dtype of
-        a bias, once, after adding what else belongs to the gradient.
+        (G, N) fp32, in which they are summed, zeros for an empty group. Callers cast to the dtype
+        of a bias, once, after adding what else belongs to the gradient.
     """
 
     dy: Tensor

@@ -20,7 +20,6 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from cute_kernels.capability import require
-from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops.derivatives import not_differentiable, refuse_derivatives, register_autograd
 from cute_kernels.runtime.backend import chosen_backend, resolve_backend
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from cute_kernels.formats import Format
+    from cute_kernels.layout.buffers import BufferSpec
     from cute_kernels.runtime.backend import Backend
     from cute_kernels.runtime.launch import Launcher
 

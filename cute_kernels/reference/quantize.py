@@ -186,13 +186,15 @@ def _quantize_tiles(
 def _code_tiles(fmt: Format, codes_t: Tensor) -> Tensor:
     """Columnwise codes with the slot tile first: ([G,] tiles, K, codes of 128 rows)."""
     per_tile = TILE_ROWS * fmt.element.bits // (codes_t.element_size() * 8)
-    return codes_t.unflatten(-1, (-1, per_tile)).movedim(-2, -3)
+    tiles: Tensor = codes_t.unflatten(-1, (-1, per_tile))
+    return tiles.movedim(-2, -3)
 
 
 def _scale_tiles(scale: BlockScale, scales_t: Tensor) -> Tensor:
     """Columnwise scales with the slot tile first: ([G,] tiles, tiles of it, ceil(K / 128), 512)."""
     per_tile = scale_tiles(TILE_ROWS, scale.vec_size)
-    return scales_t.unflatten(-2, (-1, per_tile)).movedim(-4, -2)
+    tiles: Tensor = scales_t.unflatten(-2, (-1, per_tile))
+    return tiles.movedim(-4, -2)
 
 
 def _tile_index(groups: Groups, tile: Tensor) -> tuple[Tensor, ...]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cute_kernels.ops.quantize import GroupedQuantize
     from cute_kernels.ops.reductions import ComputeOffsets, GroupedAmax, GroupedDbias
     from cute_kernels.ops.registry import Runner
+    from cute_kernels.quantize.config import Grouping
     from cute_kernels.runtime.launch import Launcher
 
 __all__ = [
@@ -197,7 +198,8 @@ def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:
     """How ``grouped_dequantize`` runs."""
     if not op.rows:
         return lambda op, outputs, fresh=False: None
-    fmt, grouping = op.record, "uniform" if op.offs is None else "ragged"
+    fmt = op.record
+    grouping: Grouping = "uniform" if op.offs is None else "ragged"
     config = DequantizeConfig.choose(fmt, dtype_name(op.dtype), grouping, op.columnwise)
     kernel = launch.kernel(config)
     has_scales, has_level = fmt.scale is not None, fmt.second_level is not None

@@ -5,13 +5,12 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
-
-from cute_kernels.formats import Format
 from cute_kernels.reference.conversions import decode, encode, f32
 
 if TYPE_CHECKING:
-    from cute_kernels.formats import BlockScale
+    from torch import Tensor
+
+    from cute_kernels.formats import BlockScale, Format
 
 __all__ = ["Codec"]
 
