@@ -95,9 +95,7 @@ def quantize_nvfp4(op: GroupedQuantizeNVFP4, launch: Launcher) -> Runner:
     fmt, problem = _format(op), _problem(op.x, op.offs)
     if op.rowwise and not op.columnwise:
         rows = RowsConfig.choose(fmt, problem, launch.arch)
-        # Amaxes of groups that are given: sm_90a takes 299 us by rows, and 299 to 303 tile by tile
-        # (perf/results/quantize_h200.md); sm_100a has not been measured.
-        if rows.can_implement(problem) and (rows.computes_amax or launch.arch == "sm_90a"):
+        if rows.is_preferred and rows.can_implement(problem):
             return _rows(rows, launch, given=op.amax is not None)
     return _tiles(op, fmt, problem, launch)
 
