@@ -26,7 +26,6 @@ __all__ = [
     "most_rows",
     "num_slot_tiles",
     "round_up",
-    "scale_offset",
     "scale_tiles",
     "slot_tile",
     "uniform_tiles",
@@ -82,13 +81,3 @@ def uniform_tiles(rows: int) -> int:
 def scale_tiles(elements: int, sf_vec_size: int) -> int:
     """Scale tiles side by side along the blocked direction of ``elements`` elements."""
     return ceil_div(ceil_div(elements, sf_vec_size), SF_TILE_COLS)
-
-
-def scale_offset(row: int, block: int, tiles_along_k: int) -> int:
-    """Byte of the scale of ``(row, block)`` in a matrix of 128x4 tiles, ``tiles_along_k`` wide.
-
-    ``row`` counts from the first row of the matrix's first tile; ``block`` counts scales along K.
-    """
-    tile = (row // SF_TILE_ROWS) * tiles_along_k + block // SF_TILE_COLS
-    in_tile = (row % 32) * 16 + (row % SF_TILE_ROWS) // 32 * 4 + block % SF_TILE_COLS
-    return tile * SF_TILE_BYTES + in_tile
