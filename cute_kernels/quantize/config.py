@@ -104,11 +104,10 @@ class RowsConfig:
     rows_per_warp: int = 1
     arch: str = "sm_100a"
 
-    #: The compiled function takes (x, offs, amax, codes, scales, scale, scale_inv, num_sms): x
-    #: (T, K) or (G, N, K) contiguous; offs (G,) int32, None when uniform; amax (T,) fp32, or (G,);
-    #: codes (T, K') or (G, N, K') uint8 of padded pitch; scales 512-byte tiles, with the group
-    #: first when uniform, None where blocks have none; scale and scale_inv (G,) fp32 results where
-    #: the format keeps them, else None.
+    #: The compiled function takes (x, offs, amax, codes, scales, scale_inv, scale, num_sms): x
+    #: (T, K) or (G, N, K) contiguous; offs (G,) int32, None when uniform; amax (T,) fp32 where it
+    #: is computed, else (G,); codes and scales as ``layout.buffers`` says, scales None where blocks
+    #: have none; scale_inv and scale (G,) fp32 results where the format keeps them, else None.
     kernel: ClassVar[str] = "cute_kernels.quantize.rows:RowsQuantizer"
     #: Warps that convert; one more loads.
     num_compute_warps: ClassVar[int] = 16
@@ -124,6 +123,17 @@ class RowsConfig:
     def computes_amax(self) -> bool:
         """Whether the second level is per row, and a result."""
         return _is_per_row(self.format)
+
+    @property
+    def is_preferred(self) -> bool:
+        """Whether rowwise copies are made this way where tile by tile would do, too.
+
+        Rows with amaxes of their own take one read instead of two. With amaxes of groups an H200
+        takes 299 us by rows and 299 to 303 tile by tile (perf/results/quantize_h200.md); sm_100a
+        was not measured. Without block scales rows are stored in whole sectors either way, and
+        tile by tile only half of one at a time on sm_90a.
+        """
+        return self.computes_amax or self.arch == "sm_90a" or parse(self.format).scale is None
 
     @property
     def num_teams(self) -> int:
@@ -168,8 +178,8 @@ class ValuesConfig(RowsConfig):
     Code times block scale, as the GEMM of sm_90a takes it. For ragged operands on sm_90a.
     """
 
-    #: The compiled function takes what that of ``RowsConfig`` does, with None for the scales, and
-    #: for codes values (T, K up to a multiple of 128) fp16 in the order of the GEMM's expansion.
+    #: The compiled function takes what that of ``RowsConfig`` does, with None after the codes, and
+    #: for those values (T, K up to a multiple of 128) fp16 in the order of the GEMM's expansion.
     kernel: ClassVar[str] = "cute_kernels.quantize.values:RowValuesQuantizer"
     #: The values of eight neighbouring blocks are put in order by eight lanes.
     teams: ClassVar[tuple[tuple[int, int], ...]] = RowsConfig.teams[1:]
@@ -207,9 +217,9 @@ class TileConfig:
     arch: str = "sm_100a"
 
     #: The compiled function takes (x, offs, row_amax, group_amax, codes, scales, codes_t,
-    #: scales_t, num_sms), with None for what the configuration does not use: row_amax (T,) fp32 is
-    #: used when ``uses_row_amax``, group_amax (G,) fp32 when ``uses_group_amax``. x needs at least
-    #: one row.
+    #: scales_t, scale_inv, scale, num_sms), with None for what the configuration or the format does
+    #: not use: row_amax (T,) fp32 is used when ``uses_row_amax``, group_amax (G,) fp32 when
+    #: ``uses_group_amax``; scale_inv and scale (G,) fp32 are results. x needs at least one row.
     kernel: ClassVar[str] = "cute_kernels.quantize.tiles.kernel:TileQuantizer"
     #: Warps that convert one 128x128 tile together.
     warps_per_team: ClassVar[int] = 4

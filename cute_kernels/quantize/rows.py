@@ -37,7 +37,7 @@ from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits, select
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.quantize.config import DTYPE_BYTES, RowsConfig
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
-from cute_kernels.quantize.levels import write_levels
+from cute_kernels.quantize.levels import LevelWriter
 
 __all__ = ["Lane", "RowsQuantizer"]
 
@@ -124,6 +124,7 @@ class RowsQuantizer:
         self.dtype = config.dtype
         self.arch = config.arch
         self.codec = codec_of(config.format, config.dtype, config.arch)
+        self.levels = LevelWriter(self.codec)
         block = self.codec.block
         self.block_bytes = block * DTYPE_BYTES[config.dtype]
         self.team_threads = config.warps_per_row * WARP_SIZE
@@ -203,7 +204,7 @@ class RowsQuantizer:
             threads = config.num_compute_warps * WARP_SIZE
             thread = cute.arch.block_idx()[0] * threads + tid
             step = cute.arch.grid_dim()[0] * threads
-            write_levels(self.codec, amax, (scale_inv, scale), thread, step)
+            self.levels.write(amax, scale_inv, scale, thread, step)
             lane = self.lane_of(warp, x.shape[len(x.shape) - 1], shared)
             self.compute(Output(amax, codes, scales), lane, shared)
 

@@ -63,8 +63,7 @@ def _rows(fmt: Format, dtype: str, grouping: str, arch: str) -> Iterator[RowsCon
         return
     for warps, rows in RowsConfig.teams:
         config = RowsConfig(fmt.text, dtype, grouping, warps, rows_per_warp=rows, arch=arch)
-        # Amaxes of groups that are given: tile by tile on sm_100a.
-        if config.computes_amax or arch == "sm_90a":
+        if config.is_preferred:
             yield config
         if (arch, grouping) == ("sm_90a", "ragged") and (warps, rows) in ValuesConfig.teams:
             yield ValuesConfig(**vars(config))

@@ -43,11 +43,18 @@ def test_slot_buffer_is_no_larger_than_the_layout_needs(rows, num_groups):
     assert shapes.num_slot_tiles(rows, num_groups) == needed + (rows % shapes.TILE_ROWS == 0)
 
 
+def scale_offset(row, block, tiles_along_k):
+    """Byte of the scale of ``(row, block)`` in a matrix of 128x4 tiles, ``tiles_along_k`` wide."""
+    tile = (row // shapes.SF_TILE_ROWS) * tiles_along_k + block // shapes.SF_TILE_COLS
+    in_tile = (row % 32) * 16 + (row % shapes.SF_TILE_ROWS) // 32 * 4 + block % shapes.SF_TILE_COLS
+    return tile * shapes.SF_TILE_BYTES + in_tile
+
+
 @given(st.integers(1, 4), st.integers(1, 9))
 def test_each_scale_has_a_byte_of_its_own_and_they_fill_the_tiles(row_tiles, tiles_along_k):
     rows, blocks = row_tiles * shapes.SF_TILE_ROWS, tiles_along_k * shapes.SF_TILE_COLS
     seen = {
-        shapes.scale_offset(row, block, tiles_along_k)
+        scale_offset(row, block, tiles_along_k)
         for row in range(rows)
         for block in range(blocks)
     }
@@ -57,14 +64,14 @@ def test_each_scale_has_a_byte_of_its_own_and_they_fill_the_tiles(row_tiles, til
 
 def test_scale_offset_by_hand():
     # One tile is 32 lines of 16 bytes; a line holds rows i, i + 32, i + 64, i + 96, 4 scales each.
-    assert shapes.scale_offset(0, 0, 3) == 0
-    assert shapes.scale_offset(0, 3, 3) == 3
-    assert shapes.scale_offset(1, 0, 3) == 16
-    assert shapes.scale_offset(32, 0, 3) == 4
-    assert shapes.scale_offset(127, 3, 3) == 511
-    assert shapes.scale_offset(0, 4, 3) == 512  # the next tile along K is adjacent
-    assert shapes.scale_offset(128, 0, 3) == 3 * 512
-    assert shapes.scale_offset(133, 6, 3) == 4 * 512 + 5 * 16 + 2
+    assert scale_offset(0, 0, 3) == 0
+    assert scale_offset(0, 3, 3) == 3
+    assert scale_offset(1, 0, 3) == 16
+    assert scale_offset(32, 0, 3) == 4
+    assert scale_offset(127, 3, 3) == 511
+    assert scale_offset(0, 4, 3) == 512  # the next tile along K is adjacent
+    assert scale_offset(128, 0, 3) == 3 * 512
+    assert scale_offset(133, 6, 3) == 4 * 512 + 5 * 16 + 2
 
 
 @given(st.integers(1, 1 << 20), st.sampled_from([16, 32]))
@@ -86,7 +93,7 @@ def test_tiling_follows_scale_offset_and_inverts(row_tiles, cols, batched):
     assert tiles.shape == (row_tiles, width, shapes.SF_TILE_BYTES)
     flat = tiles.flatten()
     at = torch.tensor(
-        [[shapes.scale_offset(row, col, width) for col in range(cols)] for row in range(rows)]
+        [[scale_offset(row, col, width) for col in range(cols)] for row in range(rows)]
     )
     assert torch.equal(flat[at], linear)
     assert int((flat != 0).sum()) == rows * cols  # the rest is zero padding

@@ -119,9 +119,9 @@ class Codec(abc.ABC):
     def decode(self, words: Sequence[Uint32]) -> list[Float32]:
         """The numbers that the codes of ``words`` stand for, before any scale."""
 
-    @abc.abstractmethod
     def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:
         """The numbers that the two lowest bytes of ``pair``, scales of blocks, stand for."""
+        raise NotImplementedError(f"{type(self).__name__} has no block scales")
 
     @abc.abstractmethod
     def decode_factor(self, scale: Float32 | None, level: Float32) -> Float32:

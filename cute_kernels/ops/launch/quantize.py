@@ -115,10 +115,7 @@ def quantize(op: GroupedQuantize, launch: Launcher) -> Runner:
     fmt, problem = op.record, _problem(op.x, op.offs)
     if op.rowwise and not op.columnwise:
         rows = RowsConfig.choose(fmt, problem, launch.arch)
-        # Amaxes of groups that are given: sm_90a takes 299 us by rows, and 299 to 303 tile by tile
-        # (perf/results/quantize_h200.md); sm_100a has not been measured.
-        by_rows = rows.computes_amax or launch.arch == "sm_90a"
-        if rows.can_implement(problem) and by_rows:
+        if rows.is_preferred and rows.can_implement(problem):
             return _rows(op, rows, launch)
     return _tiles(op, fmt, problem, launch)
 

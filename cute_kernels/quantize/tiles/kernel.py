@@ -37,7 +37,7 @@ from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
 from cute_kernels.layout.shapes import TILE_ROWS
 from cute_kernels.quantize.amax import AmaxKernels
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
-from cute_kernels.quantize.levels import write_levels
+from cute_kernels.quantize.levels import LevelWriter
 from cute_kernels.quantize.tiles.columns import ColumnConverter
 from cute_kernels.quantize.tiles.geometry import (
     BOX_BYTES,
@@ -68,6 +68,7 @@ class TileQuantizer(AmaxKernels):
         self.dtype = config.dtype
         self.arch = config.arch
         self.codec = codec_of(config.format, config.dtype, config.arch)
+        self.levels = LevelWriter(self.codec)
         self.tile = TileGeometry(config.dtype, self.codec.block)
         self.loader = TileLoader(config, self.tile)
         self.columns = ColumnConverter(config, self.codec, self.tile)
@@ -210,7 +211,7 @@ class TileQuantizer(AmaxKernels):
                 threads = self.num_compute_warps * WARP_SIZE
                 thread = cute.arch.block_idx()[0] * threads + tid
                 step = cute.arch.grid_dim()[0] * threads
-                write_levels(self.codec, group_amax, (scale_inv, scale), thread, step)
+                self.levels.write(group_amax, scale_inv, scale, thread, step)
             self.compute(groups, cols, row_amax, codes, scales, codes_t, scales_t, warp, shared)
 
     @cute.jit
