@@ -286,3 +286,25 @@ def test_quantizing_twice_is_refused():
 def test_quantize_does_not_track_gradients():
     x = sample(40, 32).requires_grad_()
     assert not grouped.quantize(x, FORMATS["1x16"], offs=[40]).requires_grad
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_members_are_not_read_while_a_graph_is_captured(monkeypatch, capturing):
+    """Reading offs would synchronize; a uniform tensor has none."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    ragged = grouped.quantize(sample(40, 64), FORMATS["1x16"], offs=[13, 40])
+    uniform = grouped.quantize(sample(2, 16, 64), FORMATS["1x16"])
+    ragged._offs = ragged.offs.as_subclass(OnGpu)
+    if capturing:
+        for read in (lambda: ragged.member(0), lambda: ragged.member(-1), ragged.unbind):
+            with pytest.raises(RuntimeError, match="capturing"):
+                read()
+    else:
+        assert len(ragged.unbind()) == 2 and ragged.member(1).codes.shape == (27, 32)
+    assert len(uniform.unbind()) == 2 and uniform.member(0).codes.shape == (16, 32)
