@@ -134,7 +134,7 @@ def _rows(op: GroupedQuantize, config: RowsConfig, launch: Launcher) -> Runner:
             amax_kernel(x, offs, None, amax, launch.num_sms)
         elif not computes_amax and op.amax is not None:
             _give(op.amax, amax)
-        scales = (out.get("scales"), out.get("scale"), out.get("scale_inv"))
+        scales = map(out.get, ("scales", "scale_inv", "scale"))
         kernel(x, offs, _flat(amax), out["codes"], *scales, launch.num_sms)
 
     return run
@@ -166,7 +166,7 @@ def _tiles(op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: L
             _give(op.amax, group_amax)
         if row_kernel is not None:
             row_kernel(x, offs, row_amax, None, launch.num_sms)
-        buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale", "scale_inv"))
+        buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
         kernel(x, offs, row_amax, group_amax, *buffers, launch.num_sms)
         if amax_t is not None and group_amax is not None and amax_t is not group_amax:
             amax_t.copy_(group_amax)
