@@ -18,7 +18,6 @@ NO_ROWS = ends(0, 0, 0)
 every_text = pytest.mark.parametrize("text", NVFP4_TEXTS.values(), ids=NVFP4_TEXTS)
 
 
-
 @every_text
 @pytest.mark.parametrize("rows", [0, 200])
 def test_quantize_without_live_rows(rows, text):
