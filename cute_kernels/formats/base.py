@@ -233,8 +233,14 @@ def parse(text: str) -> Format:
             raise ValueError(
                 f"format {name} has the fields {', '.join(defaults)}, got {field!r} in {text!r}"
             )
-        values[field] = _field_value(defaults[field], value) if is_given else True
-    return cls(**values)
+        try:
+            values[field] = _field_value(defaults[field], value if is_given else "true")
+        except ValueError as error:
+            raise ValueError(f"format {text!r}: {field} {error}") from None
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"format {text!r}: {error}") from None
 
 
 def _field_text(name: str, value: object) -> str:
@@ -250,12 +256,20 @@ def _field_text(name: str, value: object) -> str:
 
 
 def _field_value(default: Any, text: str) -> Any:
+    """The value that ``text`` stands for; ValueError that says what it must be."""
+    choices: dict[str, Any] = {}
     if isinstance(default, bool):
-        check_choice("a flag", text, ("true", "false"))
-        return text == "true"
-    if isinstance(default, torch.dtype):
-        check_choice("dtype", text, tuple(_DTYPE_NAMES))
-        return _DTYPE_NAMES[text]
-    if isinstance(default, tuple):
-        return tuple(map(int, text.split("x")))
-    return type(default)(text)
+        choices = {"true": True, "false": False}
+    elif isinstance(default, torch.dtype):
+        choices = _DTYPE_NAMES
+    if choices:
+        if text not in choices:
+            raise ValueError(f"must be {' or '.join(choices)}, got {text!r}")
+        return choices[text]
+    try:
+        if isinstance(default, tuple):
+            return tuple(map(int, text.split("x")))
+        return type(default)(text)
+    except ValueError:
+        shown = _field_text("", default)[1:]
+        raise ValueError(f"must be a value such as {shown}, got {text!r}") from None

@@ -116,6 +116,10 @@ class GroupedDequantize(Op):
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_dequantize", self.record
 
+    @property
+    def uses_columnwise(self) -> bool:
+        return self.columnwise
+
     def kernels(self, launch: Launcher) -> Runner:
         return launch_quantize.dequantize(self, launch)
 

@@ -144,9 +144,10 @@ class GroupedGemm(Op):
         # What adds like a tensor core takes what the kernels do that it stands for.
         arch = backend.tensor_core or backend.arch
         dtype = None if fmt is not None and name == "grouped_gemm" else self.a.dtype
-        require(name, fmt, arch, dtype=dtype, prepacked=self.prepacked)
+        facts = {"columnwise": self.uses_columnwise, "prepacked": self.prepacked}
+        require(name, fmt, arch, dtype=dtype, **facts)
         if self.b_record not in (None, fmt):
-            require(name, self.b_record, arch, prepacked=self.prepacked)
+            require(name, self.b_record, arch, **facts)
 
     def operands(self) -> tuple[Parts, Parts]:
         """Codes, block scales and second level of A and of B, None where there are none."""
@@ -231,6 +232,10 @@ class MGrouped(GroupedGemm):
         check_vectors(groups, self.cols, self.bias, self.alpha)
         check_dtype("out_dtype", self.result_dtype, INPUT_DTYPES)
         same_device("a", self.device, **self.tensors())
+
+    @property
+    def uses_columnwise(self) -> bool:
+        return self.transpose_b and self.b_format is not None
 
     @property
     def plain_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -457,6 +462,10 @@ class KGroupedGemm(GroupedGemm):
     b_format: str | None = None
 
     name: ClassVar[str] = "k_grouped_gemm"
+
+    @property
+    def uses_columnwise(self) -> bool:
+        return self.a_format is not None
 
     def _slots(self) -> int:
         """Slot rows of a quantized A."""

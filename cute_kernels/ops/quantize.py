@@ -111,6 +111,10 @@ class GroupedQuantize(Op):
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_quantize", self.record
 
+    @property
+    def uses_columnwise(self) -> bool:
+        return self.columnwise
+
     def kernels(self, launch: Launcher) -> Runner:
         return launch_quantize.quantize(self, launch)
 

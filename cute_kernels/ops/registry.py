@@ -219,9 +219,14 @@ class Op(abc.ABC):
         """What runs calls with this metadata on kernels; for ops that the table lists with some."""
         raise AssertionError(f"the capability table lists kernels that {self.name} does not have")
 
+    @property
+    def uses_columnwise(self) -> bool:
+        """Whether a columnwise copy is written or read, which not every architecture can."""
+        return False
+
     def require(self, backend: Backend) -> None:
         """Raise UnsupportedError if the backend does not run this call."""
-        require(*self.capability(), backend.arch)
+        require(*self.capability(), backend.arch, columnwise=self.uses_columnwise)
 
     def plan(self, backend: Backend) -> _Plan:
         """Check the arguments and decide what runs; the same for every call with this metadata."""

@@ -7,10 +7,14 @@ import pytest
 import torch
 from cute_kernels.gemm.config import TILE_SHAPES, GemmConfig
 from cute_kernels.gemm.hopper.config import HOPPER_TILE_SHAPES, HopperGemmConfig
-from cute_kernels.ops.gemm_kernels import force_tile
-
-import cute_kernels
-from tests.helpers import assert_same_bytes, ops, sample
+from cute_kernels.ops.launch.gemm import force_tile
+from tests.helpers import (
+    assert_same_bytes,
+    k_grouped_arguments,
+    m_grouped_arguments,
+    ops,
+    sample,
+)
 
 pytest.importorskip("cutlass")
 
@@ -27,30 +31,32 @@ def many_ends():
     return sizes.cumsum(0).int()
 
 
-def quantized(x, offs=None):
+def quantized(x, offs=None, columnwise=False):
+    """The buffers of one direction."""
     with cute_kernels.backend("reference"):
-        return ops.grouped_quantize_nvfp4(x, offs, None, False, False, True, offs is not None)
+        return ops.grouped_quantize(x, "nvfp4", offs, None, not columnwise, columnwise)
 
 
 def fprop(offs):
-    x = quantized(sample(int(offs[-1]) + 5, K), offs)[:3]
-    shape = (len(x[0]), N)
-    return "m_grouped_gemm_nvfp4_out", (*x, *quantized(sample(GROUPS, N, K))[:3], offs), shape
+    x, w = quantized(sample(int(offs[-1]) + 5, K), offs), quantized(sample(GROUPS, N, K))
+    arguments = m_grouped_arguments(x, w, offs, out_dtype=torch.float32)
+    return ops.m_grouped_gemm_out, arguments, (len(x[0]), N)
 
 
 def wgrad(offs):
     rows = int(offs[-1]) + 5
-    dy, x = (quantized(sample(rows, cols), offs)[3:] for cols in (N, K))
-    return "k_grouped_gemm_nvfp4_out", (*dy, *x, offs), (GROUPS, N, K)
+    copies = [quantized(sample(rows, cols), offs, columnwise=True) for cols in (N, K)]
+    arguments = k_grouped_arguments(*copies, offs, out_dtype=torch.float32)
+    return ops.k_grouped_gemm_out, arguments, (GROUPS, N, K)
 
 
 PRODUCTS = {"m_grouped": fprop, "k_grouped": wgrad}
 
 
-def product(backend, name, arguments, shape):
+def product(backend, multiply, arguments, shape):
     out = torch.full(shape, 3.0)
     with cute_kernels.backend(backend):
-        getattr(ops, name)(*arguments, out_dtype=out.dtype, out=out)
+        multiply(*arguments, out=out)
     return out
 
 

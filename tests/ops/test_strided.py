@@ -7,7 +7,14 @@ import cute_kernels
 from cute_kernels import ops
 from cute_kernels.formats import parse
 from cute_kernels.layout.buffers import buffers
-from tests.helpers import assert_same_bytes, dequantize_arguments, ends
+from tests.helpers import (
+    DTYPES,
+    assert_same_bytes,
+    dequantize_arguments,
+    ends,
+    k_grouped_arguments,
+    m_grouped_arguments,
+)
 
 pytest.importorskip("cutlass")
 
@@ -93,31 +100,35 @@ def products(place, bias_dtype):
     torch.manual_seed(0)
     x, w, dy = (torch.randn(*shape).bfloat16() for shape in ((9, 32), (3, 16, 32), (9, 16)))
     bias, alpha = torch.randn(3, 16).to(bias_dtype), torch.rand(3) + 0.5
-    offs = place(torch.tensor([4, 4, 8], dtype=torch.int32))
+    offs = place(ends(4, 4, 8))
     amax = place(torch.tensor([3.0, 4.0, 5.0]))
     vectors = (offs, place(bias), place(alpha))
-    q = ops.grouped_quantize_nvfp4(x, offs, amax, False, False, True, True)
-    row_scaled = ops.grouped_quantize_nvfp4(x, offs, None, True, False, True, False)
-    grad = ops.grouped_quantize_nvfp4(dy, offs, None, False, False, False, True)
-    weight = ops.grouped_quantize_nvfp4(w, None, None, False, False, True, False)
-    held = (*weight[:2], place(weight[2]))
+    by_row = "nvfp4:row_scaled"
+    q = ops.grouped_quantize(x, "nvfp4", offs, amax, True, True)
+    row_scaled = ops.grouped_quantize(x, by_row, offs)
+    grad = ops.grouped_quantize(dy, "nvfp4", offs, None, False, True)
+    weight = ops.grouped_quantize(w, "nvfp4")
+
+    def placed(copy):
+        return [*copy[:2], place(copy[2])]
+
+    held = placed(weight)
     yield from q[:3]
     yield ops.m_grouped_gemm(x, w, *vectors)
     yield ops.k_grouped_gemm(dy, x, offs, vectors[2])
-    yield ops.m_grouped_gemm_nvfp4(*q[:2], place(q[2]), *held, *vectors)
-    options = (True, torch.float16)
-    yield ops.m_grouped_gemm_nvfp4(*row_scaled[:2], place(row_scaled[2]), *held, *vectors, *options)
-    yield ops.m_grouped_quantize_gemm_nvfp4(x, *held, *vectors, True)
+    yield ops.m_grouped_gemm(*m_grouped_arguments(placed(q[:3]), held, *vectors))
+    options = (False, torch.float16)
+    yield ops.m_grouped_gemm(
+        *m_grouped_arguments(placed(row_scaled), held, *vectors, *options, a_format=by_row)
+    )
+    texts = (by_row, "nvfp4")
+    yield ops.m_grouped_quantize_gemm(x, held[0], offs, held[1:], *texts, *vectors[1:])
     if cute_kernels.active_backend(x.device).name.endswith("sm_90a"):
-        yield ops.m_grouped_gemm_w4a16(x, *held, *vectors)
-    left, right = (*grad[3:5], place(grad[5])), (*q[3:5], place(q[5]))
-    yield ops.k_grouped_gemm_nvfp4(*left, *right, offs, vectors[2])
+        yield ops.m_grouped_gemm(*m_grouped_arguments(x, held, *vectors))
+    yield ops.k_grouped_gemm(*k_grouped_arguments(placed(grad), placed(q[3:]), offs, vectors[2]))
 
 
-BIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@pytest.mark.parametrize("bias_dtype", BIAS_DTYPES, ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("bias_dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_vectors_may_have_any_address(arch, bias_dtype):
     with cute_kernels.backend(f"reference:{arch}"):
@@ -129,14 +140,16 @@ def test_vectors_may_have_any_address(arch, bias_dtype):
 
 
 def small_vectors(place):
-    x, offs = torch.randn(9, 32).bfloat16(), place(torch.tensor([4, 4, 8], dtype=torch.int32))
-    q = ops.grouped_quantize_nvfp4(x, offs, None, True, False, True, False)
+    x, offs = torch.randn(9, 32).bfloat16(), place(ends(4, 4, 8))
+    q = ops.grouped_quantize(x, "nvfp4:row_scaled", offs)
     yield ops.grouped_amax(x, offs)
     yield ops.grouped_dbias(x, offs)
     yield ops.compute_offsets(place(torch.tensor([4, 0, 4], dtype=torch.int32)), 3, torch.int64)
     yield ops.compute_offsets(place(torch.tensor([4, 0, 4])), 3, torch.int32)
-    operands = (*q[:2], place(q[2]), offs, 9, torch.float32, True, False)
-    yield ops.grouped_dequantize_nvfp4(*operands)
+    copy = (*q[:2], place(q[2]))
+    yield ops.grouped_dequantize(
+        *dequantize_arguments(copy, "nvfp4:row_scaled", 9, torch.float32, offs)
+    )
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

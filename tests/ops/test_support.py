@@ -12,14 +12,22 @@ import grouped
 from cute_kernels import UnsupportedError, capability, support
 from cute_kernels.capability import ARCHITECTURES, OPS
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block
-from tests.helpers import offsets, ops, sample
+from cute_kernels.layout.buffers import buffers
+from tests.helpers import DTYPES as FLOATS
+from tests.helpers import (
+    dequantize_arguments,
+    k_grouped_arguments,
+    m_grouped_arguments,
+    offsets,
+    ops,
+    sample,
+)
 
 FORMATS = (
     None,
     NVFP4(),
     NVFP4(row_scaled=True),
     NVFP4(block=(16, 16)),
-    NVFP4(prepacked=True),
     NVFP4(hadamard=True),
     NVFP4(stochastic_rounding=True),
     NVFP4(four_over_six=True),
@@ -34,72 +42,88 @@ UNSAYABLE = {
 }
 OFFS = offsets((4, 0, 2))
 K, N = 32, 16
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
+DTYPES = (*FLOATS.values(), torch.float64, torch.int32, torch.int64)
+#: Formats whose codes are packed, so that their bits can be in another order.
+PACKED = (NVFP4(), NVFP4(block=(16, 16)))
 
 
 def combinations():
-    for op, fmt, arch in itertools.product(OPS, FORMATS, ARCHITECTURES):
-        if (op, fmt) in UNSAYABLE:
+    for op, fmt, arch, prepacked in itertools.product(OPS, FORMATS, ARCHITECTURES, (False, True)):
+        if (op, fmt) in UNSAYABLE or prepacked and not (fmt in PACKED and op == "grouped_gemm"):
             continue
         taken = [d for d in DTYPES if d in capability._DTYPES[op]]
-        allowed = [d for d in taken if support(op, fmt, arch, dtype=d)]
+        allowed = [d for d in taken if support(op, fmt, arch, dtype=d, prepacked=prepacked)]
         for dtype in DTYPES if allowed else taken[:1]:
             # On the emulator one dtype runs; tests of the kernels have the others.
             if dtype not in allowed or arch == "reference" or dtype == allowed[0]:
-                name = "-".join((op, fmt.text if fmt else "plain", arch, str(dtype)))
-                yield pytest.param(op, fmt, arch, dtype, id=name)
+                title = fmt.text if fmt else "plain"
+                name = "-".join((op, title + " prepacked" * prepacked, arch, str(dtype)))
+                yield pytest.param(op, fmt, arch, dtype, prepacked, id=name)
 
 
-def quantized(fmt, dtype=torch.bfloat16, uniform=False):
-    """A tensor of a format that the reference made; of one that nothing makes, the constructor."""
-    x = sample(len(OFFS), N, K, dtype=dtype) if uniform else sample(6, K, dtype=dtype)
-    offs = None if uniform else OFFS
+def held(fmt, uniform=False, columnwise=False):
+    """What a reader of one direction needs, as the reference made it; zeros if nothing makes it."""
+    shape, offs = ((len(OFFS), N, K), None) if uniform else ((6, K), OFFS)
+    directions = {"rowwise": not columnwise, "columnwise": columnwise}
     if support("grouped_quantize", fmt, "reference"):
         with cute_kernels.backend("reference"):
-            return grouped.quantize(x, fmt, offs=offs, columnwise=True)
-    parts = ops.grouped_quantize_nvfp4(x, offs)
-    held = grouped.QuantizedCopy(*parts[:3])
-    return grouped.GroupedTensor(x.shape, dtype, fmt, offs, held, None)
+            made = ops.grouped_quantize(sample(*shape), fmt.text, offs, **directions)
+    else:
+        specs = buffers(fmt, shape, None if uniform else len(OFFS), **directions)
+        made = [spec.allocate(OFFS.device, True) for spec in specs.values()]
+    named = dict(zip(fmt.buffer_names(columnwise), made, strict=True))
+    return [named[name] for name in fmt.operand_names(columnwise)]
 
 
-def is_weight(fmt):
-    return isinstance(fmt, NVFP4) and (fmt.is_2d or fmt.prepacked)
+def per_group(fmt):
+    """The format of weights that go with it: one that has no level per row."""
+    return NVFP4() if fmt == NVFP4(row_scaled=True) else fmt
 
 
 def grouped_quantize(fmt, dtype):
     x = sample(len(OFFS), N, K, dtype=torch.float32).to(dtype)
+    for columnwise in (False, True):
+        # Of no format there is no text.
+        ops.grouped_quantize(x, fmt.text, None, None, True, columnwise)
+        ops.grouped_quantize(x[0], fmt.text, OFFS, None, True, columnwise)
     grouped.quantize(x, fmt, columnwise=True)
-    if not is_weight(fmt):
-        grouped.quantize(x[0], fmt, offs=OFFS, columnwise=True)
 
 
 def grouped_dequantize(fmt, dtype):
-    for uniform in (True,) if is_weight(fmt) else (False, True):
-        for direction in ("rowwise", "columnwise"):
-            quantized(fmt, uniform=uniform).dequantize(dtype, direction)
+    for uniform, columnwise in itertools.product((False, True), (False, True)):
+        rows, offs = (N, None) if uniform else (6, OFFS)
+        copy = held(fmt, uniform, columnwise)
+        arguments = dequantize_arguments(copy, fmt.text, rows, dtype, offs, columnwise)
+        ops.grouped_dequantize(*arguments)
 
 
-def grouped_gemm(fmt, dtype):
-    if fmt is None:
-        a, b = (sample(*shape, dtype=torch.float32).to(dtype) for shape in ((6, K), (3, N, K)))
-        ops.m_grouped_gemm(a, b, OFFS)
-        ops.m_grouped_gemm(a, b.mT.contiguous(), OFFS, transpose_b=True)
-        ops.k_grouped_gemm(a, a, OFFS)
-        return
-    if is_weight(fmt):
-        a, b = quantized(NVFP4()), quantized(fmt, uniform=True)
-    else:
-        a, b = quantized(fmt), quantized(NVFP4(), uniform=True)
-        grouped.grouped_gemm(a, a)
+def grouped_gemm(fmt, dtype, prepacked=False):
     plain = sample(6, K, dtype=torch.float32).to(dtype)
-    options = (OFFS, None, None, a.format.row_scaled, None, b.format.prepacked)
-    ops.m_grouped_quantize_gemm_nvfp4(plain, *b.rowwise, *options)
-    grouped.grouped_gemm(a, b)
+    if fmt is None:
+        b = sample(3, N, K, dtype=torch.float32).to(dtype)
+        ops.m_grouped_gemm(plain, b, OFFS)
+        ops.m_grouped_gemm(plain, b.mT.contiguous(), OFFS, transpose_b=True)
+        ops.k_grouped_gemm(plain, plain, OFFS)
+        return
+    weight = per_group(fmt)
+    texts = {"a_format": fmt.text, "b_format": weight.text}
+    b = held(weight, uniform=True)
+    if prepacked:
+        b[0] = cute_kernels.prepack(b[0])
+    ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, prepacked=prepacked, **texts))
+    options = (None, None, False, None, prepacked)
+    ops.m_grouped_quantize_gemm(plain, b[0], OFFS, b[1:], *texts.values(), *options)
+    if not prepacked:
+        columns = held(fmt, columnwise=True)
+        texts["b_format"] = fmt.text
+        ops.k_grouped_gemm(*k_grouped_arguments(columns, columns, OFFS, **texts))
 
 
 def grouped_gemm_w4a16(fmt, dtype):
     x = sample(6, K, dtype=torch.float32).to(dtype)
-    grouped.grouped_gemm(x, quantized(fmt, uniform=True), offs=OFFS)
+    weights = grouped.quantize(sample(len(OFFS), N, K), fmt)
+    grouped.grouped_gemm(x, weights, offs=OFFS)
+    ops.m_grouped_gemm(*m_grouped_arguments(x, weights.rowwise, OFFS, b_format=fmt.text))
 
 
 CALLS = {
@@ -113,32 +137,35 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(("op", "fmt", "arch", "dtype"), list(combinations()))
-def test_ops_do_what_the_table_says(op, fmt, arch, dtype):
-    status = support(op, fmt, arch, dtype=dtype)
+@pytest.mark.parametrize(("op", "fmt", "arch", "dtype", "prepacked"), list(combinations()))
+def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
+    facts = {"prepacked": prepacked}
+    status = support(op, fmt, arch, dtype=dtype, **facts)
     name = arch if arch == "reference" else f"emulated:{arch}"
     if status and arch != "reference" and importlib.util.find_spec("cutlass") is None:
         pytest.skip("needs the CuTe DSL")
+    options = facts if prepacked else {}
     with cute_kernels.backend(name):
         if status:
-            CALLS[op](fmt, dtype)
-        elif support(op, fmt, arch):
+            CALLS[op](fmt, dtype, **options)
+        elif support(op, fmt, arch, **facts):
             # Nothing takes this dtype, or no tensor core does.
             error = UnsupportedError if support(op, fmt, "reference", dtype=dtype) else TypeError
             with pytest.raises(error, match=re.escape(str(dtype).removeprefix("torch."))):
-                CALLS[op](fmt, dtype)
+                CALLS[op](fmt, dtype, **options)
         else:
             with pytest.raises(UnsupportedError, match=re.escape(status.reason)):
-                CALLS[op](fmt, dtype)
+                CALLS[op](fmt, dtype, **options)
 
 
 @pytest.mark.parametrize("core", ["sm_90a", "sm_100a"])
 def test_a_reference_that_adds_like_a_tensor_core_takes_what_that_does(core):
     with cute_kernels.backend(f"reference:{core}"):
-        for fmt, dtype in ((NVFP4(prepacked=True), torch.bfloat16), (None, torch.float32)):
-            status = support("grouped_gemm", fmt, core, dtype=dtype)
+        for fmt, dtype in ((NVFP4(), torch.bfloat16), (None, torch.float32)):
+            facts = {} if fmt is None else {"prepacked": True}
+            status = support("grouped_gemm", fmt, core, dtype=dtype, **facts)
             if status:
-                grouped_gemm(fmt, dtype)
+                grouped_gemm(fmt, dtype, **facts)
             else:
                 with pytest.raises(UnsupportedError, match=re.escape(status.reason)):
-                    grouped_gemm(fmt, dtype)
+                    grouped_gemm(fmt, dtype, **facts)

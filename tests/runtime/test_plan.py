@@ -3,8 +3,9 @@ import torch
 
 import cute_kernels
 from cute_kernels.ops import registry
-from cute_kernels.ops.quantize import GroupedAmax
+from cute_kernels.ops.reductions import GroupedAmax
 from cute_kernels.runtime.plan import PlanCache, plan_key
+from tests.helpers import ends, m_grouped_arguments
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def checks(monkeypatch):
 
 
 def test_a_hit_runs_no_check_again(plans, checks):
-    offs = torch.tensor([2, 3], dtype=torch.int32)
+    offs = ends(2, 3)
     first = GroupedAmax.invoke(torch.ones(3, 8), offs)
     again = GroupedAmax.invoke(torch.full((3, 8), 2.0), offs - 1)
     assert len(checks) == len(plans) == 1
@@ -51,13 +52,63 @@ def test_what_a_plan_may_depend_on_is_in_the_key(other):
 
 
 def test_backends_and_flags_have_plans_of_their_own(plans):
-    x, offs = torch.ones(3, 16), torch.tensor([2, 3], dtype=torch.int32)
-    quantize = cute_kernels.ops.grouped_quantize_nvfp4
-    quantize(x, offs)
-    quantize(x, offs, None, True)
+    x, offs = torch.ones(3, 16), ends(2, 3)
+    quantize = cute_kernels.ops.grouped_quantize
+    quantize(x, "nvfp4", offs)
+    quantize(x, "nvfp4:row_scaled", offs)
+    quantize(x, "nvfp4", offs, None, True, True)
     with cute_kernels.backend("reference:sm_100a"):
-        quantize(x, offs)
-    assert len(plans) == 3
+        quantize(x, "nvfp4", offs)
+    assert len(plans) == 4
+
+
+def key_of(*arguments):
+    return plan_key(GroupedAmax, None, arguments)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [torch.zeros(4, 8), torch.zeros(3)],
+        [torch.zeros(8, 3).t(), torch.zeros(3)],
+        [torch.zeros(3, 8, dtype=torch.float16), torch.zeros(3)],
+        [torch.zeros(3, 8, device="meta"), torch.zeros(3)],
+        [torch.zeros(3), torch.zeros(3, 8)],
+        [torch.zeros(3, 8), torch.zeros(6)[::2]],
+        [torch.zeros(3, 8)],
+        [torch.zeros(3, 8), torch.zeros(3), torch.zeros(3)],
+        [],
+        None,
+    ],
+)
+def test_so_is_what_it_may_depend_on_of_a_list(other):
+    lists = [torch.zeros(3, 8), torch.zeros(3)]
+    assert key_of(other, True) != key_of(lists, True)
+    assert key_of([torch.ones(3, 8), torch.ones(3)], True) == key_of(tuple(lists), True)
+    hash(key_of(other, True))
+
+
+def test_lists_are_told_from_their_tensors():
+    a, b = torch.zeros(3, 8), torch.zeros(3)
+    keys = [key_of(*call) for call in ((a, b), ([a], b), (a, [b]), ([a, b],), ([a], [b]), ([], a))]
+    assert len(set(keys)) == len(keys)
+
+
+def test_scales_have_a_part_in_the_plan(plans):
+    """The same codes with block scales that are further apart: another plan, the same result."""
+    x, offs = torch.randn(40, 32), ends(10, 40)
+    a = cute_kernels.ops.grouped_quantize(x, "nvfp4", offs)
+    b = cute_kernels.ops.grouped_quantize(torch.randn(2, 16, 32), "nvfp4")
+    apart = a[1].repeat_interleave(2, dim=0)[::2]
+    assert apart.equal(a[1]) and apart.stride() != a[1].stride()
+    plans.clear()
+    multiply = cute_kernels.ops.m_grouped_gemm
+    first = multiply(*m_grouped_arguments(a, b, offs))
+    again = multiply(*m_grouped_arguments([t.clone() for t in a], b, offs))
+    assert len(plans) == 1
+    other = multiply(*m_grouped_arguments([a[0], apart, a[2]], b, offs))
+    assert len(plans) == 2
+    assert first.equal(again) and first.equal(other)
 
 
 def test_a_failed_check_is_not_remembered(plans, checks):

@@ -10,22 +10,20 @@ import cute_kernels
 import grouped
 from cute_kernels.gemm.problem import GemmConfig
 from cute_kernels.ops import registry
-from cute_kernels.ops.quantize import (
-    ComputeOffsets,
-    GroupedAmax,
-    GroupedDbias,
-    GroupedDequantizeNVFP4,
-    GroupedQuantizeNVFP4,
-)
+from cute_kernels.ops.dequantize import GroupedDequantize
+from cute_kernels.ops.gemm import MGroupedQuantizeGemm
+from cute_kernels.ops.quantize import GroupedQuantize
+from cute_kernels.ops.reductions import ComputeOffsets, GroupedAmax, GroupedDbias
 from cute_kernels.runtime import aot, architecture
 from cute_kernels.runtime.cache import CacheKey, cache_key
 from cute_kernels.runtime.plan import PlanCache
 from cute_kernels.runtime.spec import resolve
 from grouped.nn import GroupedLinear
 from grouped.recipes import NVFP4, NVFP4RowScaled
-from tests.helpers import DTYPES
+from tests.helpers import DTYPES, NVFP4_TEXTS, ends
 
 ARCHITECTURES = [architecture("sm_90a"), architecture("sm_100a")]
+TEXTS = NVFP4_TEXTS.values()
 
 
 class Recorder:
@@ -46,7 +44,7 @@ def inputs():
     """Ragged and uniform inputs of every dtype, with rows from short to very long."""
     lengths = [16, *(1 << i for i in range(8, 16)), 1 << 20]
     for dtype, cols in itertools.product(DTYPES.values(), lengths):
-        yield torch.empty(2, cols, dtype=dtype), torch.tensor([1, 2], dtype=torch.int32)
+        yield torch.empty(2, cols, dtype=dtype), ends(1, 2)
         yield torch.empty(1, 2, cols, dtype=dtype), None
 
 
@@ -55,26 +53,24 @@ def quantizations():
     for (x, offs), (rowwise, columnwise) in itertools.product(inputs(), directions):
         groups = x.shape[0] if offs is None else offs.shape[0]
         for amax in (None, torch.ones(groups)):
-            for row_scaled, block_2d in ((False, False), (True, False), (False, True)):
-                yield GroupedQuantizeNVFP4(x, offs, amax, row_scaled, block_2d, rowwise, columnwise)
+            for text in TEXTS:
+                yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
 
 
 def dequantizations():
-    codes, scales, amax = (torch.empty(2, 8, dtype=torch.uint8), torch.empty(0), torch.empty(0))
-    for offs, dtype in itertools.product(
-        (None, torch.tensor([1, 2], dtype=torch.int32)), DTYPES.values()
-    ):
-        rest = (codes if offs is not None else codes[None], scales, amax, offs, 2, dtype)
-        for row_scaled, columnwise in ((False, False), (True, False), (False, True)):
-            yield GroupedDequantizeNVFP4(*rest, row_scaled, columnwise)
+    codes, scales = torch.empty(2, 8, dtype=torch.uint8), [torch.empty(0), torch.empty(0)]
+    for offs, dtype, text in itertools.product((None, ends(1, 2)), DTYPES.values(), TEXTS):
+        given = codes if offs is not None else codes[None]
+        for columnwise in (False, True):
+            yield GroupedDequantize(given, scales, text, 2, dtype, offs, columnwise)
 
 
 def products():
-    for (x, offs), row_scaled in itertools.product(inputs(), (False, True)):
+    for (x, offs), text in itertools.product(inputs(), ("nvfp4", NVFP4_TEXTS["row-scaled"])):
         if offs is not None:
             codes = torch.empty(2, 16, x.shape[1] // 2, dtype=torch.uint8)
-            rest = (codes, torch.empty(0), torch.empty(2), offs, None, None, row_scaled)
-            yield MGroupedQuantizeGemmNVFP4(x, *rest)
+            scales = [torch.empty(0), torch.empty(2)]
+            yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4")
 
 
 def used(arch):
@@ -85,7 +81,7 @@ def used(arch):
     ops += dequantizations()
     ops += products()
     ops += [
-        GroupedDbias(torch.empty(2, cols, dtype=dtype), torch.tensor([1, 2], dtype=torch.int32))
+        GroupedDbias(torch.empty(2, cols, dtype=dtype), ends(1, 2))
         for dtype, cols in itertools.product(DTYPES.values(), (1, 8))
     ]
     ops += [
@@ -121,7 +117,7 @@ def test_training_and_inference_with_a_recipe_need_no_other_kernel(
     with cute_kernels.backend(f"emulated:{arch}"):
         for tokens in (3, 300, 4000):
             x = torch.randn(tokens, features, dtype=torch.bfloat16, requires_grad=True)
-            offs = torch.tensor([1, 2, tokens], dtype=torch.int32)
+            offs = ends(1, 2, tokens)
             layer(x, offs).sum().backward()
             with torch.no_grad():
                 layer(x, offs)

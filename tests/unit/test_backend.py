@@ -9,11 +9,12 @@ import torch
 import cute_kernels
 from cute_kernels import UnsupportedError, active_backend, backend, capability
 from cute_kernels.ops import registry
-from cute_kernels.ops.quantize import GroupedDbias
+from cute_kernels.ops.reductions import GroupedDbias
 from cute_kernels.runtime import architecture
 from cute_kernels.runtime import backend as backend_module
 from cute_kernels.runtime.backend import BACKENDS, Backend
 from cute_kernels.runtime.plan import PlanCache
+from tests.helpers import ends, ops
 
 CPU, CUDA, META = (torch.device(name) for name in ("cpu", "cuda", "meta"))
 VARIABLE = "CUTE_KERNELS_BACKEND"
@@ -27,8 +28,8 @@ def no_environment(monkeypatch):
     backend_module._resolve.cache_clear()
 
 
-def offsets():
-    return torch.ops.cute_kernels.compute_offsets(torch.tensor([1, 2, 3]))
+def some_call():
+    return ops.compute_offsets(torch.tensor([1, 2, 3]))
 
 
 def test_names():
@@ -112,7 +113,7 @@ def test_options_in_the_environment_are_checked(monkeypatch, text, error, words)
 def test_environment_is_checked(monkeypatch):
     monkeypatch.setenv(VARIABLE, "emulated:sm_80")
     with pytest.raises(ValueError) as caught:
-        offsets()
+        some_call()
     for word in (VARIABLE, "'emulated:sm_80'", *BACKENDS):
         assert word in str(caught.value)
 
@@ -165,7 +166,7 @@ def test_a_thread_that_leaves_its_block_takes_no_other_choice():
 
 def test_backend_and_device_must_fit():
     with backend("cuda"), pytest.raises(UnsupportedError, match=r"CUDA tensors.*cpu"):
-        offsets()
+        some_call()
     with backend("emulated:sm_90a"), pytest.raises(UnsupportedError, match=r"emulated.*cuda"):
         active_backend(CUDA)
 
@@ -181,13 +182,13 @@ def test_a_gpu_without_a_kernel_is_an_error(monkeypatch, no_dbias_kernel):
     monkeypatch.setattr(
         backend_module, "device_architecture", lambda device: architecture("sm_100a")
     )
-    op = GroupedDbias(torch.ones(4, 32), torch.tensor([4], dtype=torch.int32))
+    op = GroupedDbias(torch.ones(4, 32), ends(4))
     with pytest.raises(UnsupportedError, match="no sm_100a kernel of grouped_dbias"):
         op.plan(active_backend(CUDA))
 
 
 def test_an_emulated_backend_without_a_kernel_is_an_error(no_dbias_kernel):
-    x, offs = torch.ones(4, 32), torch.tensor([4], dtype=torch.int32)
+    x, offs = torch.ones(4, 32), ends(4)
     with (
         backend("emulated:sm_100a"),
         pytest.raises(UnsupportedError, match="no sm_100a kernel of grouped_dbias"),

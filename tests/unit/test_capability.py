@@ -7,14 +7,15 @@ import torch
 
 from cute_kernels import capability, support
 from cute_kernels.capability import ARCHITECTURES, OPS, UnsupportedError, markdown_table, require
-from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block
+from cute_kernels.formats import FP8, MXFP8, NVFP4, RECORDS, FP8Block
+from cute_kernels.ops import registry
+from tests.helpers import ends, k_grouped_arguments, m_grouped_arguments, ops
 
 FORMATS = (
     None,
     NVFP4(),
     NVFP4(row_scaled=True),
     NVFP4(block=(16, 16)),
-    NVFP4(prepacked=True),
     NVFP4(hadamard=True),
     NVFP4(stochastic_rounding=True),
     NVFP4(four_over_six=True),
@@ -24,25 +25,173 @@ FORMATS = (
 )
 
 
+OFFS, ONES = ends(3, 8), torch.ones(8, 32)
 COMBINATIONS = list(itertools.product(OPS, FORMATS, ARCHITECTURES))
+FACTS = [{}, {"columnwise": True}, {"prepacked": True}, {"columnwise": True, "prepacked": True}]
 
 
 @pytest.mark.parametrize(("op", "fmt", "arch"), COMBINATIONS)
 def test_every_no_has_a_reason_and_require_repeats_it(op, fmt, arch):
-    status = support(op, fmt, arch)
-    if status:
-        assert status.reason == ""
-        require(op, fmt, arch)
-        return
-    assert status.reason
-    with pytest.raises(UnsupportedError) as caught:
-        require(op, fmt, arch)
-    for word in (op, arch, status.reason):
-        assert word in str(caught.value)
+    for facts in FACTS:
+        status = support(op, fmt, arch, **facts)
+        if status:
+            assert status.reason == ""
+            require(op, fmt, arch, **facts)
+            continue
+        assert status.reason
+        with pytest.raises(UnsupportedError) as caught:
+            require(op, fmt, arch, **facts)
+        for word in (op, arch, status.reason):
+            assert word in str(caught.value)
 
 
 def test_unsupported_is_not_implemented():
     assert issubclass(UnsupportedError, NotImplementedError)
+
+
+def test_a_fact_never_makes_a_no_a_yes():
+    for combination, facts in itertools.product(COMBINATIONS, FACTS):
+        assert support(*combination) or not support(*combination, **facts)
+
+
+def test_the_table_names_ops_formats_and_architectures_that_there_are():
+    tables = (capability._RUNS, capability._COLUMNWISE_RUNS)
+    for (op, name), archs in itertools.chain.from_iterable(table.items() for table in tables):
+        assert op in OPS
+        assert name is None or name in RECORDS
+        assert set(archs) <= set(ARCHITECTURES)
+    assert capability._COLUMNWISE_RUNS.keys() <= capability._RUNS.keys()
+    for name, fields in capability._NOT_BUILT.items():
+        for field, value in fields.items():
+            assert getattr(RECORDS[name](**{field: value}), field) == value
+
+
+def test_what_runs_is_a_row_of_the_table():
+    for op, fmt, arch in COMBINATIONS:
+        runs = arch in capability._RUNS.get((op, None if fmt is None else fmt.name), ())
+        assert runs or not support(op, fmt, arch)
+
+
+def test_an_added_row_is_an_added_format(monkeypatch):
+    assert support("grouped_quantize", FP8(), "reference").reason == "FP8 is not built yet"
+    monkeypatch.setitem(capability._RUNS, ("grouped_quantize", "fp8"), ("reference", "sm_100a"))
+    assert support("grouped_quantize", FP8(), "reference")
+    assert support("grouped_quantize", FP8(), "sm_100a")
+    reason = support("grouped_quantize", FP8(), "sm_90a").reason
+    assert reason == "no sm_90a kernel of grouped_quantize yet"
+    assert support("grouped_gemm", FP8(), "reference").reason == "no grouped_gemm of FP8 yet"
+    reason = support("grouped_quantize", FP8(scaling="delayed"), "reference").reason
+    assert reason == "FP8(scaling='delayed') is not built yet"
+    assert "| `grouped_quantize` | FP8 | yes | - | yes |" in markdown_table()
+
+
+ROWWISE_ONLY = {("grouped_quantize", "nvfp4"), ("grouped_dequantize", "nvfp4")}
+ROWWISE_ONLY |= {("grouped_gemm", "nvfp4"), ("grouped_gemm_w4a16", "nvfp4")}
+
+
+@pytest.fixture
+def rowwise_only(monkeypatch):
+    """sm_90a and the reference run no columnwise copy."""
+    monkeypatch.setattr(capability, "_COLUMNWISE_RUNS", dict.fromkeys(ROWWISE_ONLY, ("sm_100a",)))
+    registry.forget_plans()
+    yield
+    registry.forget_plans()
+
+
+@pytest.mark.parametrize("op", [op for op, _ in sorted(ROWWISE_ONLY)])
+def test_columnwise_copies_may_run_on_fewer_architectures(op, rowwise_only):
+    for arch in ("reference", "sm_90a"):
+        assert support(op, NVFP4(), arch)
+        status = support(op, NVFP4(), arch, columnwise=True)
+        assert not status
+        assert status.reason == f"no {arch} kernel of {op} for the columnwise copy yet"
+    runs = op != "grouped_gemm_w4a16"
+    assert bool(support(op, NVFP4(), "sm_100a", columnwise=True)) == runs
+
+
+def test_the_printed_table_says_where_only_the_rowwise_copy_runs(rowwise_only):
+    row = next(line for line in markdown_table().splitlines() if "`grouped_dequantize`" in line)
+    assert row.endswith("| rowwise | rowwise | yes |")
+
+
+def copies():
+    """Rowwise and columnwise buffers of a ragged tensor, and of a weight."""
+    ragged = ops.grouped_quantize(torch.randn(8, 32), "nvfp4", OFFS, columnwise=True)
+    weight = ops.grouped_quantize(torch.randn(2, 32, 32), "nvfp4", columnwise=True)
+    return ragged[:3], ragged[3:], weight[:3], weight[3:]
+
+
+#: Whether a columnwise copy is written or read, and the call.
+CALLS = {
+    "quantize rows": (False, lambda *copies: quantize(True, False)),
+    "quantize columns": (True, lambda *copies: quantize(False, True)),
+    "quantize both": (True, lambda *copies: quantize(True, True)),
+    "dequantize rows": (False, lambda a, a_t, b, b_t: dequantize(a, False)),
+    "dequantize columns": (True, lambda a, a_t, b, b_t: dequantize(a_t, True)),
+    "fprop": (False, lambda a, a_t, b, b_t: multiply(a, b, False)),
+    "dgrad": (True, lambda a, a_t, b, b_t: multiply(a, b_t, True)),
+    "w4a16 fprop": (False, lambda a, a_t, b, b_t: multiply(torch.ones(8, 32).half(), b, False)),
+    "w4a16 dgrad": (True, lambda a, a_t, b, b_t: multiply(torch.ones(8, 32).half(), b_t, True)),
+    "quantizing fprop": (False, lambda a, a_t, b, b_t: quantizing(b, False)),
+    "quantizing dgrad": (True, lambda a, a_t, b, b_t: quantizing(b_t, True)),
+    "wgrad": (
+        True,
+        lambda a, a_t, b, b_t: ops.k_grouped_gemm(*k_grouped_arguments(a_t, a_t, OFFS)),
+    ),
+    "plain dgrad": (False, lambda *copies: plain_dgrad()),
+    "plain wgrad": (False, lambda *copies: ops.k_grouped_gemm(ONES, ONES, OFFS)),
+}
+
+
+def quantize(rowwise, columnwise):
+    return ops.grouped_quantize(ONES, "nvfp4", OFFS, None, rowwise, columnwise)
+
+
+def dequantize(copy, columnwise):
+    return ops.grouped_dequantize(copy[0], copy[1:], "nvfp4", 8, torch.float32, OFFS, columnwise)
+
+
+def multiply(a, b, transpose_b):
+    return ops.m_grouped_gemm(*m_grouped_arguments(a, b, OFFS, transpose_b=transpose_b))
+
+
+def quantizing(b, transpose_b):
+    return ops.m_grouped_quantize_gemm(
+        ONES, b[0], OFFS, b[1:], "nvfp4", "nvfp4", transpose_b=transpose_b
+    )
+
+
+def wgrad(copy):
+    return ops.k_grouped_gemm(*k_grouped_arguments(copy, copy, OFFS))
+
+
+def plain_dgrad():
+    return ops.m_grouped_gemm(ONES, torch.ones(2, 32, 32), OFFS, transpose_b=True)
+
+
+@pytest.mark.parametrize(("uses_columnwise", "call"), CALLS.values(), ids=CALLS)
+def test_ops_tell_the_table_of_columnwise_copies(uses_columnwise, call, request):
+    held = copies()
+    request.getfixturevalue("rowwise_only")
+    if uses_columnwise:
+        with pytest.raises(UnsupportedError, match="for the columnwise copy yet"):
+            call(*held)
+    else:
+        call(*held)
+
+
+def test_prepacked_weights():
+    for fmt in (NVFP4(), NVFP4(block=(16, 16))):
+        answers = [bool(support("grouped_gemm", fmt, a, prepacked=True)) for a in ARCHITECTURES]
+        assert answers == [True, True, False]
+    reason = support("grouped_gemm", NVFP4(), "sm_100a", prepacked=True).reason
+    assert reason == "prepacked weights are for sm_90a, not sm_100a: unpack() them"
+    for arch in ("reference", "sm_90a"):
+        status = support("grouped_gemm_w4a16", NVFP4(), arch, prepacked=True)
+        assert not status and "unpack() them" in status.reason
+    # A reason against the format comes first.
+    reason = support("grouped_gemm", MXFP8(), "sm_100a", prepacked=True).reason
+    assert reason == "MXFP8 is not built yet"
 
 
 def test_dtypes_that_an_op_does_not_take():
@@ -109,13 +258,15 @@ def test_the_printed_table_says_what_support_says():
         "bf16": (None, torch.bfloat16),
         "fp32": (None, torch.float32),
         "row-scaled NVFP4": (NVFP4(row_scaled=True), None),
-        "prepacked NVFP4": (NVFP4(prepacked=True), None),
+        "prepacked NVFP4": (NVFP4(), None),
         "FP8": (FP8(), None),
     }
     for op, (title, (fmt, dtype)) in itertools.product(OPS, rows.items()):
+        prepacked = title.startswith("prepacked")
         if op == "compute_offsets":
             dtype = dtype and torch.int32
-        answers = [bool(support(op, fmt, arch, dtype=dtype)) for arch in ARCHITECTURES]
+        facts = {"dtype": dtype, "prepacked": prepacked}
+        answers = [bool(support(op, fmt, arch, **facts)) for arch in ARCHITECTURES]
         if op == "compute_offsets" and fmt is None:
             title = "int32"
         assert cells.get((op, title), [False] * len(ARCHITECTURES)) == answers
@@ -124,12 +275,12 @@ def test_the_printed_table_says_what_support_says():
 def test_ops_ask_the_table(monkeypatch):
     asked = []
 
-    def no(op, fmt, arch, *, dtype=None):
-        asked.append((op, fmt, arch, dtype))
+    def no(op, fmt, arch, **facts):
+        asked.append((op, fmt, arch, facts))
         return capability.Support(False, "because of the test")
 
     monkeypatch.setattr(capability, "support", no)
-    offs = torch.tensor([4], dtype=torch.int32)
     with pytest.raises(UnsupportedError, match="because of the test"):
-        torch.ops.cute_kernels.grouped_quantize_nvfp4(torch.ones(4, 16), offs, row_scaled=True)
-    assert asked == [("grouped_quantize", NVFP4(row_scaled=True), "reference", None)]
+        ops.grouped_quantize(torch.ones(4, 16), "nvfp4:row_scaled", ends(4))
+    facts = {"columnwise": False}
+    assert asked == [("grouped_quantize", NVFP4(row_scaled=True), "reference", facts)]

@@ -129,9 +129,17 @@ def test_a_record_has_one_text(text, fmt):
     [
         ("fp6", ["mxfp8, nvfp4", "'fp6'"]),
         ("nvfp4:rows", ["row_scaled, block", "'rows'"]),
-        ("nvfp4:block=1x8", ["block", "(1, 8)"]),
-        ("mxfp8:dtype=e3m4", ["e4m3 or e5m2", "'e3m4'"]),
-        ("fp8_block:pow2_scales=no", ["true or false", "'no'"]),
+        ("nvfp4:block=1x8", ["'nvfp4:block=1x8'", "block", "(1, 8)"]),
+        ("nvfp4:block=16", ["'nvfp4:block=16'", "block", "(16,)"]),
+        ("nvfp4:block=axb", ["'nvfp4:block=axb'", "block", "1x16", "'axb'"]),
+        ("nvfp4:block", ["'nvfp4:block'", "block", "1x16", "'true'"]),
+        ("nvfp4:row_scaled,block=16x16", ["'nvfp4:row_scaled,block=16x16'", "row_scaled needs"]),
+        ("nvfp4:,", ["'nvfp4:,'", "''"]),
+        ("mxfp8:dtype=e3m4", ["'mxfp8:dtype=e3m4'", "dtype", "e4m3 or e5m2", "'e3m4'"]),
+        ("mxfp8:dtype", ["'mxfp8:dtype'", "e4m3 or e5m2"]),
+        ("fp8_block:pow2_scales=no", ["pow2_scales", "true or false", "'no'"]),
+        ("fp8_block:amax_epsilon=small", ["amax_epsilon", "0.0", "'small'"]),
+        ("fp8:scaling=later", ["'fp8:scaling=later'", "current or delayed", "'later'"]),
     ],
 )
 def test_texts_of_no_record_raise_and_say_why(text, words):

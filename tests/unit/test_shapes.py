@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cute_kernels.layout import shapes
+from cute_kernels.layout.buffers import code_pitch
 from cute_kernels.reference.groups import Groups, tile_scales, untile_scales
+from tests.reference.oracle import scale_byte
 
 sizes = st.integers(0, 1 << 40)
 splits_of_rows = st.lists(st.one_of(st.just(0), st.integers(0, 700)), min_size=1, max_size=20)
@@ -19,10 +21,11 @@ def test_round_up_is_the_smallest_multiple_that_is_not_less(a, b):
     assert shapes.ceil_div(a, b) * b == rounded
 
 
-@given(sizes)
-def test_code_pitch_is_the_next_size_that_tma_takes(row_bytes):
-    assert shapes.code_pitch(row_bytes) % 16 == 0
-    assert 0 <= shapes.code_pitch(row_bytes) - row_bytes < 16
+@given(sizes, st.sampled_from([1, 2, 4]))
+def test_code_pitch_is_the_next_size_that_tma_takes(width, itemsize):
+    pitch = code_pitch(width, itemsize)
+    assert pitch * itemsize % 16 == 0
+    assert 0 <= (pitch - width) * itemsize < 16
 
 
 @given(splits_of_rows, st.integers(0, 300))
@@ -62,7 +65,9 @@ def test_each_scale_has_a_byte_of_its_own_and_they_fill_the_tiles(row_tiles, til
     assert shapes.SF_TILE_BYTES * row_tiles * tiles_along_k == rows * blocks
 
 
-def test_scale_offset_by_hand():
+def test_places_of_scales_by_hand():
+    linear = torch.arange(256 * 12).view(256, 12)
+    flat = tile_scales(linear).flatten()
     # One tile is 32 lines of 16 bytes; a line holds rows i, i + 32, i + 64, i + 96, 4 scales each.
     assert scale_offset(0, 0, 3) == 0
     assert scale_offset(0, 3, 3) == 3
@@ -86,7 +91,7 @@ def test_uniform_tiles_hold_every_row(rows):
 
 
 @given(st.integers(1, 3), st.integers(1, 19), st.booleans())
-def test_tiling_follows_scale_offset_and_inverts(row_tiles, cols, batched):
+def test_tiling_follows_the_oracle_and_inverts(row_tiles, cols, batched):
     rows, width = row_tiles * 128, shapes.scale_tiles(cols, 1)
     linear = torch.randint(1, 256, (rows, cols), dtype=torch.uint8)
     tiles = tile_scales(linear[None])[0] if batched else tile_scales(linear)
