@@ -5,8 +5,11 @@ import itertools
 
 import pytest
 import torch
-from cute_kernels.gemm.config import TILE_SHAPES, GemmConfig
-from cute_kernels.gemm.hopper.config import HOPPER_TILE_SHAPES, HopperGemmConfig
+
+import cute_kernels
+from cute_kernels.gemm.sm90.config import SM90_TILES
+from cute_kernels.gemm.sm100.config import SM100_TILES
+from cute_kernels.gemm.variants import CONFIGS
 from cute_kernels.ops.launch.gemm import force_tile
 from tests.helpers import (
     assert_same_bytes,
@@ -18,8 +21,7 @@ from tests.helpers import (
 
 pytest.importorskip("cutlass")
 
-CONFIGS = {"sm_90a": HopperGemmConfig, "sm_100a": GemmConfig}
-TILES = {"sm_90a": HOPPER_TILE_SHAPES, "sm_100a": TILE_SHAPES}
+TILES = {"sm_90a": SM90_TILES, "sm_100a": SM100_TILES}
 K, N, GROUPS = 32, 48, 300
 
 

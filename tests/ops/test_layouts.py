@@ -2,16 +2,25 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import cute_kernels
 from cute_kernels.ops import registry
-from tests.helpers import assert_same_bytes, offsets, ops, sample
+from tests.helpers import (
+    assert_same_bytes,
+    k_grouped_arguments,
+    m_grouped_arguments,
+    offsets,
+    ops,
+    sample,
+)
 
 pytest.importorskip("cutlass")
 
 OFFS = offsets((5, 0, 28, 7))
 ROWS, K, N = 43, 64, 48  # three rows of tail
 GROUPS = len(OFFS)
+WEIGHTS = "nvfp4:block=16x16"
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -81,13 +90,17 @@ LAYOUTS = {
 # ------------------------------------------------------------------ calls
 
 
-def codes(x, offs=OFFS, row_scaled=False, columnwise=False):
-    """One direction of a quantized tensor."""
+def quantized(x, offs=OFFS, text="nvfp4", columnwise=False):
+    """The buffers of one direction."""
     with cute_kernels.backend("reference"):
-        parts = ops.grouped_quantize_nvfp4(
-            x, offs, None, row_scaled, False, not columnwise, columnwise
-        )
-    return parts[3:] if columnwise else parts[:3]
+        return ops.grouped_quantize(x, text, offs, None, not columnwise, columnwise)
+
+
+def decoding(x, rows, dtype, offs=OFFS, **options):
+    """Arguments of dequantize."""
+    codes, *scales = quantized(x, offs, **options)
+    options = {"text": "nvfp4", "columnwise": False} | options
+    return codes, scales, options["text"], rows, dtype, offs, options["columnwise"]
 
 
 def x(cols=K, dtype=BF16):
@@ -112,57 +125,63 @@ CALLS = {
     "uniform amax": ("grouped_amax", lambda: (w(),)),
     "dbias": ("grouped_dbias", lambda: (x(37), OFFS)),
     "fp32 dbias": ("grouped_dbias", lambda: (x(dtype=F32), OFFS)),
-    "quantize": ("grouped_quantize_nvfp4", lambda: (x(), OFFS, None, False, False, True, True)),
-    "quantize rows": ("grouped_quantize_nvfp4", lambda: (x(dtype=F16), OFFS, None, True)),
-    "quantize with amax": ("grouped_quantize_nvfp4", lambda: (x(), OFFS, alpha())),
-    "quantize weights": (
-        "grouped_quantize_nvfp4",
-        lambda: (w(), None, None, False, True, True, True),
-    ),
-    "dequantize": ("grouped_dequantize_nvfp4", lambda: (*codes(x()), OFFS, ROWS, BF16)),
+    "quantize": ("grouped_quantize", lambda: (x(), "nvfp4", OFFS, None, True, True)),
+    "quantize rows": ("grouped_quantize", lambda: (x(dtype=F16), "nvfp4:row_scaled", OFFS)),
+    "quantize with amax": ("grouped_quantize", lambda: (x(), "nvfp4", OFFS, alpha())),
+    "quantize weights": ("grouped_quantize", lambda: (w(), WEIGHTS, None, None, True, True)),
+    "dequantize": ("grouped_dequantize", lambda: decoding(x(), ROWS, BF16)),
     "dequantize rows": (
-        "grouped_dequantize_nvfp4",
-        lambda: (*codes(x(), OFFS, True), OFFS, ROWS, F32, True),
+        "grouped_dequantize",
+        lambda: decoding(x(), ROWS, F32, text="nvfp4:row_scaled"),
     ),
     "dequantize columns": (
-        "grouped_dequantize_nvfp4",
-        lambda: (*codes(x(), OFFS, False, True), OFFS, ROWS, BF16, False, True),
+        "grouped_dequantize",
+        lambda: decoding(x(), ROWS, BF16, columnwise=True),
     ),
-    "dequantize weights": ("grouped_dequantize_nvfp4", lambda: (*codes(w(), None), None, N, BF16)),
+    "dequantize weights": ("grouped_dequantize", lambda: decoding(w(), N, BF16, None)),
     "fprop": ("m_grouped_gemm", lambda: (x(), w(), OFFS, bias(), alpha())),
     "fprop, fp32 bias": ("m_grouped_gemm", lambda: (x(), w(), OFFS, bias(dtype=F32))),
     "dgrad": ("m_grouped_gemm", lambda: (x(N), w(), OFFS, None, None, True)),
     "wgrad": ("k_grouped_gemm", lambda: (x(N), x(), OFFS, alpha(), F32)),
     "nvfp4 fprop": (
-        "m_grouped_gemm_nvfp4",
-        lambda: (*codes(x()), *codes(w(), None), OFFS, bias(), alpha()),
+        "m_grouped_gemm",
+        lambda: m_grouped_arguments(
+            quantized(x()), quantized(w(), None), OFFS, bias=bias(), alpha=alpha()
+        ),
     ),
     "nvfp4 dgrad": (
-        "m_grouped_gemm_nvfp4",
-        lambda: (
-            *codes(x(N), OFFS, True),
-            *codes(w(), None, False, True),
-            *(OFFS, bias(K, F32), None, True, F32),
+        "m_grouped_gemm",
+        lambda: m_grouped_arguments(
+            quantized(x(N), text="nvfp4:row_scaled"),
+            quantized(w(), None, columnwise=True),
+            OFFS,
+            bias=bias(K, F32),
+            transpose_b=True,
+            out_dtype=F32,
+            a_format="nvfp4:row_scaled",
         ),
     ),
     "nvfp4 wgrad": (
-        "k_grouped_gemm_nvfp4",
-        lambda: (
-            *codes(x(N), OFFS, False, True),
-            *codes(x(), OFFS, False, True),
-            OFFS,
-            alpha(),
+        "k_grouped_gemm",
+        lambda: k_grouped_arguments(
+            quantized(x(N), columnwise=True), quantized(x(), columnwise=True), OFFS, alpha=alpha()
         ),
     ),
     "w4a16": (
-        "m_grouped_gemm_w4a16",
-        lambda: (x(), *codes(w(), None), OFFS, bias(), alpha()),
+        "m_grouped_gemm",
+        lambda: m_grouped_arguments(
+            x(), quantized(w(), None), OFFS, bias=bias(), alpha=alpha()
+        ),
     ),
-    "quantizing fprop": (
-        "m_grouped_quantize_gemm_nvfp4",
-        lambda: (x(), *codes(w(), None), OFFS, bias(), alpha(), True),
-    ),
+    "quantizing fprop": ("m_grouped_quantize_gemm", lambda: quantizing(bias(), alpha())),
 }
+
+
+def quantizing(bias, alpha):
+    codes, *scales = quantized(w(), None)
+    return x(), codes, OFFS, scales, "nvfp4:row_scaled", "nvfp4", bias, alpha
+
+
 BACKENDS = ("reference", "emulated:sm_90a", "emulated:sm_100a")
 
 
@@ -191,27 +210,27 @@ def storage_bytes(tensor):
 
 def call(op, arguments):
     results = getattr(ops, op)(*arguments)
-    return results if isinstance(results, tuple) else (results,)
+    return results if isinstance(results, list) else [results]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CALLS)
 def test_any_layout_gives_the_bits_of_a_dense_copy(name, layout, backend):
-    op, make = CALLS[name]
-    if (op, backend) == ("m_grouped_gemm_w4a16", "emulated:sm_100a"):
+    if (name, backend) == ("w4a16", "emulated:sm_100a"):
         pytest.skip("no such kernel")
-    arguments = list(make())
-    at = [i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)]
-    for i, tensor in zip(at, layout([arguments[i] for i in at]), strict=True):
-        arguments[i] = tensor
-    before = [storage_bytes(arguments[i]) for i in at]
-    copies = list(arguments)
+    op, make = CALLS[name]
+    leaves, structure = tree_flatten(list(make()))
+    at = [i for i, a in enumerate(leaves) if isinstance(a, torch.Tensor)]
+    for i, tensor in zip(at, layout([leaves[i] for i in at]), strict=True):
+        leaves[i] = tensor
+    before = [storage_bytes(leaves[i]) for i in at]
+    copies = list(leaves)
     for i in at:
-        copies[i] = arguments[i].clone(memory_format=torch.contiguous_format)
+        copies[i] = leaves[i].clone(memory_format=torch.contiguous_format)
     with cute_kernels.backend(backend):
-        want = call(op, copies)
-        got = call(op, arguments)
+        want = call(op, tree_unflatten(copies, structure))
+        got = call(op, tree_unflatten(leaves, structure))
     for a, b in zip(got, want, strict=True):
         assert_same_bytes(a, b)
     for i, old in zip(at, before, strict=True):
-        assert torch.equal(storage_bytes(arguments[i]), old), f"argument {i} was written"
+        assert torch.equal(storage_bytes(leaves[i]), old), f"argument {i} was written"
