@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from torch import Tensor
 
-from cute_kernels.formats import NVFP4, Format, parse
+from cute_kernels import reference
+from cute_kernels.formats import Format, parse
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime.arch import device_architecture
@@ -106,19 +106,12 @@ class Problem:
 
 
 def expected(
-    problem: Problem, fmt: NVFP4, rowwise: bool, columnwise: bool, given: Tensor | None = None
+    problem: Problem, fmt: Format, rowwise: bool, columnwise: bool, given: Tensor | None = None
 ) -> dict[str, Tensor | None]:
     """What the reference writes."""
     out = problem.buffers(fmt, rowwise, columnwise)
-    flat = {
-        name: value.flatten(0, 1) if problem.offs is None and name in ("codes", "scales") else value
-        for name, value in out.items()
-        if value is not None
-    }
-    everything = dict.fromkeys(out) | flat
-    quantize_nvfp4(problem.matrix, problem.groups, fmt, given_amax=given, **everything)
-    if problem.offs is None and rowwise:
-        out["codes"] = flat["codes"].view(problem.x.shape[:-1] + (-1,))
+    asked = {name: value for name, value in out.items() if value is not None}
+    reference.quantize(problem.x, problem.groups, fmt, asked, given)
     return out
 
 

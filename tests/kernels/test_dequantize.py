@@ -12,15 +12,20 @@ from torch import Tensor
 
 import cute_kernels
 from cute_kernels import emulator
-from cute_kernels.formats import NVFP4
+from cute_kernels.formats import parse
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.quantize import DequantizeConfig, QuantizeProblem
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
-from tests.helpers import DTYPES, assert_same_bytes, ends, many_groups
+from tests.helpers import DTYPES, assert_same_bytes, dequantize_arguments, ends, many_groups, ops
 from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, check
 
-KINDS = {"rowwise": (False, False), "row-scaled": (True, False), "columnwise": (False, True)}
+#: Text of the format, and whether it is the columnwise copy.
+KINDS = {
+    "rowwise": ("nvfp4", False),
+    "row-scaled": ("nvfp4:row_scaled", False),
+    "columnwise": ("nvfp4", True),
+}
 #: (rows of the buffer, K, end rows).
 RAGGED = {
     "one group": (256, 128, ends(256)),
@@ -37,10 +42,11 @@ UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two til
 def arguments(
     shape: tuple[int, ...], offs: Tensor | None, kind: str, dtype: str = "bfloat16"
 ) -> list[Any]:
-    """Arguments of the op for (T, K) with offs, or (G, N, K): random bytes, second levels of all
-    sizes. Half of the numbers are finite in any dtype.
+    """Codes, scales, amax, offs, rows, dtype, text and direction for (T, K) with offs, or (G, N, K).
+
+    Random bytes, second levels of all sizes. Half of the numbers are finite in any dtype.
     """
-    row_scaled, columnwise = KINDS[kind]
+    text, columnwise = KINDS[kind]
     *lead, cols = shape
     generator = torch.Generator().manual_seed(sum(shape))
 
@@ -48,8 +54,7 @@ def arguments(
         return torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
 
     groups = None if offs is None else len(offs)
-    fmt = NVFP4(row_scaled=row_scaled)
-    specs = buffers(fmt, shape, groups, rowwise=not columnwise, columnwise=columnwise)
+    specs = buffers(parse(text), shape, groups, rowwise=not columnwise, columnwise=columnwise)
     code_spec, scale_spec, amax_spec = specs.values()
     codes = random_bytes(*code_spec.shape[:-1], code_spec.pitch or code_spec.shape[-1])
     codes, scales = codes[..., : code_spec.shape[-1]], random_bytes(*scale_spec.shape)
@@ -58,14 +63,17 @@ def arguments(
     special = torch.tensor([0.0, 1e-45, 1e-38, 3e38, float("inf")])
     pick = torch.randint(0, 10, amax_shape, generator=generator)
     amax = torch.where(pick < 5, special[pick % 5], amax)
-    return [codes, scales, amax, offs, lead[-1], DTYPES[dtype], row_scaled, columnwise]
+    return [codes, scales, amax, offs, lead[-1], DTYPES[dtype], text, columnwise]
 
 
 def dequantize(args: list[Any], **out: Tensor) -> Tensor:
+    """What the op makes of ``arguments``."""
+    codes, scales, amax, offs, rows, dtype, text, columnwise = args
+    call = dequantize_arguments((codes, scales, amax), text, rows, dtype, offs, columnwise)
     if out:
-        torch.ops.cute_kernels.grouped_dequantize_nvfp4_out(*args, **out)
+        ops.grouped_dequantize_out(*call, **out)
         return out["out"]
-    return torch.ops.cute_kernels.grouped_dequantize_nvfp4(*args)
+    return ops.grouped_dequantize(*call)
 
 
 def check_all(arch: str, kind: str, dtype: str, cases: list[str], **options: Any) -> None:
@@ -227,9 +235,8 @@ def test_nothing_to_decode() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_code(kind: str) -> None:
-    row_scaled, columnwise = KINDS[kind]
-    fmt = NVFP4(row_scaled=row_scaled)
-    config = DequantizeConfig.choose(fmt, "bfloat16", "ragged", columnwise)
+    text, columnwise = KINDS[kind]
+    config = DequantizeConfig.choose(parse(text), "bfloat16", "ragged", columnwise)
     assert pickle.loads(pickle.dumps(config)) == config
     kernel = compile_for_emulator(config, "sm_90a")
     assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())

@@ -189,10 +189,15 @@ def test_dbias(vectorized: bool) -> None:
 
 
 def quantized(x: Tensor, row_scaled: bool, columnwise: bool) -> list[Tensor]:
-    parts = ops.grouped_quantize_nvfp4(
-        x, ends(ROWS), None, row_scaled, False, not columnwise, columnwise
+    text = NVFP4(row_scaled=row_scaled).text
+    return ops.grouped_quantize(x, text, ends(ROWS), None, not columnwise, columnwise)
+
+
+def dequantized(copy: list[Tensor], row_scaled: bool, columnwise: bool) -> Tensor:
+    text = NVFP4(row_scaled=row_scaled).text
+    return ops.grouped_dequantize(
+        *dequantize_arguments(copy, text, ROWS, torch.bfloat16, ends(ROWS), columnwise)
     )
-    return list(parts[3:] if columnwise else parts[:3])
 
 
 DIRECTIONS = {"rowwise": (False, False), "row-scaled": (True, False), "columnwise": (False, True)}
@@ -205,12 +210,9 @@ def test_dequantize(name: str, direction: str, uniform: bool) -> None:
     row_scaled, columnwise = DIRECTIONS[direction]
     before, cols = SHAPES[name]
     tile = last_tile(before)
-    codes, scales, amax = quantized(
-        random_input((ROWS, cols), torch.bfloat16), row_scaled, columnwise
-    )
-    want = ops.grouped_dequantize_nvfp4(
-        *(codes, scales, amax, ends(ROWS), ROWS, torch.bfloat16, row_scaled, columnwise)
-    )
+    copy = quantized(random_input((ROWS, cols), torch.bfloat16), row_scaled, columnwise)
+    want = dequantized(copy, row_scaled, columnwise)
+    codes, scales, amax = copy
     total, groups, lead, tiles = before + ROWS, 1, (), tile + 1
     if uniform:
         total, groups, lead, tiles = before + 128, tile + 1, (tile + 1,), 1
@@ -256,9 +258,9 @@ def test_dbias_of_very_long_rows() -> None:
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
 def test_dequantize_very_long_rows(columnwise: bool) -> None:
     x = random_input((ROWS, 256), torch.bfloat16)
-    codes, scales, amax = quantized(x, False, columnwise)
-    out, options = sparse(ROWS, VERY_LONG), (torch.bfloat16, False, columnwise)
-    want = ops.grouped_dequantize_nvfp4(codes, scales, amax, ends(ROWS), ROWS, *options)
+    copy = quantized(x, False, columnwise)
+    out, want = sparse(ROWS, VERY_LONG), dequantized(copy, False, columnwise)
+    codes, scales, amax = copy
     if columnwise:
         # A warp has 64 columns of all rows.
         big_codes = sparse(VERY_LONG, 64, dtype=torch.uint8)

@@ -14,11 +14,17 @@ import pytest
 import torch
 from cute_kernels.gemm.config import TileShape
 from cute_kernels.gemm.hopper.config import HopperTile
-from cute_kernels.ops.gemm_kernels import force_tile
+from cute_kernels.ops.launch.gemm import force_tile
 
 import cute_kernels
 from cute_kernels import emulator
-from tests.helpers import ops, sample
+from tests.helpers import (
+    dequantize_arguments,
+    k_grouped_arguments,
+    m_grouped_arguments,
+    ops,
+    sample,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,9 +50,10 @@ def among(groups: int) -> Tensor:
     return sizes.cumsum(0).int()
 
 
-def quantized(x: Tensor, offs: Tensor | None) -> tuple[Tensor, ...]:
+def quantized(x: Tensor, offs: Tensor | None, columnwise: bool = False) -> list[Tensor]:
+    """The buffers of one direction."""
     with cute_kernels.backend("reference"):
-        return ops.grouped_quantize_nvfp4(x, offs, None, False, False, True, True)
+        return ops.grouped_quantize(x, "nvfp4", offs, None, not columnwise, columnwise)
 
 
 def weights(groups: int) -> Tensor:
@@ -54,7 +61,7 @@ def weights(groups: int) -> Tensor:
 
 
 def quantized_weights(groups: int) -> list[Tensor]:
-    parts = quantized(sample(1, N, K), None)[:3]
+    parts = quantized(sample(1, N, K), None)
     return [t.repeat(groups, *[1] * (t.dim() - 1)) for t in parts]
 
 
@@ -62,31 +69,35 @@ def quantized_weights(groups: int) -> list[Tensor]:
 #: groups it may cost with 2048.
 READERS: dict[str, tuple[str, Callable[[Tensor, Tensor], tuple[Any, ...]], float]] = {
     "amax": ("grouped_amax", lambda x, offs: (x, offs), 1.4),
-    "rows": ("grouped_quantize_nvfp4", lambda x, offs: (x, offs, None, True), 1.05),
+    "rows": ("grouped_quantize", lambda x, offs: (x, "nvfp4:row_scaled", offs), 1.05),
     "tiles": (
-        "grouped_quantize_nvfp4",
-        lambda x, offs: (x, offs, torch.ones(len(offs)), False, False, True, True),
+        "grouped_quantize",
+        lambda x, offs: (x, "nvfp4", offs, torch.ones(len(offs)), True, True),
         1.5,
     ),
     "dequantize": (
-        "grouped_dequantize_nvfp4",
-        lambda x, offs: (*quantized(x, offs)[:3], offs, ROWS, BF16),
+        "grouped_dequantize",
+        lambda x, offs: dequantize_arguments(quantized(x, offs), "nvfp4", ROWS, BF16, offs),
         1.2,
     ),
     "dequantize columns": (
-        "grouped_dequantize_nvfp4",
-        lambda x, offs: (*quantized(x, offs)[3:], offs, ROWS, BF16, False, True),
+        "grouped_dequantize",
+        lambda x, offs: dequantize_arguments(
+            quantized(x, offs, True), "nvfp4", ROWS, BF16, offs, True
+        ),
         1.2,
     ),
     "nvfp4 gemm": (
-        "m_grouped_gemm_nvfp4",
-        lambda x, offs: (*quantized(x, offs)[:3], *quantized_weights(len(offs)), offs),
+        "m_grouped_gemm",
+        lambda x, offs: m_grouped_arguments(
+            quantized(x, offs), quantized_weights(len(offs)), offs
+        ),
         1.2,
     ),
     "bf16 gemm": ("m_grouped_gemm", lambda x, offs: (x, weights(len(offs)), offs), 1.15),
     "w4a16 gemm": (
-        "m_grouped_gemm_w4a16",
-        lambda x, offs: (x, *quantized_weights(len(offs)), offs),
+        "m_grouped_gemm",
+        lambda x, offs: m_grouped_arguments(x, quantized_weights(len(offs)), offs),
         1.05,
     ),
 }
@@ -94,8 +105,10 @@ READERS: dict[str, tuple[str, Callable[[Tensor, Tensor], tuple[Any, ...]], float
 WRITERS: dict[str, tuple[str, Callable[[Tensor, Tensor], tuple[Any, ...]]]] = {
     "dbias": ("grouped_dbias", lambda x, offs: (x, offs)),
     "nvfp4 wgrad": (
-        "k_grouped_gemm_nvfp4",
-        lambda x, offs: (*quantized(x[:, :16], offs)[3:], *quantized(x[:, :32], offs)[3:], offs),
+        "k_grouped_gemm",
+        lambda x, offs: k_grouped_arguments(
+            quantized(x[:, :16], offs, True), quantized(x[:, :32], offs, True), offs
+        ),
     ),
     "bf16 wgrad": (
         "k_grouped_gemm",

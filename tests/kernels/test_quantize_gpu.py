@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from cute_kernels import UnsupportedError, ops, support
+from cute_kernels.formats import parse
 from cute_kernels.runtime.arch import device_architecture
+from tests.helpers import NVFP4_TEXTS, assert_same_bytes
 
 
 def _reason() -> str:
@@ -27,16 +29,25 @@ def _reason() -> str:
 
 pytestmark = pytest.mark.skipif(bool(_reason()), reason=_reason())
 
-Variant = tuple[bool, ...]
-Results = Sequence[Tensor | None]
-#: row_scaled, block_2d, rowwise, columnwise.
+ROWS = 1200
+Variant = tuple[str, bool, bool]
+#: Text of the format, rowwise, columnwise.
 VARIANTS: list[Variant] = [
-    (row_scaled, block_2d, rowwise, columnwise)
-    for (row_scaled, block_2d), (rowwise, columnwise) in itertools.product(
-        ((False, False), (True, False), (False, True)), ((True, False), (False, True), (True, True))
+    (text, rowwise, columnwise)
+    for text, (rowwise, columnwise) in itertools.product(
+        NVFP4_TEXTS.values(), ((True, False), (False, True), (True, True))
     )
-    if rowwise or not row_scaled
+    if rowwise or text != NVFP4_TEXTS["row-scaled"]
 ]
+
+
+def quantize(x: Tensor, offs: Tensor | None, variant: Variant) -> dict[str, Tensor]:
+    """Buffers by name."""
+    text, rowwise, columnwise = variant
+    fmt = parse(text)
+    names = fmt.buffer_names(False) * rowwise + fmt.buffer_names(True) * columnwise
+    found = ops.grouped_quantize(x, text, offs, None, rowwise, columnwise)
+    return dict(zip(names, found, strict=True))
 
 
 @contextlib.contextmanager
@@ -54,30 +65,34 @@ def inputs(seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tens
     sizes = torch.randint(0, 90, (12,), generator=generator)
     sizes[::5] = 0
     offs = sizes.cumsum(0).int()
-    x = torch.randn(1200, 528, generator=generator)
-    x *= torch.exp2(torch.randint(-9, 9, (1200, 33), generator=generator)).repeat_interleave(16, 1)
+    x = torch.randn(ROWS, 528, generator=generator)
+    x *= torch.exp2(torch.randint(-9, 9, (ROWS, 33), generator=generator)).repeat_interleave(16, 1)
     x[int(offs[-1]) :] = float("nan")
     return x.to(dtype), offs
 
 
-def assert_same_bytes(got: Results, want: Results, offs: Tensor) -> None:
+def assert_same_buffers(
+    got: dict[str, Tensor], want: dict[str, Tensor], offs: Tensor | None = None
+) -> None:
     """Compare results; what no group owns may hold anything."""
-    live = int(offs[-1])
+    assert got.keys() == want.keys()
+    for name, b in want.items():
+        a = got[name].cpu()
+        if offs is not None:
+            a, b = (owned(name, t, offs) for t in (a, b))
+        assert_same_bytes(a, b, name)
+
+
+def owned(name: str, buffer: Tensor, offs: Tensor) -> Tensor:
+    """What groups own of a buffer of NVFP4."""
     tiles = live_tiles(offs)
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert (a is None) == (b is None)
-        if a is None or b is None:
-            continue
-        a = a.cpu()
-        if i in (0, 2) and len(b) == 1200:
-            a, b = a[:live], b[:live]
-        elif i == 1:
-            a, b = a[tiles], b[tiles]
-        elif i == 3:
-            a, b = (t.unflatten(1, (-1, 64))[:, tiles] for t in (a, b))
-        elif i == 4:
-            a, b = (t.unflatten(1, (-1, 2))[:, tiles] for t in (a, b))
-        assert torch.equal(a, b), ("codes", "scales", "amax", "codes_t", "scales_t", "amax_t")[i]
+    if name == "scales":
+        return buffer[tiles]
+    if name == "codes_t":
+        return buffer.unflatten(1, (-1, 64))[:, tiles]
+    if name == "scales_t":
+        return buffer.unflatten(1, (-1, 2))[:, tiles]
+    return buffer[: int(offs[-1])] if len(buffer) == ROWS else buffer
 
 
 def live_tiles(offs: Tensor) -> list[int]:
@@ -96,8 +111,8 @@ def test_bytes_of_the_reference(variant: Variant) -> None:
         x, offs = inputs(1, dtype)
         there = x.cuda(), offs.cuda()
         with no_synchronization():
-            got = ops.grouped_quantize_nvfp4(*there, None, *variant)
-        assert_same_bytes(got, ops.grouped_quantize_nvfp4(x, offs, None, *variant), offs)
+            got = quantize(*there, variant)
+        assert_same_buffers(got, quantize(x, offs, variant), offs)
 
 
 def test_uniform_groups() -> None:
@@ -105,10 +120,8 @@ def test_uniform_groups() -> None:
     there = x.cuda()
     for variant in VARIANTS:
         with no_synchronization():
-            got = ops.grouped_quantize_nvfp4(there, None, None, *variant)
-        want = ops.grouped_quantize_nvfp4(x, None, None, *variant)
-        for a, b in zip(got, want, strict=True):
-            assert a is b is None or torch.equal(a.cpu(), b)
+            got = quantize(there, None, variant)
+        assert_same_buffers(got, quantize(x, None, variant))
 
 
 def test_amax_and_offsets() -> None:
@@ -125,18 +138,17 @@ def test_amax_and_offsets() -> None:
 @pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[2], VARIANTS[4]], ids=str)
 def test_graph_replay_with_other_offsets(variant: Variant) -> None:
     x, offs = (t.cuda() for t in inputs(3))
-    ops.grouped_quantize_nvfp4(x, offs, None, *variant)
+    quantize(x, offs, variant)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = ops.grouped_quantize_nvfp4(x, offs, None, *variant)
+        got = quantize(x, offs, variant)
     for seed in (4, 5, 6):
         new_x, new_offs = inputs(seed)
         x.copy_(new_x)
         offs.copy_(new_offs)
         graph.replay()
-        want = ops.grouped_quantize_nvfp4(new_x, new_offs, None, *variant)
-        assert_same_bytes(got, want, new_offs)
+        assert_same_buffers(got, quantize(new_x, new_offs, variant), new_offs)
 
 
 def test_two_streams() -> None:
@@ -145,16 +157,13 @@ def test_two_streams() -> None:
     there = [(x.cuda(), offs.cuda()) for x, offs in problems]
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
-    got = []
+    got, both = [], ("nvfp4", True, True)
     with no_synchronization():
         for _ in range(20):
             got = []
             for stream, arguments in zip(streams, there, strict=True):
                 with torch.cuda.stream(stream):
-                    got.append(
-                        ops.grouped_quantize_nvfp4(*arguments, None, False, False, True, True)
-                    )
+                    got.append(quantize(*arguments, both))
     torch.cuda.synchronize()
     for result, (x, offs) in zip(got, problems, strict=True):
-        want = ops.grouped_quantize_nvfp4(x, offs, None, False, False, True, True)
-        assert_same_bytes(result, want, offs)
+        assert_same_buffers(result, quantize(x, offs, both), offs)

@@ -10,7 +10,7 @@ from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 from cute_kernels.quantize.config import QuantizeProblem, ValuesConfig
-from tests.helpers import DTYPES, ends, many_groups, ops, sample
+from tests.helpers import DTYPES, ends, m_grouped_arguments, many_groups, ops, sample
 from tests.kernels.gemm_support import compiled, on_device_of
 from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.test_gemm_sm90 import DEVICES
@@ -56,10 +56,10 @@ def expanded(parts: tuple[torch.Tensor, ...], offs: torch.Tensor, k: int) -> tor
 
 def check_values(x: torch.Tensor, offs: torch.Tensor, row_scaled: bool, device: str) -> None:
     with cute_kernels.backend("reference"):
-        parts = ops.grouped_quantize_nvfp4(x, offs, None, row_scaled)
+        parts = ops.grouped_quantize(x, NVFP4(row_scaled=row_scaled).text, offs)
     x, offs = x.to(device), offs.to(device)
     # With the pitch that codes have.
-    parts = [on_device_of(x, part) for part in parts[:3]]
+    parts = [on_device_of(x, part) for part in parts]
     amax = parts[2].clone()
     if row_scaled:
         amax.fill_(float("nan"))
@@ -112,16 +112,16 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
 @pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
 def test_the_op_has_the_bits_of_both_steps(arch: str, row_scaled: bool) -> None:
     x, offs = sample(45, 144), ends(7, 7, 40)
-    w = ops.grouped_quantize_nvfp4(sample(3, 40, 144))[:3]
-    bias, alpha = sample(3, 40), torch.rand(3)
+    w, text = ops.grouped_quantize(sample(3, 40, 144), "nvfp4"), NVFP4(row_scaled=row_scaled).text
+    options = (sample(3, 40), torch.rand(3), False, torch.float32)
+    arguments = (x, w[0], offs, w[1:], text, "nvfp4", *options)
 
     def fused() -> torch.Tensor:
-        arguments = (x, *w, offs, bias, alpha, row_scaled, torch.float32)
-        return ops.m_grouped_quantize_gemm_nvfp4(*arguments)
+        return ops.m_grouped_quantize_gemm(*arguments)
 
     def steps() -> torch.Tensor:
-        a = ops.grouped_quantize_nvfp4(x, offs, None, row_scaled)[:3]
-        return ops.m_grouped_gemm_nvfp4(*a, *w, offs, bias, alpha, row_scaled, torch.float32)
+        a = ops.grouped_quantize(x, text, offs)
+        return ops.m_grouped_gemm(*m_grouped_arguments(a, w, offs, *options, a_format=text))
 
     with cute_kernels.backend(f"reference:{arch}"):
         want = steps()
@@ -129,6 +129,5 @@ def test_the_op_has_the_bits_of_both_steps(arch: str, row_scaled: bool) -> None:
     with cute_kernels.backend(f"emulated:{arch}"):
         assert torch.equal(fused(), want)
         out = torch.full((45, 40), 2.0)
-        arguments = (x, *w, offs, bias, alpha, row_scaled, torch.float32)
-        ops.m_grouped_quantize_gemm_nvfp4_out(*arguments, out=out)
+        ops.m_grouped_quantize_gemm_out(*arguments, out=out)
         assert torch.equal(out[:40], want[:40]) and (out[40:] == 2).all()

@@ -173,8 +173,8 @@ def test_backend_and_device_must_fit():
 
 @pytest.fixture
 def no_dbias_kernel(monkeypatch):
-    without = capability._KERNELS - {("grouped_dbias", "sm_100a")}
-    monkeypatch.setattr(capability, "_KERNELS", without)
+    without = capability._RUNS | {("grouped_dbias", None): ("reference", "sm_90a")}
+    monkeypatch.setattr(capability, "_RUNS", without)
     monkeypatch.setattr(registry, "_plans", PlanCache())
 
 
