@@ -260,7 +260,18 @@ class Op(abc.ABC):
     def cached_plan(self) -> _Plan:
         """``plan``, from the cache if a call with the same metadata went before."""
         key = plan_key(type(self), chosen_backend(), vars(self).values())
-        return _plans.get(key) or _plans.add(key, self.plan(active_backend(self.device)))
+        return _plans.get(key) or _plans.add(key, self._new_plan())
+
+    def _new_plan(self) -> _Plan:
+        if self.device.type == "meta":
+            # There is nothing to compute, and no backend that would.
+            self.check()
+            return _Plan(self, self.outputs(), _run_nothing)
+        return self.plan(active_backend(self.device))
+
+
+def _run_nothing(op: Op, outputs: Sequence[Tensor | None], **options: bool) -> None:
+    """Leave outputs that have no data as they are."""
 
 
 def _run_reference(op: Op, outputs: Sequence[Tensor | None], **options: bool) -> None:
@@ -399,13 +410,8 @@ def _invoker(cls: type[Op]) -> Callable[..., Any]:
     def invoke(*args: Any) -> Any:
         if is_observed(args):
             return dispatched(*args)
-        key, op = plan_key(cls, chosen_backend(), args), cls(*args)
-        plan = _plans.get(key)
-        if plan is None:
-            if any(isinstance(a, Tensor) and a.is_meta for a in args):
-                return dispatched(*args)
-            plan = _plans.add(key, op.plan(active_backend(op.device)))
-        outputs = plan.compute(op)
+        op = cls(*args)
+        outputs = op.cached_plan().compute(op)
         return outputs[0] if len(outputs) == 1 else outputs
 
     invoke.__name__ = invoke.__qualname__ = cls.name

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.operands import OPERANDS, operand_of
-from cute_kernels.gemm.problem import GemmArguments, GemmConfig, GemmProblem
+from cute_kernels.gemm.problem import GemmConfig, GemmProblem
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.variants import CONFIGS
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT
@@ -191,10 +191,8 @@ def _runner(op: AnyGemm, config: GemmConfig, launch: Launcher) -> Runner:
             offs, bias, alpha = offs.contiguous(), dense(bias), dense(alpha)
         if prepare is not None:
             a, b = prepare(a, b, offs)
-        arguments = GemmArguments(
-            *a, *b, offs=offs, bias=bias, alpha=alpha, out=outputs[0], num_sms=launch.num_sms
-        )
-        kernel(accumulate, fresh)(*arguments)
+        # As GemmArguments names them; making one takes half a microsecond of every call.
+        kernel(accumulate, fresh)(*a, *b, offs, bias, alpha, outputs[0], launch.num_sms)
 
     return run
 
