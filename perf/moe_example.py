@@ -93,9 +93,7 @@ def count(cutlass: Path, operands: Operands, tile: str) -> Counts:
     )
     tensors = [_cute_tensor(x) for x in arguments]
     scales = (_cute_tensor(ones), _cute_tensor(ones))
-    from cuda.bindings.driver import CUstream
-
-    stream = CUstream(0)
+    stream = importlib.import_module("cuda.bindings.driver").CUstream(0)
     clusters = NUM_SMS // ctas
     compiled = cute.compile(kernel, *tensors, clusters, stream, *scales)
     emulator.reset_stats()
@@ -107,10 +105,9 @@ def count(cutlass: Path, operands: Operands, tile: str) -> Counts:
 
 def _cute_tensor(x: torch.Tensor) -> Any:
     """A tensor of dynamic layout."""
-    from cutlass import torch as cutlass_torch
+    from cutlass.cute.runtime import from_dlpack
 
-    tensor = cutlass_torch.from_dlpack(x)
-    return tensor.mark_layout_dynamic(leading_dim=cutlass_torch.get_leading_dim(x))
+    return from_dlpack(x).mark_layout_dynamic(leading_dim=x.stride().index(1))
 
 
 def recorded(case: str, n: int, k: int) -> dict[str, Counts]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import cute_kernels
 from cute_kernels import emulator
-from cute_kernels.quantize import DequantizeConfig, QuantizeProblem
 from cute_kernels.layout.shapes import (
     ceil_div,
     code_pitch,
@@ -20,6 +19,7 @@ from cute_kernels.layout.shapes import (
     scale_tiles,
     uniform_tiles,
 )
+from cute_kernels.quantize import DequantizeConfig, QuantizeProblem
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
 from tests.kernels.op_support import (

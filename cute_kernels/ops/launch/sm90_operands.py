@@ -13,7 +13,7 @@ import torch
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from cute_kernels.layout.shapes import PIECE_K, ceil_div
 from cute_kernels.ops.arguments import dtype_name, readable
-from cute_kernels.ops.registry import Allocator, OutputSpec
+from cute_kernels.ops.registry import Allocator, OutputSpec, sole
 from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, RowScaledConfig
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
     workspace = Allocator([_pieces(rows, width * 2, torch.float16)], op.device)
 
     def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        (values,) = workspace.make()
-        assert values is not None
+        values = sole(workspace.make())
         if side == "a":
             codes, scales, amax = a
             kernel(codes, scales, offs, values, launch.num_sms)
@@ -82,8 +81,8 @@ def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
 
 def _quantizer(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Prepare:
     """What quantizes A to fp16 values."""
-    config = values_config(op, launch)
-    assert config is not None
+    # There is one: ``quantizing`` has looked.
+    config = cast("RowScaledConfig", values_config(op, launch))
     kernel = launch.kernel(config)
     amax_kernel = None
     if config.group_amax:
@@ -95,8 +94,8 @@ def _quantizer(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Prepare:
 
     def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
         x = readable(a[0])
-        values, amax = workspace.make()
-        assert values is not None
+        buffers = workspace.make()
+        values, amax = sole(buffers), buffers[1]
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
         kernel(x, offs, amax, values, None, launch.num_sms)
@@ -113,8 +112,7 @@ def _arranger(op: GroupedGemm, dtype: str, launch: Launcher) -> Prepare:
     workspace = Allocator([_pieces(rows, depth, x.dtype)], op.device)
 
     def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        (values,) = workspace.make()
-        assert values is not None
+        values = sole(workspace.make())
         kernel(a[0], offs, values, launch.num_sms)
         return (values, None, None), b
 
