@@ -1,6 +1,6 @@
 """How kernels for sm_90a feed FP4 operands to fp16 or bf16 instructions; the bits of sums show it.
 
-- K is cut into pieces of ``PIECE_K``, filled up with zeros. Instruction ``4 p + 2 w + h`` of a piece
+- K is cut into pieces of ``PIECE_K``, filled up with zeros. Instruction ``4 p + 2 w + h`` of one
   contracts elements ``e = 8 w + 2 h + {0, 1, 4, 5}`` of the four blocks ``2 j + p``.
 - The side that is decoded in registers is ``DECODED_SCALE`` times its values, because of where the
   bits of a code are put.
