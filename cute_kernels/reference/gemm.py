@@ -45,10 +45,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Operand", "k_grouped_gemm", "m_grouped_gemm"]
 
-#: By the type that is multiplied, what kernels for sm_90a multiply the values of the side by that
-#: they decode.
-_HOPPER_DECODED = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-7}
-
 
 class Operand(NamedTuple):
     """One operand of a product: a plain tensor, or one direction of a quantized one.
@@ -141,8 +137,8 @@ def _dot_block_scaled(a: _Rows, b: _Rows, tensor_core: str) -> Tensor:
 
 def _dot_hopper(other: Tensor, decoded: Tensor, dtype: torch.dtype) -> Tensor:
     """``other`` (M, K) @ ``decoded`` (N, K)^T of fp32 values as kernels for sm_90a add them."""
-    scale = _HOPPER_DECODED[dtype]
-    left, right = _hopper_order(other), _hopper_order(decoded) * scale
+    scale = DECODED_SCALE[str(dtype).removeprefix("torch.")]
+    left, right = in_pieces(other), in_pieces(decoded) * scale
     return tensor_core_gemm("sm_90a", left.to(dtype), right.to(dtype)) / scale
 
 
