@@ -103,8 +103,8 @@ def quantize_nvfp4(op: GroupedQuantizeNVFP4, launch: Launcher) -> Runner:
 def _rows(config: RowsConfig, launch: Launcher, given: bool) -> Runner:
     """Rows to codes in one read; amaxes of rows too, those of groups before if not given."""
     kernel = launch.kernel(config)
-    computes_amax, amax_kernel = config.computes_amax, None
-    if not (computes_amax or given):
+    takes_amax, amax_kernel = config.takes_amax, None
+    if takes_amax and not given:
         amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch))
 
     def run(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
@@ -112,7 +112,7 @@ def _rows(config: RowsConfig, launch: Launcher, given: bool) -> Runner:
         x, offs = readable(op.x), dense(op.offs)
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
-        elif not computes_amax and op.amax is not None and amax is not None:
+        elif takes_amax and op.amax is not None and amax is not None:
             amax.copy_(op.amax)
         kernel(x, offs, _flat(amax), codes, scales, None, None, launch.num_sms)
 
