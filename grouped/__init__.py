@@ -5,7 +5,8 @@ gives the end row of each group) or the weights of each expert (uniform: (G, N, 
 """
 
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
-from grouped import nn, recipes
+from grouped import debug, nn, recipes
+from grouped.autograd import linear
 from grouped.functional import compute_offsets, grouped_gemm, quantize
 from grouped.members import GroupedMember, QuantizedCopy
 from grouped.tensor import GroupedTensor
@@ -20,7 +21,9 @@ __all__ = [
     "GroupedTensor",
     "QuantizedCopy",
     "compute_offsets",
+    "debug",
     "grouped_gemm",
+    "linear",
     "nn",
     "quantize",
     "recipes",

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from cute_kernels import ops
 from cute_kernels.capability import require
+from cute_kernels.formats import NVFP4
 from cute_kernels.ops.derivatives import refuse_derivatives, register_autograd
 from cute_kernels.ops.registry import is_observed
 from grouped.members import nvfp4
 from grouped.offsets import Offsets, as_offs
+from grouped.recipes import check_format
 from grouped.tensor import GroupedTensor, assemble, handler, not_differentiable
 
 if TYPE_CHECKING:
-    from cute_kernels.formats import NVFP4, Format
+    from cute_kernels.formats import Format
     from grouped.members import QuantizedCopy
 
 __all__ = ["compute_offsets", "grouped_gemm", "quantize"]
@@ -34,12 +36,21 @@ def compute_offsets(
 
     Args:
         splits: (G,) int32 or int64 sizes, on the device.
-        multiplier: elements counted for each unit of ``splits``.
+        multiplier: elements counted for each unit of ``splits``; an integer of at least 1 that
+            ``dtype`` holds.
         dtype: int32 or int64.
 
     Returns:
-        (G,) offsets on the device of ``splits``.
+        (G,) offsets on the device of ``splits``. Those that ``dtype`` cannot hold saturate: they
+        are its largest number, and never wrap around.
+
+    Raises:
+        TypeError: a dtype that is not taken, or a multiplier that is no integer.
+        ValueError: ``splits`` is not one-dimensional, or the multiplier is out of range.
     """
+    # Here, too: 2.0 equals 2, so an op that has checked the one takes the other.
+    if not isinstance(multiplier, (int, torch.SymInt)):
+        raise TypeError(f"multiplier must be an integer, got {multiplier!r}")
     out: Tensor = ops.compute_offsets(splits, multiplier, dtype)
     return out
 
@@ -85,6 +96,10 @@ def quantize(
 ) -> GroupedTensor | tuple[GroupedTensor, Tensor]:
     """Quantize the groups of ``x``.
 
+    Codes hold no NaN and an amax passes over it: a NaN in ``x`` decodes to a finite number. An
+    infinity makes its group's amax, or its row's, infinite, and what they decode to not finite.
+    ``Recipe(propagate_nonfinite=True)`` and ``grouped.debug.detect_nonfinite`` are for training.
+
     Args:
         x: (T, K) with ``offs``, or uniform (G, N, K) without; bf16, fp16 or fp32; K % 16 == 0.
         fmt: the format, such as ``grouped.NVFP4(row_scaled=True)``.
@@ -95,7 +110,8 @@ def quantize(
         columnwise: make the copy with blocks along the rows of each group, which wgrad (ragged) and
             dgrad (weights) read.
         dbias: also return the column sums of each group.
-        amax: (G,) fp32 second level of each group, instead of computing it.
+        amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so that
+            its sign is dropped.
         out: a tensor of the same shape, format, groups and directions to quantize into. One that
             requires a gradient only under ``torch.no_grad()``.
 
@@ -105,11 +121,12 @@ def quantize(
         them in the fp32 in which they are summed.
 
     Raises:
-        TypeError: a dtype that is not taken.
+        TypeError: ``fmt`` is no format record, or a dtype is not taken.
         ValueError: a shape, a device, offs or a combination of arguments that breaks a rule.
         RuntimeError: ``out`` requires a gradient and gradients are enabled.
         cute_kernels.UnsupportedError: a format that the backend does not run.
     """
+    check_format("fmt", fmt)
     x = x.detach()
     # Formats that no backend runs; what this backend runs is checked by the op.
     require("grouped_quantize", fmt, "reference")
@@ -127,7 +144,9 @@ def quantize(
     arguments = (x, ends, amax, fmt.row_scaled, fmt.is_2d, rowwise, columnwise)
     if out is None:
         parts = ops.grouped_quantize_nvfp4(*arguments)
-        canonical = dataclasses.replace(fmt, prepacked=False)
+        # The block is a constant again where Dynamo took the numbers of ``fmt`` for symbols.
+        block = NVFP4.blocks[1 if fmt.is_2d else 0]
+        canonical = dataclasses.replace(fmt, block=block, prepacked=False)
         out = assemble(x.shape, x.dtype, canonical, ends, parts, rowwise, columnwise)
         out = out.prepack() if fmt.prepacked else out
     else:
@@ -179,6 +198,9 @@ def grouped_gemm(
     | ragged (T, N) | uniform (G, N, K), ``transpose_b=True`` | (T, K) | dgrad |
     | ragged (T, N) | ragged (T, K) with the same offs | (G, N, K) | wgrad |
 
+    That the offs of the last have equal values is checked on the CPU. On a GPU nothing reads them,
+    and the product is that of the rows that ``a.offs`` gives.
+
     Args:
         a: a GroupedTensor, or a plain tensor with ``offs``.
         b: likewise, and of the dtype of ``a`` if both are plain. Quantized weights beside plain
@@ -206,6 +228,7 @@ def grouped_gemm(
         RuntimeError: an operand lacks the direction that this product reads; or ``out`` is given
             and it or an operand requires a gradient, which would be lost.
         NotImplementedError: an operand has a tangent of forward-mode AD.
+        cute_kernels.UnsupportedError: a product that this backend, or no backend, runs.
     """
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, which is missing")
@@ -362,12 +385,23 @@ def _quantized_operands(
             f"a and b must be cut alike: {a.num_groups} groups of {a.shape[0]} rows and "
             f"{b.num_groups} groups of {b.shape[0]} rows"
         )
+    _check_same_offs(a.offs, b.offs)
     if a_format.hadamard != b_format.hadamard:
         raise ValueError(
             "a and b must agree on hadamard: the transform only cancels if both have it"
         )
     first, second = _operand(a, "a", "columnwise"), _operand(b, "b", "columnwise")
     return "k_grouped_gemm_nvfp4", (*first, *second, a.offs, alpha, dtype)
+
+
+def _check_same_offs(a: Tensor, b: Tensor) -> None:
+    """Raise if two ragged operands are cut at other rows, where that is known without a sync."""
+    is_known = a.device.type == b.device.type == "cpu" and not is_observed((a, b))
+    if is_known and not torch.equal(a, b):
+        raise ValueError(
+            "a and b must be cut at the same rows, but their offs differ: "
+            f"{a.tolist()[:8]} and {b.tolist()[:8]}"
+        )
 
 
 def _w4a16_operands(
@@ -382,9 +416,10 @@ def _w4a16_operands(
     """The operands of the op that multiplies plain activations by quantized weights."""
     if b.offs is not None:
         raise ValueError(f"b must be uniform beside a plain a, got {b!r}")
+    b_format = nvfp4(b.format)
+    if b_format.prepacked or (b_format.row_scaled and not transpose_b):
+        require("grouped_gemm_w4a16", b_format, "reference")
     held = _weights(a, b, transpose_b)
-    if nvfp4(b.format).prepacked:
-        raise ValueError("prepacked weights multiply quantized activations: b.unpack() for W4A16")
     return a, *held, offs, bias, alpha, dtype
 
 

@@ -17,10 +17,11 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map, tree_map_only
 
 from cute_kernels import ops, prepack, unpack
-from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
+from cute_kernels.formats import Format
 from cute_kernels.ops.derivatives import register_autograd
 from grouped.members import GroupedMember, GroupSpan, QuantizedCopy, group_spans, member, nvfp4
 from grouped.updates import adds_update, snapshot, warn_if_lost
+from grouped.validation import check_parts, saved_format, version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +33,18 @@ __all__ = ["GroupedTensor"]
 aten = torch.ops.aten
 #: Attributes that hold the plain tensors, in the order of the quantize op's outputs.
 _INNER = ("_codes", "_scales", "_amax", "_codes_t", "_scales_t", "_amax_t", "_offs")
-_FORMATS: dict[str, type[Any]] = {f.name: f for f in (NVFP4, MXFP8, FP8Block, FP8)}
+#: What to do instead of an op that a GroupedTensor refuses.
+_ALTERNATIVES = {
+    "member(g) and unbind() take groups out": (
+        *("select", "slice", "index", "split", "split_with_sizes", "unbind", "narrow", "gather"),
+        *("index_select", "take", "masked_select", "chunk"),
+    ),
+    "grouped.grouped_gemm multiplies it, with transpose_b=True along its other dimension": (
+        *("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum", "_grouped_mm"),
+        *("t", "mT", "mH", "numpy_T", "transpose", "permute", "swapaxes", "movedim"),
+    ),
+}
+_INSTEAD = {op: text for text, ops_ in _ALTERNATIVES.items() for op in ops_}
 
 
 class GroupedTensor(Tensor):
@@ -82,12 +94,36 @@ class GroupedTensor(Tensor):
         columnwise: QuantizedCopy | None,
         requires_grad: bool = False,
     ) -> GroupedTensor:
-        """Wrap the plain tensors of one or both directions."""
+        """Wrap the plain tensors of one or both directions.
+
+        Raises:
+            TypeError: a dtype that is not what the format has.
+            ValueError: shapes or devices that do not fit each other, or there is no direction.
+            cute_kernels.UnsupportedError: a format that is not built yet.
+        """
+        if rowwise is None and columnwise is None:
+            raise ValueError("rowwise and columnwise are both None: a GroupedTensor holds data")
+        check_parts(shape, dtype, fmt, offs, rowwise, columnwise)
+        self = cls._of(shape, dtype, fmt, offs, rowwise, columnwise)
+        self.requires_grad_(requires_grad)
+        return self
+
+    @classmethod
+    def _of(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        fmt: Format,
+        offs: Tensor | None,
+        rowwise: QuantizedCopy | None,
+        columnwise: QuantizedCopy | None,
+    ) -> GroupedTensor:
+        """The same, unchecked: for parts that ops or PyTorch made from checked ones."""
         held = rowwise or columnwise
         if held is None:
             raise ValueError("rowwise and columnwise are both None: a GroupedTensor holds data")
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=held.codes.device, requires_grad=requires_grad
+        self: GroupedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=held.codes.device
         )
         self.format = fmt
         self._codes, self._scales, self._amax = rowwise or (None,) * 3
@@ -213,7 +249,7 @@ class GroupedTensor(Tensor):
             held and held._replace(codes=change(held.codes))
             for held in (self.rowwise, self.columnwise)
         )
-        return GroupedTensor(self.shape, self.dtype, fmt, self._offs, rowwise, columnwise)
+        return GroupedTensor._of(self.shape, self.dtype, fmt, self._offs, rowwise, columnwise)
 
     def member(self, group: int) -> GroupedMember:
         """Codes and linear scales of one group, for people and tests.
@@ -277,7 +313,7 @@ class GroupedTensor(Tensor):
     ) -> GroupedTensor:
         fmt, dtype = context
         parts = [inner.get(name) for name in _INNER]
-        return GroupedTensor(
+        return GroupedTensor._of(
             outer_size, dtype, fmt, parts[6], _copy_of(*parts[:3]), _copy_of(*parts[3:6])
         )
 
@@ -354,8 +390,11 @@ class GroupedTensor(Tensor):
             return known(func, *args, **kwargs)
         if _decodes(func):
             return _decode_compute_encode(func, args, kwargs)
+        instead = _INSTEAD.get(func._schema.name.split("::")[1])
         raise TypeError(
-            f"{func} does not work on a GroupedTensor; decode it first with .dequantize()"
+            f"{func} does not work on a GroupedTensor"
+            + (f": {instead}; or decode it" if instead else "; decode it")
+            + " first with .dequantize()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -370,6 +409,7 @@ class GroupedTensor(Tensor):
             inner,
             self.requires_grad,
             is_parameter,
+            version(),
         )
 
 
@@ -389,11 +429,20 @@ def _rebuild(
     inner: dict[str, Tensor],
     requires_grad: bool,
     is_parameter: bool,
+    written_by: str = "0.1.0 or older",
+    *more: object,
 ) -> GroupedTensor:
     """Make a tensor from what ``torch.save`` wrote."""
-    fmt = _FORMATS[format_name](**fields)
-    self = GroupedTensor.__tensor_unflatten__(inner, (fmt, dtype), shape, ())
-    self.requires_grad_(requires_grad)
+    fmt = saved_format(format_name, fields, written_by)
+    unknown = sorted(inner.keys() - set(_INNER)) + [f"{item!r}" for item in more]
+    if unknown:
+        raise ValueError(
+            f"a GroupedTensor has no field {', '.join(unknown)}: the file was written by "
+            f"grouped-kernels {written_by}, this is {version()}"
+        )
+    *parts, offs = (inner.get(name) for name in _INNER)
+    copies = _copy_of(*parts[:3]), _copy_of(*parts[3:])
+    self = GroupedTensor(shape, dtype, fmt, offs, *copies, requires_grad)
     if is_parameter:
         self._is_param = True  # type: ignore[attr-defined]
     return self
@@ -415,7 +464,12 @@ def assemble(
     """Make a tensor from the outputs of the quantize op; a compiled graph calls it as one node."""
     first = QuantizedCopy(*parts[:3]) if rowwise else None
     second = QuantizedCopy(*parts[3:]) if columnwise else None
-    return GroupedTensor(shape, dtype, fmt, offs, first, second)
+    if torch._C._functorch.is_batchedtensor(parts[0 if rowwise else 3]):
+        raise TypeError(
+            "vmap over grouped.quantize: a GroupedTensor has its groups as the batch; stack x to "
+            "(G, N, K), or call quantize on all rows with offs, outside of vmap"
+        )
+    return GroupedTensor._of(shape, dtype, fmt, offs, first, second)
 
 
 # ------------------------------------------------------------------------ ops on grouped tensors

@@ -406,8 +406,8 @@ class DequantizeConfig:
     #: The compiled function takes (codes, scales, level, offs, out, fresh, num_sms): codes and
     #: scales as the quantizers write them, rowwise or columnwise, no scales where blocks have none;
     #: level (T,) fp32, or (G,): the amax, or scale_inv where the format keeps one, None where there
-    #: is no second level; offs (G,) int32, None when uniform; out (T, K) or (G, N, K) contiguous; fresh, not 0 to write zeros to the
-    #: tail.
+    #: is no second level; offs (G,) int32, None when uniform; out (T, K) or (G, N, K) contiguous;
+    #: fresh, not 0 to write zeros to the tail.
     kernel: ClassVar[str] = "cute_kernels.quantize.dequantize:Dequantizer"
 
     @classmethod

@@ -314,7 +314,12 @@ class Dequantizer:
         return at + (column % 32 * 16 + column % SF_TILE_ROWS // 32 * 4 + quarter % 2 * 2)
 
     def column_factors(
-        self, levels: cute.Tensor | None, scales_at: Int64 | None, cols: Int32, column: Int32, group: Int32
+        self,
+        levels: cute.Tensor | None,
+        scales_at: Int64 | None,
+        cols: Int32,
+        column: Int32,
+        group: Int32,
     ) -> list[list[Float32]]:
         """What the codes of each of a lane's columns are multiplied by, block by block."""
         if scales_at is None:

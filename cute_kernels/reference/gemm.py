@@ -34,6 +34,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.formats import NVFP4
+from cute_kernels.layout.pieces import DECODED_SCALE, in_pieces
+from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, scale_tiles
 from cute_kernels.reference.nvfp4 import (
     RCP_TENSOR_MAX,
     block_values,
@@ -41,7 +43,6 @@ from cute_kernels.reference.nvfp4 import (
     linear_row_scales,
 )
 from cute_kernels.reference.tensor_core import tensor_core_gemm
-from cute_kernels.layout.shapes import PIECE_K, TILE_ROWS, ceil_div, scale_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,10 +61,6 @@ _BLOCK = NVFP4.sf_vec_size
 #: Scale tiles side by side in a columnwise copy for one slot tile.
 _SCALE_TILES = scale_tiles(TILE_ROWS, _BLOCK)
 
-#: By the type that is multiplied, what kernels for sm_90a multiply the values of the side by that
-#: they decode.
-_HOPPER_DECODED = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-7}
-
 
 class _Blocks(NamedTuple):
     """Rows of an NVFP4 operand: codes (R, K / 2) and scale bytes (R, K / 16)."""
@@ -78,14 +75,6 @@ def _dot_blocks(a: Tensor, b: Tensor) -> Tensor:
     for start in range(0, a.shape[1], _BLOCK):
         acc += a[:, start : start + _BLOCK] @ b[:, start : start + _BLOCK].T
     return acc
-
-
-def _hopper_order(values: Tensor) -> Tensor:
-    """Values (R, K) in the order in which kernels for sm_90a contract them, K padded."""
-    values = torch.nn.functional.pad(values, (0, -values.shape[1] % PIECE_K))
-    # The factors of K: pieces, blocks as j and p, elements as w, e // 4, h and e % 2.
-    split: Tensor = values.unflatten(1, (-1, 4, 2, 2, 2, 2, 2))
-    return split.permute(0, 1, 3, 4, 6, 2, 5, 7).flatten(1)
 
 
 def _dot_nvfp4(
@@ -108,8 +97,8 @@ def _dot_nvfp4(
 
 def _dot_hopper(other: Tensor, decoded: Tensor, dtype: torch.dtype) -> Tensor:
     """``other`` (M, K) @ ``decoded`` (N, K)^T of fp32 values as kernels for sm_90a add them."""
-    scale = _HOPPER_DECODED[dtype]
-    left, right = _hopper_order(other), _hopper_order(decoded) * scale
+    scale = DECODED_SCALE[str(dtype).removeprefix("torch.")]
+    left, right = in_pieces(other), in_pieces(decoded) * scale
     return tensor_core_gemm("sm_90a", left.to(dtype), right.to(dtype)) / scale
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.formats import NVFP4
-from grouped.autograd import Parts, grouped_linear, quantize_weight
-from grouped.functional import grouped_gemm
-from grouped.offsets import Offsets, as_offs
+from grouped import debug
+from grouped.autograd import Parts, multiply, quantize_weight, rows_and_ends
+from grouped.nn.kept import KeptWeight, can_keep, is_static
+from grouped.offsets import Offsets
 from grouped.recipes import BF16, Recipe
 from grouped.tensor import GroupedTensor
 
@@ -79,7 +81,11 @@ class GroupedLinear(nn.Module):
         self.out_features = out_features
         self.has_bias = bias
         self.single_parameter = single_parameter
-        self._cached_weight: Parts | None = None
+        self._kept: KeptWeight | None = None
+        #: The last DTensor of each parameter: what FSDP gathers the present one from.
+        self._shards: dict[str, Tensor] = {}
+        #: What ``grouped.debug.detect_nonfinite`` set up.
+        self._nonfinite: Tensor | None = None
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         shapes: dict[str, tuple[int, ...]] = {"weight": (out_features, in_features)}
         if bias:
@@ -97,26 +103,28 @@ class GroupedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize each group as ``nn.Linear`` does; both forms draw the same numbers."""
-        bound = 1 / math.sqrt(self.in_features)
-        for group in range(self.num_groups):
-            with torch.no_grad():
-                nn.init.kaiming_uniform_(self._member("weight", group), a=math.sqrt(5))
-                if self.has_bias:
-                    self._member("bias", group).uniform_(-bound, bound)
+        """Initialize each group as ``nn.Linear`` does; both forms draw the same numbers.
 
-    def _member(self, name: str, group: int) -> Tensor:
-        if self.single_parameter:
-            stacked: Tensor = getattr(self, name)
-            return stacked[group]
-        member: Tensor = getattr(self, f"{name}{group}")
-        return member
+        A stacked parameter that is sharded (DTensor) or quantized is drawn as a whole: the same
+        distribution in another order.
+        """
+        # Those of nn.Linear: kaiming_uniform_(a=sqrt(5)), which cannot see K of a stacked weight.
+        gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
+        bounds = {"weight": math.sqrt(3) * (gain / math.sqrt(self.in_features))}
+        if self.has_bias:
+            bounds["bias"] = 1 / math.sqrt(self.in_features)
+        with torch.no_grad():
+            for tensors in itertools.zip_longest(*map(self._drawn, bounds)):
+                for bound, tensor in zip(bounds.values(), tensors, strict=True):
+                    if tensor is not None:
+                        tensor.uniform_(-bound, bound)
 
-    def _stacked(self, name: str) -> Tensor:
-        if self.single_parameter:
-            parameter: Tensor = getattr(self, name)
-            return parameter
-        return torch.stack([getattr(self, f"{name}{g}") for g in range(self.num_groups)])
+    def _drawn(self, name: str) -> list[Tensor]:
+        """What random numbers are written to, in order: groups, or a parameter as a whole."""
+        sources = self._sources(name)
+        if not self.single_parameter or type(sources[0]) not in (Tensor, nn.Parameter):
+            return sources  # A part of a DTensor may be a copy.
+        return list(sources[0])
 
     def forward(
         self, x: Tensor, offs: Offsets, *, is_first_microbatch: bool | None = None
@@ -126,76 +134,92 @@ class GroupedLinear(nn.Module):
         Args:
             x: (..., K) rows sorted by group.
             offs: (G,) end rows: an integer tensor on the device of ``x``, or a host list.
-            is_first_microbatch: True quantizes the weight and keeps it, False uses what was kept,
-                None quantizes it for this call. For several microbatches a step, and for inference.
-        """
-        if x.dim() < 2 or x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"x must have shape (..., {self.in_features}) and at least 2 dimensions, got "
-                f"{tuple(x.shape)}"
-            )
-        rows = x.reshape(-1, self.in_features)
-        kind = x.device.type
-        # Not torch.amp.is_autocast_available: torch 2.11 does not trace it.
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            rows = rows.to(torch.get_autocast_dtype(kind))
-        ends = as_offs(offs, rows.shape[0], x.device)
-        if ends.shape[0] != self.num_groups:
-            raise ValueError(
-                f"offs must have one end row for each of the {self.num_groups} groups, got "
-                f"{ends.shape[0]} entries"
-            )
-        weight = self._stacked("weight")
-        bias = self._stacked("bias") if self.has_bias else None
-        needs_dx = rows.requires_grad and torch.is_grad_enabled()
-        if isinstance(weight, GroupedTensor) and not self.recipe.is_quantized:
-            self._check_grouped(weight, needs_dx)
-            y = grouped_gemm(rows, weight, offs=ends, bias=bias, out_dtype=rows.dtype)
-        else:
-            parts = self._weight_parts(weight, is_first_microbatch, needs_dx)
-            prepacked = getattr(getattr(weight, "format", None), "prepacked", False)
-            y = grouped_linear(rows, weight, bias, ends, self.recipe, parts, prepacked)
-        return y.reshape(*x.shape[:-1], self.out_features)
+            is_first_microbatch: for several microbatches a step: True quantizes the weight and keeps
+                it, False uses what was kept. None quantizes it for this call; in ``eval()`` mode
+                and without gradients it keeps it until it changes, is moved or loaded, or until the
+                next ``train()`` or ``eval()``.
 
-    def _weight_parts(
-        self, weight: Tensor, is_first_microbatch: bool | None, needs_dx: bool
+        A weight that was kept is used only if it is the same parameter with the same storage and
+        version, and the recipe did not change. PyTorch counts no version for writes through
+        ``weight.data``: call ``eval()`` again after those. Compiled, exported and transformed calls
+        keep nothing, nor do weights made under ``inference_mode``: each quantizes its own.
+
+        Raises:
+            TypeError: a dtype that is not taken.
+            ValueError: a shape, a device or offs that break a rule.
+            RuntimeError: ``is_first_microbatch=False``, and no weight was kept, or it changed since.
+        """
+        rows, ends = rows_and_ends(x, offs, self.num_groups, self.in_features)
+        sources = self._sources("weight")
+        parts = self._kept_parts(sources, is_first_microbatch, rows)
+        weight = self._weight(sources, parts)
+        bias = self._stacked("bias") if self.has_bias else None
+        y = multiply(rows, weight, bias, ends, self.recipe, parts)
+        flags = debug.flags_of(self, rows.device)
+        if flags is not None:
+            y = debug.watch(flags, rows, sources, y, ends)
+        # Not a view of itself: FSDP warns of those.
+        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
+
+    def _sources(self, name: str) -> list[Tensor]:
+        """The parameters that ``name`` consists of."""
+        if self.single_parameter:
+            return [getattr(self, name)]
+        return [getattr(self, f"{name}{group}") for group in range(self.num_groups)]
+
+    def _stacked(self, name: str) -> Tensor:
+        sources = self._sources(name)
+        return sources[0] if self.single_parameter else torch.stack(sources)
+
+    def _weight(self, sources: list[Tensor], parts: Parts | None) -> Tensor | None:
+        """The weight (G, N, K), unless its quantized ``parts`` are all that this call reads."""
+        if not self.single_parameter:
+            return None if parts and not torch.is_grad_enabled() else torch.stack(sources)
+        weight = sources[0]
+        shape = (self.num_groups, self.out_features, self.in_features)
+        if isinstance(weight, GroupedTensor) and tuple(weight.shape) != shape:
+            raise ValueError(f"weight must be uniform of shape {shape}, got {weight!r}")
+        return weight
+
+    def _kept_parts(
+        self, sources: list[Tensor], is_first_microbatch: bool | None, rows: Tensor
     ) -> Parts | None:
-        if not self.recipe.is_quantized:
+        """The quantized weight of an earlier call or for later ones; None if this is for itself."""
+        if not self.recipe.is_quantized or not can_keep(sources):
             return None
-        assert self.recipe.weight is not None
-        if isinstance(weight, GroupedTensor):
-            self._check_grouped(weight, needs_dx)
-            assert weight.rowwise is not None
-            return (*weight.rowwise, *(weight.columnwise or (None,) * 3))
+        made_from = [*sources, *self._shards.values()]
+        if is_first_microbatch is False:
+            return self._parts_of_first_microbatch(made_from, rows)
+        wants_gradients = torch.is_grad_enabled()
         if is_first_microbatch is None:
-            return None
-        if is_first_microbatch:
-            # Not needs_dx: a later microbatch may need the input's gradient where this does not.
-            columnwise = torch.is_grad_enabled()
-            self._cached_weight = quantize_weight(weight, self.recipe.weight, columnwise)
-        if self._cached_weight is None:
+            if self.training or wants_gradients or not is_static(sources):
+                return None
+            if self._kept is not None and self._kept.change(made_from, self.recipe) is None:
+                return self._kept.parts
+        weight = sources[0] if self.single_parameter else torch.stack(sources)
+        # Not where rows require a gradient: a later microbatch may where this one does not.
+        parts = quantize_weight(weight, self.recipe, wants_gradients)
+        self._kept = KeptWeight.of(made_from, self.recipe, parts)
+        return parts
+
+    def _parts_of_first_microbatch(self, made_from: list[Tensor], rows: Tensor) -> Parts:
+        kept = self._kept
+        if kept is None:
             raise RuntimeError(
                 "is_first_microbatch=False uses the weight that a call with True kept; none was"
             )
-        columnwise_codes = self._cached_weight[3]
-        if needs_dx and (columnwise_codes is None or not columnwise_codes.numel()):
+        change = kept.change(made_from, self.recipe)
+        if change is not None:
+            raise RuntimeError(
+                "is_first_microbatch=False uses the weight that a call with True kept, but the "
+                f"weight changed since: {change}. Pass True after each step"
+            )
+        if rows.requires_grad and torch.is_grad_enabled() and not kept.has_columnwise:
             raise RuntimeError(
                 "is_first_microbatch=False needs the columnwise weight for the gradient of x, "
                 "which the call with True did not keep: it ran under no_grad"
             )
-        return self._cached_weight
-
-    def _check_grouped(self, weight: GroupedTensor, needs_dx: bool) -> None:
-        """Whether a weight that is quantized already serves this layer."""
-        shape = (self.num_groups, self.out_features, self.in_features)
-        if weight.offs is not None or tuple(weight.shape) != shape:
-            raise ValueError(f"weight must be uniform of shape {shape}, got {weight!r}")
-        if isinstance(weight.format, NVFP4) and weight.format.row_scaled:
-            raise ValueError("weight must have one second-level scale a group, got row_scaled=True")
-        if weight.rowwise is None:
-            raise RuntimeError(f"weight has no rowwise copy, which fprop reads: {weight!r}")
-        if weight.columnwise is None and needs_dx:
-            raise RuntimeError(f"weight has no columnwise copy, which dgrad reads: {weight!r}")
+        return kept.parts
 
     def extra_repr(self) -> str:
         """Sizes and recipe."""
@@ -205,9 +229,31 @@ class GroupedLinear(nn.Module):
             f"recipe={type(self.recipe).__name__}, single_parameter={self.single_parameter}"
         )
 
+    def train(self, mode: bool = True) -> GroupedLinear:
+        """Set the mode, and drop a kept weight: see ``forward``."""
+        self._kept = None
+        super().train(mode)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP calls this where a class defines it, and else changes what nn.Module holds.
+        self._note_shard(name, value)
+        super().__setattr__(name, value)
+
+    def _note_shard(self, name: str, value: Any) -> None:
+        if name.startswith("weight") and hasattr(value, "_local_tensor"):
+            self._shards[name] = value
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has other parameters, and a file none at all.
+        return {**self.__dict__, "_kept": None, "_nonfinite": None, "_shards": {}}
+
     def _apply(self, fn: Any, recurse: bool = True) -> GroupedLinear:
-        self._cached_weight = None
+        self._kept = None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._shards = {}
+        for name, parameter in self._parameters.items():
+            self._note_shard(name, parameter)
         return self
 
     def _load_from_state_dict(
@@ -215,7 +261,7 @@ class GroupedLinear(nn.Module):
     ) -> None:
         for name in ("weight", "bias") if self.has_bias else ("weight",):
             self._convert(state_dict, prefix + name)
-        self._cached_weight = None
+        self._kept = None
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _convert(self, state_dict: dict[str, Any], key: str) -> None:

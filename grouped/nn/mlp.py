@@ -62,6 +62,11 @@ class GroupedMLP(nn.Module):
         self.gate_up = linear(hidden_size, 2 * intermediate_size)
         self.down = linear(intermediate_size, hidden_size)
 
+    def reset_parameters(self) -> None:
+        """Initialize both layers, as ``GroupedLinear`` does."""
+        self.gate_up.reset_parameters()
+        self.down.reset_parameters()
+
     def forward(
         self, x: Tensor, offs: Offsets, *, is_first_microbatch: bool | None = None
     ) -> Tensor:

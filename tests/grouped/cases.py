@@ -21,6 +21,7 @@ __all__ = [
     "decode_member",
     "parameter",
     "weight",
+    "weights_quantized",
 ]
 
 RECIPES = {
@@ -47,6 +48,11 @@ def parameter(requires_grad: bool = True, **kwargs: Any) -> nn.Parameter:
     """A uniform GroupedTensor of both directions as a parameter."""
     kwargs.setdefault("columnwise", True)
     return nn.Parameter(grouped.quantize(weight(), WEIGHT_FORMAT, **kwargs), requires_grad)
+
+
+def weights_quantized(counter: OpCounter) -> int:
+    """How many of the quantizations are of weights, which have no offs."""
+    return sum(args[1] is None for args in counter.arguments("grouped_quantize_nvfp4"))
 
 
 def bytes_of(x: grouped.GroupedTensor) -> dict[str, Tensor]:

@@ -331,14 +331,6 @@ def test_microbatches_share_one_quantized_weight(recipe, single):
     assert (each, once) == (3, 1)
     for a, b in zip(plain, cached, strict=True):
         assert_same_bytes(a, b)
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.mul_(2)
-    x = sample(40, K)
-    stale = layer(x, offs, is_first_microbatch=False)
-    fresh = layer(x, offs, is_first_microbatch=True)
-    assert not torch.equal(stale, fresh)
-    assert_same_bytes(layer(x, offs, is_first_microbatch=False).detach(), fresh.detach())
 
 
 def test_a_later_microbatch_needs_a_kept_weight():

@@ -120,9 +120,7 @@ def test_configurations_say_what_they_take() -> None:
     for config in (TileConfig, DequantizeConfig):
         refused = config("mxfp8", "bfloat16", columnwise=True).can_implement(problem)
         assert "not transposed" in refused.reason
-    assert (
-        "32"
-        in RowsConfig("mxfp8", "bfloat16").can_implement(QuantizeProblem("bfloat16", 48)).reason
-    )
+    odd = QuantizeProblem("bfloat16", 48)
+    assert "32" in RowsConfig("mxfp8", "bfloat16").can_implement(odd).reason
     assert not AmaxConfig("float64").can_implement(QuantizeProblem("float64", 64))
     assert not OffsetsConfig("int16", "int32").can_implement("int16", "int32")

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+import cute_kernels
 from cute_kernels.ops import gemm, quantize, registry
 from cute_kernels.runtime.plan import PlanCache
 from tests.helpers import offsets, ops, sample
@@ -66,6 +67,22 @@ CASES = [
         TypeError,
         "dtype must be int32 or int64, got float32",
     ),
+    *[
+        (
+            "compute_offsets",
+            (torch.ones(3, dtype=I32), multiplier, dtype),
+            ValueError,
+            f"multiplier must be in [1, {torch.iinfo(dtype or I32).max}], the offsets' dtype, "
+            f"got {multiplier}",
+        )
+        for multiplier, dtype in (
+            (0, None),
+            (-1, I32),
+            (1 << 31, None),
+            (1 << 40, I32),
+            (-1, torch.int64),
+        )
+    ],
     # amax, dbias
     (
         "grouped_amax",
@@ -510,8 +527,9 @@ def test_bad_result_buffers(name, arguments, shape):
         call(*arguments, out=torch.zeros(*shape[:-1], shape[-1] + 1)[..., :-1])
 
 
-def test_meta_tensors_of_one_device_are_fine():
-    y = ops.m_grouped_gemm(X.to("meta"), W.to("meta"), META_OFFS)
+@pytest.mark.parametrize("call", [ops.m_grouped_gemm, cute_kernels.ops.m_grouped_gemm])
+def test_meta_tensors_of_one_device_are_fine(call):
+    y = call(X.to("meta"), W.to("meta"), META_OFFS)
     assert y.device.type == "meta" and y.shape == (8, 16)
 
 

@@ -58,6 +58,22 @@ def _zero(op: object, outputs: Sequence[Tensor | None]) -> None:
             out.zero_()
 
 
+def _no_elements(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
+    """All groups are empty: their amaxes are 0, or as given, and there is nothing else to write."""
+    if op.amax is None:
+        return _zero(op, outputs)
+    _, _, amax, _, _, amax_t = outputs
+    if not op.row_scaled:
+        _give(op.amax, amax)
+    _give(op.amax, amax_t)
+
+
+def _give(given: Tensor, amax: Tensor | None) -> None:
+    """Write the amaxes of groups that the caller gave: magnitudes, whatever their sign."""
+    if amax is not None:
+        torch.abs(given, out=amax)
+
+
 def compute_offsets(op: ComputeOffsets, launch: Launcher) -> Runner:
     """How ``compute_offsets`` runs."""
     if not op.splits.numel():
@@ -91,7 +107,7 @@ def _format(op: GroupedQuantizeNVFP4) -> NVFP4:
 def quantize_nvfp4(op: GroupedQuantizeNVFP4, launch: Launcher) -> Runner:
     """How ``grouped_quantize_nvfp4`` runs."""
     if not op.x.numel():
-        return _zero
+        return _no_elements
     fmt, problem = _format(op), _problem(op.x, op.offs)
     if op.rowwise and not op.columnwise:
         rows = RowsConfig.choose(fmt, problem, launch.arch)
@@ -112,8 +128,8 @@ def _rows(config: RowsConfig, launch: Launcher, given: bool) -> Runner:
         x, offs = readable(op.x), dense(op.offs)
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
-        elif takes_amax and op.amax is not None and amax is not None:
-            amax.copy_(op.amax)
+        elif takes_amax and op.amax is not None:
+            _give(op.amax, amax)
         kernel(x, offs, _flat(amax), codes, scales, None, None, launch.num_sms)
 
     return run
@@ -142,8 +158,8 @@ def _tiles(
         x, offs = readable(op.x), dense(op.offs)
         row_amax = _flat(amax) if by_row else None
         group_amax = amax_t if by_row or amax is None else amax
-        if op.amax is not None and group_amax is not None:
-            group_amax.copy_(op.amax)
+        if op.amax is not None:
+            _give(op.amax, group_amax)
         if row_kernel is not None:
             row_kernel(x, offs, row_amax, None, launch.num_sms)
         buffers = (codes, scales, codes_t, scales_t)

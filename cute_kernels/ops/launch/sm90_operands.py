@@ -14,7 +14,7 @@ from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from cute_kernels.layout.shapes import PIECE_K, ceil_div
 from cute_kernels.ops.arguments import dtype_name, readable
-from cute_kernels.ops.registry import Allocator, OutputSpec
+from cute_kernels.ops.registry import Allocator, OutputSpec, sole
 from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, ValuesConfig
 
 if TYPE_CHECKING:
@@ -66,8 +66,7 @@ def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
     workspace = Allocator([_pieces(rows, width * 2, torch.float16)], op.device)
 
     def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        (values,) = workspace.make()
-        assert values is not None
+        values = sole(workspace.make())
         if side == "a":
             codes, scales, amax = a
             kernel(codes, scales, offs, values, launch.num_sms)
@@ -81,8 +80,8 @@ def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
 
 def _quantizer(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Prepare:
     """What quantizes A to fp16 values."""
-    config = values_config(op, launch)
-    assert config is not None
+    # There is one: ``quantizing`` has looked.
+    config = cast("ValuesConfig", values_config(op, launch))
     kernel = launch.kernel(config)
     amax_kernel = None
     if not config.computes_amax:
@@ -94,8 +93,8 @@ def _quantizer(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Prepare:
 
     def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
         x = readable(a[0])
-        values, amax = workspace.make()
-        assert values is not None
+        buffers = workspace.make()
+        values, amax = sole(buffers), buffers[1]
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
         kernel(x, offs, amax, values, None, None, None, launch.num_sms)
@@ -112,8 +111,7 @@ def _arranger(op: GroupedGemm, dtype: str, launch: Launcher) -> Prepare:
     workspace = Allocator([_pieces(rows, depth, x.dtype)], op.device)
 
     def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        (values,) = workspace.make()
-        assert values is not None
+        values = sole(workspace.make())
         kernel(a[0], offs, values, launch.num_sms)
         return (values, None, None), b
 
