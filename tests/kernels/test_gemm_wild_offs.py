@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from cute_kernels import emulator
+from tests.helpers import ends
 from tests.kernels import test_gemm_nvfp4 as sm100
 from tests.kernels import test_gemm_plain as sm100_plain
 from tests.kernels import test_gemm_sm90 as sm90
 from tests.kernels.gemm_support import k_grouped, m_grouped
-from tests.kernels.op_support import ends
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.problem import GemmConfig

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cute_kernels import UnsupportedError, ops, support
 from cute_kernels.runtime.arch import device_architecture
+from tests.helpers import assert_same_bytes
 
 
 def _reason() -> str:
@@ -60,8 +61,9 @@ def inputs(seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tens
     return x.to(dtype), offs
 
 
-def assert_same_bytes(got: Results, want: Results, offs: Tensor) -> None:
+def assert_same_results(got: Results, want: Results, offs: Tensor) -> None:
     """Compare results; what no group owns may hold anything."""
+    names = ("codes", "scales", "amax", "codes_t", "scales_t", "amax_t")
     live = int(offs[-1])
     tiles = live_tiles(offs)
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -77,7 +79,7 @@ def assert_same_bytes(got: Results, want: Results, offs: Tensor) -> None:
             a, b = (t.unflatten(1, (-1, 64))[:, tiles] for t in (a, b))
         elif i == 4:
             a, b = (t.unflatten(1, (-1, 2))[:, tiles] for t in (a, b))
-        assert torch.equal(a, b), ("codes", "scales", "amax", "codes_t", "scales_t", "amax_t")[i]
+        assert_same_bytes(a, b, names[i])
 
 
 def live_tiles(offs: Tensor) -> list[int]:
@@ -97,7 +99,7 @@ def test_bytes_of_the_reference(variant: Variant) -> None:
         there = x.cuda(), offs.cuda()
         with no_synchronization():
             got = ops.grouped_quantize_nvfp4(*there, None, *variant)
-        assert_same_bytes(got, ops.grouped_quantize_nvfp4(x, offs, None, *variant), offs)
+        assert_same_results(got, ops.grouped_quantize_nvfp4(x, offs, None, *variant), offs)
 
 
 def test_uniform_groups() -> None:
@@ -136,7 +138,7 @@ def test_graph_replay_with_other_offsets(variant: Variant) -> None:
         offs.copy_(new_offs)
         graph.replay()
         want = ops.grouped_quantize_nvfp4(new_x, new_offs, None, *variant)
-        assert_same_bytes(got, want, new_offs)
+        assert_same_results(got, want, new_offs)
 
 
 def test_two_streams() -> None:
@@ -157,4 +159,4 @@ def test_two_streams() -> None:
     torch.cuda.synchronize()
     for result, (x, offs) in zip(got, problems, strict=True):
         want = ops.grouped_quantize_nvfp4(x, offs, None, False, False, True, True)
-        assert_same_bytes(result, want, offs)
+        assert_same_results(result, want, offs)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from cutlass import Int32, Uint16, Uint32, cute
 
-from cute_kernels.device.decode import (
+from cute_kernels.device.codecs.nvfp4_fp16 import (
     high_bytes,
     scales_as_fp16,
     times_scale,

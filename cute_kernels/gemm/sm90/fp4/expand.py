@@ -16,8 +16,8 @@ import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
+from cute_kernels.device.codecs.nvfp4_fp16 import high_bytes, scales_as_fp16, times_scale
 from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.decode import high_bytes, scales_as_fp16, times_scale
 from cute_kernels.device.groups import Grouping, group_start
 from cute_kernels.device.memory import load_global_if, store_global
 from cute_kernels.device.ptx import asm
