@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 
 __all__ = [
@@ -32,6 +34,13 @@ OPS = (
     "grouped_gemm_w4a16",
 )
 _PLAIN_OPS = ("compute_offsets", "grouped_amax", "grouped_dbias", "grouped_gemm")
+_INTEGERS = (torch.int32, torch.int64)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+#: Dtypes of the plain operands of each op: of its input, or of the result of dequantizing.
+_DTYPES = dict.fromkeys(OPS, _FLOATS) | {
+    "compute_offsets": _INTEGERS,
+    "grouped_gemm_w4a16": (torch.bfloat16, torch.float16),
+}
 _NVFP4_OPS = ("grouped_quantize", "grouped_dequantize", "grouped_gemm", "grouped_gemm_w4a16")
 #: The ops that have CuTe DSL kernels, for every format that they take at all.
 _KERNELS = {
@@ -69,20 +78,28 @@ class UnsupportedError(NotImplementedError):
 _YES = Support(True)
 
 
-def support(op: str, fmt: Format | type[Format] | None, arch: str) -> Support:
+def support(
+    op: str, fmt: Format | type[Format] | None, arch: str, *, dtype: torch.dtype | None = None
+) -> Support:
     """Say whether ``op`` runs for ``fmt`` on ``arch``.
+
+    Of ops with several operands ``fmt`` is that of any of them: a GEMM of row-scaled activations
+    and prepacked weights needs a yes to both.
 
     Args:
         op: one of ``OPS``.
         fmt: a format record such as ``NVFP4(row_scaled=True)``, a format class for its defaults, or
             None for plain bf16, fp16 or fp32 operands.
         arch: one of ``ARCHITECTURES``.
+        dtype: dtype of the plain operands, of what is quantized, or of the decoded result; None for
+            one that the op takes everywhere, such as bf16.
 
     Returns:
         A ``Support``, true if it runs, otherwise with the reason.
 
     Raises:
         ValueError: ``op`` or ``arch`` is not a known name.
+        TypeError: ``fmt`` is no format.
     """
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
@@ -91,53 +108,86 @@ def support(op: str, fmt: Format | type[Format] | None, arch: str) -> Support:
     if isinstance(fmt, type):
         fmt = fmt()
     if fmt is None:
-        if op not in _PLAIN_OPS:
-            return Support(False, f"{op} needs a format")
+        no = "" if op in _PLAIN_OPS else f"{op} needs a format"
     elif isinstance(fmt, NVFP4):
-        if op not in _NVFP4_OPS:
-            return Support(False, f"{op} takes plain tensors, not NVFP4")
-        for flag in ("hadamard", "stochastic_rounding", "four_over_six"):
-            if getattr(fmt, flag):
-                return Support(False, f"NVFP4({flag}=True) is not built yet")
-        if op == "grouped_gemm_w4a16" and fmt.row_scaled:
-            return Support(False, "weights have one second-level scale a group")
+        no = _why_not_nvfp4(op, fmt, arch)
     elif isinstance(fmt, (MXFP8, FP8Block, FP8)):
-        return Support(False, f"{type(fmt).__name__} is not built yet")
+        no = f"{type(fmt).__name__} is not built yet"
     else:
         raise TypeError(f"fmt must be a format record or None, got {fmt!r}")
-    if arch == "reference" or (op, arch) in _KERNELS:
-        return _YES
-    return Support(False, f"no {arch} kernel of {op} yet")
+    no = no or _why_not_dtype(op, fmt, arch, dtype)
+    if not no and arch != "reference" and (op, arch) not in _KERNELS:
+        no = f"no {arch} kernel of {op} yet"
+    return Support(False, no) if no else _YES
 
 
-def require(op: str, fmt: Format | None, arch: str) -> None:
+def _why_not_nvfp4(op: str, fmt: NVFP4, arch: str) -> str:
+    """Why ``op`` does not run for ``fmt``; empty if nothing is against it."""
+    if op not in _NVFP4_OPS:
+        return f"{op} takes plain tensors, not NVFP4"
+    for flag in ("hadamard", "stochastic_rounding", "four_over_six"):
+        if getattr(fmt, flag):
+            return f"NVFP4({flag}=True) is not built yet"
+    if op == "grouped_gemm_w4a16" and fmt.row_scaled:
+        return "weights have one second-level scale a group"
+    if op == "grouped_gemm_w4a16" and fmt.prepacked:
+        return "prepacked weights multiply quantized activations: unpack() them"
+    if op == "grouped_gemm" and fmt.prepacked and arch not in ("reference", "sm_90a"):
+        return f"prepacked weights are for sm_90a, not {arch}: unpack() them"
+    return ""
+
+
+def _why_not_dtype(op: str, fmt: Format | None, arch: str, dtype: torch.dtype | None) -> str:
+    """Why ``op`` does not take plain operands of ``dtype``; empty if nothing is against it."""
+    if dtype is None:
+        return ""
+    if dtype not in _DTYPES[op]:
+        names = " or ".join(str(d).removeprefix("torch.") for d in _DTYPES[op])
+        return f"{op} takes {names}, not {str(dtype).removeprefix('torch.')}"
+    # Quantized on the way, fp32 activations are no operands of a tensor core.
+    if op == "grouped_gemm" and fmt is None and dtype == torch.float32 and arch != "reference":
+        return (
+            "a tensor core cuts float32 to tf32 before it multiplies: use bf16 or fp16 operands, "
+            "or the backend reference"
+        )
+    return ""
+
+
+def require(op: str, fmt: Format | None, arch: str, *, dtype: torch.dtype | None = None) -> None:
     """Raise ``UnsupportedError`` with the reason unless ``op`` runs for ``fmt`` on ``arch``."""
-    status = support(op, fmt, arch)
+    status = support(op, fmt, arch, dtype=dtype)
     if not status:
         raise UnsupportedError(f"{op} with {fmt or 'plain tensors'} on {arch}: {status.reason}")
 
 
 def markdown_table() -> str:
     """The support table of the README, in Markdown: formats that run alike share a row."""
-    plain = {"compute_offsets": "int32, int64", "grouped_gemm": "bf16, fp16"}
+    plain: dict[str, dict[str, torch.dtype]] = {
+        "compute_offsets": {"int32, int64": torch.int32},
+        "grouped_gemm": {"bf16, fp16": torch.bfloat16, "fp32": torch.float32},
+    }
+    floats = {"bf16, fp16, fp32": torch.float32}
     formats: tuple[tuple[str, Format], ...] = (
         ("NVFP4", NVFP4()),
         ("row-scaled NVFP4", NVFP4(row_scaled=True)),
         ("16x16 NVFP4", NVFP4(block=(16, 16))),
+        ("prepacked NVFP4", NVFP4(prepacked=True)),
         ("MXFP8", MXFP8()),
         ("FP8Block", FP8Block()),
         ("FP8", FP8()),
     )
 
-    def cells(op: str, fmt: Format | None) -> str:
-        return " | ".join("yes" if support(op, fmt, arch) else "-" for arch in ARCHITECTURES)
+    def cells(op: str, fmt: Format | None, dtype: torch.dtype | None = None) -> str:
+        answers = (support(op, fmt, arch, dtype=dtype) for arch in ARCHITECTURES)
+        return " | ".join("yes" if answer else "-" for answer in answers)
 
     rows = ["| op | operands | " + " | ".join(ARCHITECTURES) + " |"]
     rows.append("|---|---|" + "---|" * len(ARCHITECTURES))
     for op in OPS:
         titles: dict[str, list[str]] = {}
         if op in _PLAIN_OPS:
-            titles.setdefault(cells(op, None), []).append(plain.get(op, "bf16, fp16, fp32"))
+            for title, dtype in plain.get(op, floats).items():
+                titles.setdefault(cells(op, None, dtype), []).append(title)
         if op in _NVFP4_OPS:
             for title, fmt in formats:
                 titles.setdefault(cells(op, fmt), []).append(title)

@@ -10,13 +10,16 @@ from torch import Tensor
 
 from cute_kernels import ops
 from cute_kernels.capability import require
-from cute_kernels.formats import NVFP4, Format
+from cute_kernels.formats import NVFP4
+from cute_kernels.ops.derivatives import refuse_derivatives, register_autograd
 from cute_kernels.ops.registry import is_observed
+from grouped.members import nvfp4
 from grouped.offsets import Offsets, as_offs
 from grouped.recipes import check_format
 from grouped.tensor import GroupedTensor, assemble, handler, not_differentiable
 
 if TYPE_CHECKING:
+    from cute_kernels.formats import Format
     from grouped.members import QuantizedCopy
 
 __all__ = ["compute_offsets", "grouped_gemm", "quantize"]
@@ -33,12 +36,21 @@ def compute_offsets(
 
     Args:
         splits: (G,) int32 or int64 sizes, on the device.
-        multiplier: elements counted for each unit of ``splits``.
+        multiplier: elements counted for each unit of ``splits``; an integer of at least 1 that
+            ``dtype`` holds.
         dtype: int32 or int64.
 
     Returns:
-        (G,) offsets on the device of ``splits``.
+        (G,) offsets on the device of ``splits``. Those that ``dtype`` cannot hold saturate: they
+        are its largest number, and never wrap around.
+
+    Raises:
+        TypeError: a dtype that is not taken, or a multiplier that is no integer.
+        ValueError: ``splits`` is not one-dimensional, or the multiplier is out of range.
     """
+    # Here, too: 2.0 equals 2, so an op that has checked the one takes the other.
+    if not isinstance(multiplier, (int, torch.SymInt)):
+        raise TypeError(f"multiplier must be an integer, got {multiplier!r}")
     out: Tensor = ops.compute_offsets(splits, multiplier, dtype)
     return out
 
@@ -97,23 +109,28 @@ def quantize(
         rowwise: make the copy with blocks along K, which fprop and dgrad read.
         columnwise: make the copy with blocks along the rows of each group, which wgrad (ragged) and
             dgrad (weights) read.
-        dbias: also return the column sums of each group, fp32 sums cast to the dtype of ``x``.
-        amax: (G,) fp32 second level of each group, instead of computing it.
-        out: a tensor of the same shape, format, groups and directions to quantize into.
+        dbias: also return the column sums of each group.
+        amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so that
+            its sign is dropped.
+        out: a tensor of the same shape, format, groups and directions to quantize into. One that
+            requires a gradient only under ``torch.no_grad()``.
 
     Returns:
-        A GroupedTensor, not differentiable; with ``dbias`` also the (G, K) sums.
+        A GroupedTensor, not differentiable; with ``dbias`` also the (G, K) sums: those are the
+        gradient of a bias, so of the dtype of ``x``. ``torch.ops.cute_kernels.grouped_dbias`` gives
+        them in the fp32 in which they are summed.
 
     Raises:
         TypeError: ``fmt`` is no format record, or a dtype is not taken.
         ValueError: a shape, a device, offs or a combination of arguments that breaks a rule.
+        RuntimeError: ``out`` requires a gradient and gradients are enabled.
         cute_kernels.UnsupportedError: a format that the backend does not run.
     """
     check_format("fmt", fmt)
     x = x.detach()
     # Formats that no backend runs; what this backend runs is checked by the op.
     require("grouped_quantize", fmt, "reference")
-    assert isinstance(fmt, NVFP4)
+    fmt = nvfp4(fmt)
     if x.dim() == 2 and offs is None:
         raise ValueError("offs is missing: x (T, K) is cut into groups by offs; uniform x is 3D")
     if dbias and offs is None:
@@ -127,26 +144,25 @@ def quantize(
     arguments = (x, ends, amax, fmt.row_scaled, fmt.is_2d, rowwise, columnwise)
     if out is None:
         parts = ops.grouped_quantize_nvfp4(*arguments)
-        canonical = dataclasses.replace(fmt, prepacked=False)
+        # The block is a constant again where Dynamo took the numbers of ``fmt`` for symbols.
+        block = NVFP4.blocks[1 if fmt.is_2d else 0]
+        canonical = dataclasses.replace(fmt, block=block, prepacked=False)
         out = assemble(x.shape, x.dtype, canonical, ends, parts, rowwise, columnwise)
         out = out.prepack() if fmt.prepacked else out
     else:
-        _quantize_into(out, fmt, rowwise, columnwise, arguments)
+        _check_reused(out, fmt, x, ends, rowwise, columnwise)
+        refuse_derivatives("quantize(out=)", [("out", out)], "write it under torch.no_grad()")
+        torch.ops.grouped.quantize_out(x, ends, amax, out)
     if not dbias:
         return out
     sums: Tensor = ops.grouped_dbias(x, ends)
     return out, sums.to(x.dtype)
 
 
-def _quantize_into(
-    out: GroupedTensor,
-    fmt: NVFP4,
-    rowwise: bool,
-    columnwise: bool,
-    arguments: tuple[Tensor | bool | None, ...],
+def _check_reused(
+    out: GroupedTensor, fmt: NVFP4, x: Tensor, ends: Tensor | None, rowwise: bool, columnwise: bool
 ) -> None:
-    x, ends = arguments[0], arguments[1]
-    assert isinstance(x, Tensor)
+    """Check that ``out`` was made by the call that is to write it now."""
     if not isinstance(out, GroupedTensor):
         raise TypeError(f"out must be a GroupedTensor, got {type(out).__name__}")
     for name, got, want in (
@@ -158,11 +174,8 @@ def _quantize_into(
     ):
         if got != want:
             raise ValueError(f"out was made with another {name}: {want}, not {got}")
-    if isinstance(ends, Tensor):
-        assert out.offs is not None
-        if ends.shape != out.offs.shape:
-            raise ValueError(f"out has {out.num_groups} groups, offs has {ends.shape[0]} entries")
-    torch.ops.grouped.quantize_out(x, ends, arguments[2], out)
+    if ends is not None and ends.shape[0] != out.num_groups:
+        raise ValueError(f"out has {out.num_groups} groups, offs has {ends.shape[0]} entries")
 
 
 def grouped_gemm(
@@ -185,6 +198,9 @@ def grouped_gemm(
     | ragged (T, N) | uniform (G, N, K), ``transpose_b=True`` | (T, K) | dgrad |
     | ragged (T, N) | ragged (T, K) with the same offs | (G, N, K) | wgrad |
 
+    That the offs of the last have equal values is checked on the CPU. On a GPU nothing reads them,
+    and the product is that of the rows that ``a.offs`` gives.
+
     Args:
         a: a GroupedTensor, or a plain tensor with ``offs``.
         b: likewise, and of the dtype of ``a`` if both are plain. Quantized weights beside plain
@@ -193,7 +209,9 @@ def grouped_gemm(
         offs: (G,) end rows, for a plain ``a``.
         bias: (G, N) for the first two, added in fp32.
         alpha: (G,) fp32 factors.
-        out_dtype: dtype of a fresh result; bf16 by default.
+        out_dtype: dtype of a fresh result; bf16 by default, whatever the operands are: quantized
+            ones are products of bf16 layers, even when they were made from fp32 master copies. (The
+            flat ops of plain ``a`` take its dtype, as ``torch.mm`` does.)
         out: where to write; rows of empty groups and of the tail are left alone.
         accumulate: add to what ``out`` holds, in fp32 before the one cast.
         transpose_b: contract over the second dimension of ``b``, read from its columnwise copy.
@@ -207,12 +225,19 @@ def grouped_gemm(
     Raises:
         TypeError: ``a`` is quantized and ``b`` is not, or a dtype is not taken.
         ValueError: a shape, a device or a combination of arguments that breaks a rule.
-        RuntimeError: an operand lacks the direction that this product reads.
+        RuntimeError: an operand lacks the direction that this product reads; or ``out`` is given
+            and it or an operand requires a gradient, which would be lost.
+        NotImplementedError: an operand has a tangent of forward-mode AD.
+        cute_kernels.UnsupportedError: a product that this backend, or no backend, runs.
     """
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, which is missing")
     if out is not None and out_dtype not in (None, out.dtype):
         raise ValueError(f"out_dtype is {out_dtype}, but out is {out.dtype}")
+    if out is not None:
+        # Here, where operands are whole: no op sees that the tensor around codes requires one.
+        named = (("a", a), ("b", b), ("bias", bias), ("alpha", alpha), ("out", out))
+        refuse_derivatives("grouped_gemm(out=)", named, "leave out= away")
     dtype = out.dtype if out is not None else out_dtype or torch.bfloat16
     if isinstance(a, GroupedTensor) and isinstance(b, GroupedTensor):
         if offs is not None:
@@ -258,7 +283,7 @@ def _call(name: str, operands: tuple[object, ...], out: Tensor | None, accumulat
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _OPERANDS = "Tensor a, Tensor b, Tensor? bias, Tensor? alpha, bool transpose_b"
 _LIBRARY.define(f"gemm({_OPERANDS}, ScalarType dtype) -> Tensor")
-torch.library.register_autograd("grouped::gemm", not_differentiable, lib=_LIBRARY)
+register_autograd("gemm", not_differentiable, None, _LIBRARY)
 _MIXED = _OPERANDS.replace("Tensor b", "Tensor b, Tensor offs")
 _LIBRARY.define(f"gemm_w4a16({_MIXED}, ScalarType dtype) -> Tensor")
 _LIBRARY.define(f"gemm_w4a16_out({_MIXED}, bool accumulate, Tensor(o!) out) -> ()")
@@ -268,13 +293,15 @@ _LIBRARY.define(f"gemm_out({_OPERANDS}, bool accumulate, Tensor(o!) out) -> ()")
 
 def _save_w4a16(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, offs, bias, alpha, transpose_b, _ = inputs
-    ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b, offs, alpha)
+    # The plain tensors of b so that autograd sees a write to one of them, through another wrapper.
+    held = [getattr(b, name) for name in b.__tensor_flatten__()[0]]
+    ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b, offs, alpha, *held)
     ctx.transpose_b, ctx.dtypes = transpose_b, (a.dtype, b.dtype)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _w4a16_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    a, b, offs, alpha = ctx.saved_tensors
+    a, b, offs, alpha = ctx.saved_tensors[:4]
     if ctx.needs_input_grad[4]:
         raise RuntimeError("alpha has no derivative; detach it")
     dtype, weight_dtype = ctx.dtypes
@@ -292,9 +319,7 @@ def _w4a16_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return da, db, None, dbias, None, None, None
 
 
-torch.library.register_autograd(
-    "grouped::gemm_w4a16", _w4a16_gradients, setup_context=_save_w4a16, lib=_LIBRARY
-)
+register_autograd("gemm_w4a16", _w4a16_gradients, _save_w4a16, _LIBRARY)
 
 
 @handler(torch.ops.grouped.gemm.default)
@@ -348,11 +373,11 @@ def _quantized_operands(
     """The op that multiplies ``a`` by ``b``, and its operands."""
     if a.offs is None:
         raise ValueError(f"a must be ragged, got {a!r}")
-    assert isinstance(a.format, NVFP4) and isinstance(b.format, NVFP4)
+    a_format, b_format = nvfp4(a.format), nvfp4(b.format)
     if b.offs is None:
         held = _weights(a, b, transpose_b)
         first = _operand(a, "a", "rowwise")
-        options = (bias, alpha, a.format.row_scaled, dtype, b.format.prepacked)
+        options = (bias, alpha, a_format.row_scaled, dtype, b_format.prepacked)
         return "m_grouped_gemm_nvfp4", (*first, *held, a.offs, *options)
     _no_ragged_options(bias, transpose_b)
     if a.num_groups != b.num_groups or a.shape[0] != b.shape[0]:
@@ -360,12 +385,23 @@ def _quantized_operands(
             f"a and b must be cut alike: {a.num_groups} groups of {a.shape[0]} rows and "
             f"{b.num_groups} groups of {b.shape[0]} rows"
         )
-    if a.format.hadamard != b.format.hadamard:
+    _check_same_offs(a.offs, b.offs)
+    if a_format.hadamard != b_format.hadamard:
         raise ValueError(
             "a and b must agree on hadamard: the transform only cancels if both have it"
         )
     first, second = _operand(a, "a", "columnwise"), _operand(b, "b", "columnwise")
     return "k_grouped_gemm_nvfp4", (*first, *second, a.offs, alpha, dtype)
+
+
+def _check_same_offs(a: Tensor, b: Tensor) -> None:
+    """Raise if two ragged operands are cut at other rows, where that is known without a sync."""
+    is_known = a.device.type == b.device.type == "cpu" and not is_observed((a, b))
+    if is_known and not torch.equal(a, b):
+        raise ValueError(
+            "a and b must be cut at the same rows, but their offs differ: "
+            f"{a.tolist()[:8]} and {b.tolist()[:8]}"
+        )
 
 
 def _w4a16_operands(
@@ -380,18 +416,17 @@ def _w4a16_operands(
     """The operands of the op that multiplies plain activations by quantized weights."""
     if b.offs is not None:
         raise ValueError(f"b must be uniform beside a plain a, got {b!r}")
+    b_format = nvfp4(b.format)
+    if b_format.prepacked or (b_format.row_scaled and not transpose_b):
+        require("grouped_gemm_w4a16", b_format, "reference")
     held = _weights(a, b, transpose_b)
-    assert isinstance(b.format, NVFP4)
-    if b.format.prepacked:
-        raise ValueError("prepacked weights multiply quantized activations: b.unpack() for W4A16")
     return a, *held, offs, bias, alpha, dtype
 
 
 def _weights(a: Tensor, b: GroupedTensor, transpose_b: bool) -> QuantizedCopy:
     """The copy of uniform ``b`` whose blocks run along the columns of ``a``."""
     held = _operand(b, "b", "columnwise" if transpose_b else "rowwise")
-    assert isinstance(b.format, NVFP4)
-    if b.format.row_scaled and not transpose_b:
+    if nvfp4(b.format).row_scaled and not transpose_b:
         raise ValueError("b must have one second-level scale a group, got row_scaled=True")
     depth = b.shape[1 if transpose_b else 2]
     if a.dim() != 2 or a.shape[1] != depth:

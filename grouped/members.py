@@ -8,19 +8,37 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.reference.groups import untile_scales
+from cute_kernels.capability import require
+from cute_kernels.formats import NVFP4, Format
 from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, scale_tiles, slot_tile, uniform_tiles
+from cute_kernels.reference.groups import untile_scales
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cute_kernels.formats import NVFP4
+__all__ = ["GroupSpan", "GroupedMember", "QuantizedCopy", "group_spans", "member", "nvfp4"]
 
-__all__ = ["GroupSpan", "GroupedMember", "QuantizedCopy", "group_spans", "member"]
+
+def nvfp4(fmt: Format) -> NVFP4:
+    """``fmt``, which must be of the one format that is built so far.
+
+    Raises:
+        TypeError: it is no format record; a class, perhaps, instead of an instance.
+        cute_kernels.UnsupportedError: it is a record of another format.
+    """
+    if isinstance(fmt, NVFP4):
+        return fmt
+    if isinstance(fmt, Format):
+        require("grouped_quantize", fmt, "reference")
+    raise TypeError(f"fmt must be a format record such as NVFP4(), got {fmt!r}")
 
 
 class QuantizedCopy(NamedTuple):
-    """One direction of a quantized tensor: codes, block scales in 128x4 tiles, second level."""
+    """One direction of a quantized tensor: codes, block scales in 128x4 tiles, second level.
+
+    The scales are uint8, bytes of an opaque layout for kernels, padding included;
+    ``GroupedMember`` has those of a group as the float8 values that they are.
+    """
 
     codes: Tensor
     scales: Tensor

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Offsets", "as_offs"]
 
+_INT32 = torch.iinfo(torch.int32)
 #: End row of each group: an integer tensor, or a host list.
 Offsets: TypeAlias = "Tensor | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]"
 
@@ -21,6 +22,7 @@ def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
     """``offs`` as an int32 tensor on ``device``.
 
     Host values are checked here; values on a device are never read, and the kernels clamp them.
+    int64 values that int32 cannot hold saturate.
 
     Args:
         offs: (G,) end rows, non-decreasing, at most ``rows``.
@@ -39,7 +41,8 @@ def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
             raise ValueError(f"offs must have shape (G,) with G >= 1, got {tuple(offs.shape)}")
         if offs.device != device:
             raise ValueError(f"offs must be on the device of x ({device}), got {offs.device}")
-        return offs.to(torch.int32)
+        # What int32 cannot hold must not wrap around: it lies past the rows of any tensor.
+        return offs if offs.dtype == torch.int32 else offs.clamp(_INT32.min, _INT32.max).int()
     values: list[int | np.integer[Any]] = list(offs)
     if len(values) < 1:
         raise ValueError("offs must have shape (G,) with G >= 1, got (0,)")

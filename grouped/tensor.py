@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map, tree_map_only
 
 from cute_kernels import ops, prepack, unpack
-from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
-from grouped.members import GroupedMember, GroupSpan, QuantizedCopy, group_spans, member
+from cute_kernels.formats import Format
+from cute_kernels.ops.derivatives import register_autograd
+from grouped.members import GroupedMember, GroupSpan, QuantizedCopy, group_spans, member, nvfp4
+from grouped.updates import adds_update, snapshot, warn_if_lost
+from grouped.validation import check_parts, saved_format, version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,15 +33,38 @@ __all__ = ["GroupedTensor"]
 aten = torch.ops.aten
 #: Attributes that hold the plain tensors, in the order of the quantize op's outputs.
 _INNER = ("_codes", "_scales", "_amax", "_codes_t", "_scales_t", "_amax_t", "_offs")
-_FORMATS: dict[str, type[Any]] = {f.name: f for f in (NVFP4, MXFP8, FP8Block, FP8)}
+#: What to do instead of an op that a GroupedTensor refuses.
+_ALTERNATIVES = {
+    "member(g) and unbind() take groups out": (
+        *("select", "slice", "index", "split", "split_with_sizes", "unbind", "narrow", "gather"),
+        *("index_select", "take", "masked_select", "chunk"),
+    ),
+    "grouped.grouped_gemm multiplies it, with transpose_b=True along its other dimension": (
+        *("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum", "_grouped_mm"),
+        *("t", "mT", "mH", "numpy_T", "transpose", "permute", "swapaxes", "movedim"),
+    ),
+}
+_INSTEAD = {op: text for text, ops_ in _ALTERNATIVES.items() for op in ops_}
 
 
 class GroupedTensor(Tensor):
     """A quantized grouped tensor; make one with ``grouped.quantize``.
 
-    Its shape is (T, K), ragged, when it has ``offs``, and (G, N, K) when it has none. Shape ops and
-    arithmetic that would decode it behind your back raise: call ``dequantize()``. In-place ops
-    decode, compute, quantize into the same storage and return self.
+    Its shape is (T, K), ragged, when it has ``offs``, and (G, N, K) when it has none.
+
+    One rule for arithmetic: what optimizers, ``nn.init`` and clipping apply to parameters decodes,
+    everything else raises TypeError and names ``dequantize()``.
+
+    - In place (``add_``, ``mul_``, ``copy_``, ``normal_``, ``torch._foreach_*_``, fused
+      optimizers): decode, compute, quantize into the same storage, return self. An update that
+      changes no byte warns on a CPU; on a GPU, where nobody may look, the first one says that it
+      might.
+    - Out of place, with a plain tensor as the result: ``+ - * / **``, ``neg``, ``abs``, ``lerp``,
+      ``where``, comparisons, ``isfinite``, ``isnan``, ``isinf``, ``torch.equal``, vector norms, and
+      the ``torch._foreach_*`` forms of arithmetic and norm.
+    - Raise: products of matrices, other functions and reductions, indexing, and changes of shape.
+
+    ``zeros_like`` and its kin are plain, as gradients and optimizer states are.
 
     Attributes:
         format: the format record; every fact that a reader of the bytes needs.
@@ -67,12 +94,36 @@ class GroupedTensor(Tensor):
         columnwise: QuantizedCopy | None,
         requires_grad: bool = False,
     ) -> GroupedTensor:
-        """Wrap the plain tensors of one or both directions."""
+        """Wrap the plain tensors of one or both directions.
+
+        Raises:
+            TypeError: a dtype that is not what the format has.
+            ValueError: shapes or devices that do not fit each other, or there is no direction.
+            cute_kernels.UnsupportedError: a format that is not built yet.
+        """
+        if rowwise is None and columnwise is None:
+            raise ValueError("rowwise and columnwise are both None: a GroupedTensor holds data")
+        check_parts(shape, dtype, fmt, offs, rowwise, columnwise)
+        self = cls._of(shape, dtype, fmt, offs, rowwise, columnwise)
+        self.requires_grad_(requires_grad)
+        return self
+
+    @classmethod
+    def _of(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        fmt: Format,
+        offs: Tensor | None,
+        rowwise: QuantizedCopy | None,
+        columnwise: QuantizedCopy | None,
+    ) -> GroupedTensor:
+        """The same, unchecked: for parts that ops or PyTorch made from checked ones."""
         held = rowwise or columnwise
         if held is None:
             raise ValueError("rowwise and columnwise are both None: a GroupedTensor holds data")
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=held.codes.device, requires_grad=requires_grad
+        self: GroupedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=held.codes.device
         )
         self.format = fmt
         self._codes, self._scales, self._amax = rowwise or (None,) * 3
@@ -105,9 +156,55 @@ class GroupedTensor(Tensor):
     @property
     def amax(self) -> Tensor:  # type: ignore[override]
         """Second level of the rowwise copy, or of the columnwise one if that is all there is."""
+        return self._first_copy().amax
+
+    def _first_copy(self) -> QuantizedCopy:
+        """The rowwise copy, or the columnwise one if that is all there is."""
         held = self.rowwise or self.columnwise
-        assert held is not None
-        return held.amax
+        if held is None:
+            raise RuntimeError("this GroupedTensor holds neither a rowwise nor a columnwise copy")
+        return held
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of all plain tensors that it holds, those of ``offs`` among them.
+
+        ``element_size()`` and ``itemsize`` stay those of ``dtype``, what an element decodes to: one
+        of four bits and its share of a scale is no whole number of bytes, and PyTorch's own sums
+        over parameters take them from the dtype.
+        """
+        return sum(t.nbytes for t in self._inner().values())
+
+    @property
+    def data(self) -> GroupedTensor:  # type: ignore[override]
+        """The same storage without autograd's history.
+
+        Assigning another GroupedTensor of this shape makes this one hold what that one holds, with
+        its format, directions, dtype and device, as ``weight.data = weight.data.prepack()``.
+
+        Raises:
+            TypeError: a plain tensor is assigned: ``copy_`` quantizes one.
+            ValueError: a tensor of another shape is assigned.
+        """
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        if not isinstance(other, GroupedTensor):
+            raise TypeError(
+                f".data of a GroupedTensor must be a GroupedTensor, got {type(other).__name__}; "
+                "copy_() quantizes into the storage that is there, grouped.quantize makes a new one"
+            )
+        if other.shape != self.shape:
+            raise ValueError(
+                f".data must keep the shape {tuple(self.shape)}, got {tuple(other.shape)}"
+            )
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.format = other.format
+        for name in _INNER:
+            setattr(self, name, getattr(other, name))
+        # A backward pass that was to read the old values must not take the new ones for them.
+        increment_version(self)
 
     def dequantize(  # type: ignore[override]
         self, dtype: torch.dtype | None = None, direction: str | None = None
@@ -144,8 +241,7 @@ class GroupedTensor(Tensor):
         return self._reordered(False)
 
     def _reordered(self, prepacked: bool) -> GroupedTensor:
-        assert isinstance(self.format, NVFP4)
-        fmt = dataclasses.replace(self.format, prepacked=prepacked)
+        fmt = dataclasses.replace(nvfp4(self.format), prepacked=prepacked)
         if fmt == self.format:
             return self
         change = prepack if prepacked else unpack
@@ -153,7 +249,7 @@ class GroupedTensor(Tensor):
             held and held._replace(codes=change(held.codes))
             for held in (self.rowwise, self.columnwise)
         )
-        return GroupedTensor(self.shape, self.dtype, fmt, self._offs, rowwise, columnwise)
+        return GroupedTensor._of(self.shape, self.dtype, fmt, self._offs, rowwise, columnwise)
 
     def member(self, group: int) -> GroupedMember:
         """Codes and linear scales of one group, for people and tests.
@@ -176,8 +272,7 @@ class GroupedTensor(Tensor):
 
     def _member(self, span: GroupSpan) -> GroupedMember:
         x = self.unpack()
-        assert isinstance(x.format, NVFP4)
-        return member(span, x.format, x.shape[-1], x.rowwise, x.columnwise)
+        return member(span, nvfp4(x.format), x.shape[-1], x.rowwise, x.columnwise)
 
     def __matmul__(self, other: Any) -> Tensor:
         raise TypeError(
@@ -194,9 +289,7 @@ class GroupedTensor(Tensor):
 
     def is_shared(self) -> bool:
         """Whether the plain tensors are in shared memory."""
-        held = self.rowwise or self.columnwise
-        assert held is not None
-        return bool(held.codes.is_shared())
+        return bool(self._first_copy().codes.is_shared())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = [d for d in ("rowwise", "columnwise") if getattr(self, d) is not None]
@@ -209,7 +302,7 @@ class GroupedTensor(Tensor):
     # ------------------------------------------------------------------ how PyTorch handles it
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Format, torch.dtype]]:
-        return [n for n in _INNER if getattr(self, n) is not None], (self.format, self.dtype)
+        return list(self._inner()), (self.format, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -220,43 +313,46 @@ class GroupedTensor(Tensor):
     ) -> GroupedTensor:
         fmt, dtype = context
         parts = [inner.get(name) for name in _INNER]
-        return GroupedTensor(
+        return GroupedTensor._of(
             outer_size, dtype, fmt, parts[6], _copy_of(*parts[:3]), _copy_of(*parts[3:6])
         )
+
+    def _inner(self) -> dict[str, Tensor]:
+        """The plain tensors that it holds, by attribute."""
+        return {n: getattr(self, n) for n in _INNER if getattr(self, n) is not None}
 
     def _apply_inner(
         self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> GroupedTensor:
         """The same tensor over ``function`` of the plain tensors."""
-        inner = {
-            name: function(getattr(self, name))
-            for name in _INNER
-            if getattr(self, name) is not None
-        }
+        inner = {name: function(t) for name, t in self._inner().items()}
         context = (self.format, dtype or self.dtype)
         return self.__tensor_unflatten__(inner, context, self.shape, self.stride())
 
     def _quantize_into(self, x: Tensor, offs: Tensor | None, amax: Tensor | None = None) -> None:
         """Quantize ``x``, of this shape and cut at ``offs``, into this tensor's storage."""
-        assert isinstance(self.format, NVFP4)
+        fmt = nvfp4(self.format)
         names = ("out_codes", "out_scales", "out_amax", "out_codes_t", "out_scales_t", "out_amax_t")
         outs = {name: getattr(self, inner) for name, inner in zip(names, _INNER[:6], strict=True)}
         torch.ops.cute_kernels.grouped_quantize_nvfp4_out(
             x,
             offs,
             amax,
-            self.format.row_scaled,
-            self.format.is_2d,
+            fmt.row_scaled,
+            fmt.is_2d,
             self._codes is not None,
             self._codes_t is not None,
             **outs,
         )
-        if self.format.prepacked:
+        if fmt.prepacked:
             for codes in (self._codes, self._codes_t):
                 if codes is not None:
                     codes.copy_(prepack(codes))
         if offs is not None and self._offs is not None and offs is not self._offs:
             self._offs.copy_(offs)
+            increment_version(self._offs)
+        # The flat op told autograd of the plain tensors; what holds them may be saved, too.
+        increment_version(self)
 
     def _copy_from(self, source: Tensor) -> None:
         same_bytes = (
@@ -271,12 +367,14 @@ class GroupedTensor(Tensor):
             and (self._offs is None) == (source._offs is None)
         )
         if same_bytes:
-            for name in _INNER:
-                if getattr(self, name) is not None:
-                    getattr(self, name).copy_(getattr(source, name))
+            for name, held in self._inner().items():
+                held.copy_(getattr(source, name))
+            # PyTorch counts the write to the wrapper, but not what it does inside.
+            increment_version([self, *self._inner().values()])
             return
         dense = source.dequantize() if isinstance(source, GroupedTensor) else source
-        self._quantize_into(dense.to(self.device, self.dtype).expand(self.shape), self._offs)
+        dense = dense.detach().to(self.device, self.dtype)
+        self._quantize_into(dense.expand(self.shape), self._offs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -292,13 +390,16 @@ class GroupedTensor(Tensor):
             return known(func, *args, **kwargs)
         if _decodes(func):
             return _decode_compute_encode(func, args, kwargs)
+        instead = _INSTEAD.get(func._schema.name.split("::")[1])
         raise TypeError(
-            f"{func} does not work on a GroupedTensor; decode it first with .dequantize()"
+            f"{func} does not work on a GroupedTensor"
+            + (f": {instead}; or decode it" if instead else "; decode it")
+            + " first with .dequantize()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         fields = dataclasses.asdict(self.format)
-        inner = {n: getattr(self, n) for n in _INNER if getattr(self, n) is not None}
+        inner = self._inner()
         is_parameter = getattr(self, "_is_param", False)
         return _rebuild, (
             tuple(self.shape),
@@ -308,6 +409,7 @@ class GroupedTensor(Tensor):
             inner,
             self.requires_grad,
             is_parameter,
+            version(),
         )
 
 
@@ -327,11 +429,20 @@ def _rebuild(
     inner: dict[str, Tensor],
     requires_grad: bool,
     is_parameter: bool,
+    written_by: str = "0.1.0 or older",
+    *more: object,
 ) -> GroupedTensor:
     """Make a tensor from what ``torch.save`` wrote."""
-    fmt = _FORMATS[format_name](**fields)
-    self = GroupedTensor.__tensor_unflatten__(inner, (fmt, dtype), shape, ())
-    self.requires_grad_(requires_grad)
+    fmt = saved_format(format_name, fields, written_by)
+    unknown = sorted(inner.keys() - set(_INNER)) + [f"{item!r}" for item in more]
+    if unknown:
+        raise ValueError(
+            f"a GroupedTensor has no field {', '.join(unknown)}: the file was written by "
+            f"grouped-kernels {written_by}, this is {version()}"
+        )
+    *parts, offs = (inner.get(name) for name in _INNER)
+    copies = _copy_of(*parts[:3]), _copy_of(*parts[3:])
+    self = GroupedTensor(shape, dtype, fmt, offs, *copies, requires_grad)
     if is_parameter:
         self._is_param = True  # type: ignore[attr-defined]
     return self
@@ -353,7 +464,12 @@ def assemble(
     """Make a tensor from the outputs of the quantize op; a compiled graph calls it as one node."""
     first = QuantizedCopy(*parts[:3]) if rowwise else None
     second = QuantizedCopy(*parts[3:]) if columnwise else None
-    return GroupedTensor(shape, dtype, fmt, offs, first, second)
+    if torch._C._functorch.is_batchedtensor(parts[0 if rowwise else 3]):
+        raise TypeError(
+            "vmap over grouped.quantize: a GroupedTensor has its groups as the batch; stack x to "
+            "(G, N, K), or call quantize on all rows with offs, outside of vmap"
+        )
+    return GroupedTensor._of(shape, dtype, fmt, offs, first, second)
 
 
 # ------------------------------------------------------------------------ ops on grouped tensors
@@ -377,9 +493,7 @@ def _save_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype = inputs[0].dtype
 
 
-torch.library.register_autograd(
-    "grouped::dequantize", _straight_through, setup_context=_save_dtype, lib=_LIBRARY
-)
+register_autograd("dequantize", _straight_through, _save_dtype, _LIBRARY)
 
 
 def handler(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -405,13 +519,13 @@ def _dequantize(
     held = x.rowwise if direction == "rowwise" else x.columnwise
     if held is None:
         raise RuntimeError(f"this GroupedTensor has no {direction} copy: {x!r}")
-    assert isinstance(x.format, NVFP4)
+    fmt = nvfp4(x.format)
     out: Tensor = ops.grouped_dequantize_nvfp4(
         *held,
         x.offs,
         x.shape[-2],
         dtype or x.dtype,
-        direction == "rowwise" and x.format.row_scaled,
+        direction == "rowwise" and fmt.row_scaled,
         direction == "columnwise",
     )
     return out
@@ -463,8 +577,28 @@ def _like(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Tensor:
     return out
 
 
+@handler(aten.new_empty.default)
+def _new_empty(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
+    # The staging of torch.distributed.checkpoint asks for an empty tensor of this shape on the CPU
+    # and then sets each attribute of this one on it. On a plain tensor they would have no effect,
+    # and it would store what happens to be in memory.
+    if tuple(size) == tuple(x.shape) and kwargs.get("device") is not None:
+        device, dtype = torch.device(kwargs["device"]), kwargs.get("dtype") or x.dtype
+        if dtype in ops.checks.INPUT_DTYPES:
+            return x._apply_inner(
+                lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device),
+                dtype,
+            )
+    plain: Tensor = _new(func, x, size, **kwargs)
+    return plain
+
+
+@handler(aten.is_pinned.default)
+def _is_pinned(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> bool:
+    return all(func(t, *args, **kwargs) for t in x._inner().values())
+
+
 @handler(
-    aten.new_empty.default,
     aten.new_empty_strided.default,
     aten.new_zeros.default,
     aten.new_ones.default,
@@ -480,8 +614,8 @@ def _copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False
     if isinstance(target, GroupedTensor):
         target._copy_from(source)
         return target
-    assert isinstance(source, GroupedTensor)
-    return target.copy_(source.dequantize(), non_blocking)
+    dense = source.dequantize() if isinstance(source, GroupedTensor) else source
+    return target.copy_(dense, non_blocking)
 
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "neg", "abs", "lerp", "pow")
@@ -534,7 +668,7 @@ def _decode_compute_encode(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     Arguments are matched to the schema by name, and those that ``func`` returns come back as the
     grouped tensors they were.
     """
-    schema = func._schema.arguments
+    schema, name = func._schema.arguments, func._schema.name.split("::")[1]
     named = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
     dense: dict[int, Tensor] = {}
 
@@ -544,6 +678,7 @@ def _decode_compute_encode(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return dense[id(x)]
 
     decoded = tree_map_only(GroupedTensor, decode, named)
+    operands = dict(decoded)
     positional = [decoded.pop(a.name) for a in schema if not a.kwarg_only and a.name in decoded]
     result = func(*positional, **decoded)
     owners: dict[int, GroupedTensor] = {}
@@ -551,8 +686,13 @@ def _decode_compute_encode(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         value = named.get(argument.name)
         if not _writes(argument):
             continue
-        for x in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(x, GroupedTensor):
-                x._quantize_into(dense[id(x)], x._offs)
-                owners[id(dense[id(x)])] = x
+        for i, x in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+            if not isinstance(x, GroupedTensor):
+                continue
+            values, watched = dense[id(x)], adds_update(name)
+            before = snapshot(x) if watched else None
+            x._quantize_into(values, x._offs)
+            if watched:
+                warn_if_lost(x, before, name, operands, i, values)
+            owners[id(values)] = x
     return tree_map(lambda t: owners.get(id(t), t), result)

@@ -24,9 +24,9 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.gemm.config import TILE_SHAPES, GemmConfig, GemmProblem, TileShape
 from cute_kernels.gemm.heuristics import choose_config
+from cute_kernels.layout.shapes import ceil_div, num_slot_tiles, scale_tiles, slot_tile
 from cute_kernels.reference.groups import untile_scales
 from cute_kernels.reference.tensor_core import tensor_core_gemm
-from cute_kernels.layout.shapes import ceil_div, num_slot_tiles, scale_tiles, slot_tile
 
 ARCH = "sm_100a"
 NUM_SMS = 8

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from cute_kernels import emulator
+from cute_kernels.layout.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles
 from cute_kernels.quantize import (
     AmaxConfig,
     DbiasConfig,
@@ -27,7 +28,6 @@ from cute_kernels.quantize import (
     RowScaledConfig,
     TileConfig,
 )
-from cute_kernels.layout.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles
 
 NUM_SMS = 4
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.gemm.config import GemmProblem
-from cute_kernels.reference.nvfp4 import block_values, linear_column_scales, linear_row_scales
 from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, num_slot_tiles, scale_tiles
+from cute_kernels.reference.nvfp4 import block_values, linear_column_scales, linear_row_scales
 from perf.routing import split_rows
 
 if TYPE_CHECKING:

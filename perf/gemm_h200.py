@@ -25,9 +25,9 @@ import cute_kernels
 from cute_kernels.gemm.heuristics import choose_config
 from cute_kernels.gemm.hopper.config import HOPPER_TILE_SHAPES, ExpandConfig, HopperGemmConfig
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
+from cute_kernels.layout.shapes import PIECE_K, ceil_div
 from cute_kernels.runtime.backend import active_backend
 from cute_kernels.runtime.launch import launcher
-from cute_kernels.layout.shapes import PIECE_K, ceil_div
 from perf.gemm_cases import CASES, PRODUCTS, Case
 from perf.measure import machine_facts, relative_error, sustained
 from perf.routing import ROUTINGS

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from cute_kernels.formats import NVFP4
+from cute_kernels.layout.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles
 from cute_kernels.quantize import AmaxConfig, QuantizeProblem, RowScaledConfig, TileConfig
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.compile import compile_kernel
-from cute_kernels.layout.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles
 from perf.measure import machine_facts
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ bits, and the shape of the tile does not.
 **What it finds.** Each is an ``EmulatorError`` that names the kernel, CTA, warp and PTX line:
 
 - global (``watch``), shared, tensor-memory and local accesses out of bounds; misalignment; invalid
-  TMA boxes and tensor maps;
+  TMA boxes and tensor maps, also a misaligned address of one that the kernel makes or changes;
 - deadlock, with every warp's position and what it waits for, and polling for what does not come;
 - an mbarrier that is used before ``mbarrier.init`` or gets more arrivals than it was made for, and
   named barriers with differing thread counts;
@@ -61,6 +61,8 @@ bits, and the shape of the tile does not.
   ``wgmma.fence``, ``tcgen05.wait::ld``, ``fence.proxy.tensormap`` or memory fence may go unseen.
   Several warps that write the same value to the same place are reported; shared flags that are
   polled by ordinary loads are, too.
+- Where a kernel makes a tensor map by ordinary instructions, strides that are no multiple of 16
+  bytes are cut before the emulator can see them; addresses are checked.
 - A spin on ordinary loads or ``mbarrier.test_wait`` is found after ``max_idle_insns``.
 
 **How far it is checked.** ``tests/emulator`` compares 228 integer, floating-point, conversion,
@@ -81,7 +83,8 @@ first: compiling for the emulator after compiling for a real device is an error 
 ``cutlass_hooks``). A process that never calls ``install`` is not touched. While the emulator is
 installed, the DSL's ``from_dlpack`` takes CPU tensors only. Kernels are recognised by their cubin:
 an object file from a disk cache runs only if ``load_ptx`` got its PTX and cubin in this process
-(``call`` then runs it). The engine is not thread-safe.
+(``call`` then runs it). Threads may use the emulator together: launches wait for each other,
+``options`` are a thread's own, and watched memory and counts are those of all threads.
 """
 
 from cute_kernels.emulator.compilation import build

@@ -2,7 +2,9 @@
 
 The library is named after a hash of its sources and of what the compiler says about itself and this
 machine's processor, so another source version, compiler or processor never meets it. It is moved
-into place when it is complete: processes that build at the same time cannot see half of one.
+into place when it is complete: processes that build at the same time cannot see half of one. Beside
+it is its SHA-256, without which, or with another, it is built anew. A library is code: it is taken
+only from a folder and a file that nobody else may write (``host.trust``).
 """
 
 from __future__ import annotations
@@ -19,13 +21,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cute_kernels.emulator.errors import BuildError
+from cute_kernels.host.settings import cache_root, warn_once
+from cute_kernels.host.trust import (
+    FILE_MODE,
+    distrust,
+    make_folder,
+    open_folder,
+    read_file,
+    write_file,
+)
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 _SOURCES = Path(__file__).resolve().parent / "src"
 _FLAGS = ["-std=c++17", "-O2", "-march=native", "-fPIC", "-fno-math-errno", "-w"]
-_INSTALL = (
+_HINT = (
     "The emulator compiles its engine on first use and needs g++ 12 or later (C++17 and _Float16): "
     "install it (Debian or Ubuntu: apt-get install g++), or name another compiler in CXX."
 )
@@ -40,37 +51,33 @@ def compiler() -> str:
     name = os.environ.get("CXX") or "g++"
     path = shutil.which(name)
     if path is None:
-        raise BuildError(f"no C++ compiler {name!r} was found. {_INSTALL}")
+        raise BuildError(f"no C++ compiler {name!r} was found. {_HINT}")
     return path
 
 
 def cache_directory() -> Path:
     """Where libraries are kept.
 
-    ``CUTE_KERNELS_CACHE_DIR``, else ``XDG_CACHE_HOME/cute_kernels``, else
-    ``~/.cache/cute_kernels``; a directory of this user's under the system's temporary directory
-    where that is not writable.
+    ``emulator`` in the cache folder (``host.settings.cache_root``); where this user cannot write
+    that, or others can, a directory of this user's under the system's temporary directory.
     """
-    chosen = os.environ.get("CUTE_KERNELS_CACHE_DIR")
-    root = Path(chosen or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    directory = root / "emulator" if chosen else root / "cute_kernels" / "emulator"
-    if _make_writable(directory):
-        return directory
+    root = cache_root()
+    if root is not None and _is_usable(root / "emulator"):
+        return root / "emulator"
     private = Path(tempfile.gettempdir()) / f"cute_kernels-{os.getuid()}"
-    with contextlib.suppress(OSError):
-        private.mkdir(mode=0o700, exist_ok=True)
-        status = private.lstat()
-        # A library is code: take none from a directory that others can write to.
-        if status.st_uid == os.getuid() and not private.is_symlink() and not status.st_mode & 0o022:
-            directory = private / "emulator"
-            if _make_writable(directory):
-                return directory
+    # Anybody can put a symbolic link there, to another of this user's folders.
+    if _is_usable(private) and not private.is_symlink() and _is_usable(private / "emulator"):
+        return private / "emulator"
     return Path(tempfile.mkdtemp(prefix="cute_kernels-"))
 
 
-def _make_writable(directory: Path) -> bool:
+def _is_usable(directory: Path) -> bool:
+    """Whether code may be kept in the directory, which is made if it is missing."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
+        if reason := distrust(directory.stat()):
+            warn_once(f"the emulator's library is not kept in {directory}: {reason}")
+            return False
         with tempfile.TemporaryFile(dir=directory):
             return True
     except OSError:
@@ -86,7 +93,7 @@ def _digest(cxx: str) -> str:
         [cxx, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, check=False
     )
     if macros.returncode:
-        raise BuildError(f"{cxx} failed: {macros.stderr.decode()}\n{_INSTALL}")
+        raise BuildError(f"{cxx} failed: {macros.stderr.decode()}\n{_HINT}")
     h.update(macros.stdout)
     return h.hexdigest()[:16]
 
@@ -105,7 +112,7 @@ def _run(command: list[str], directory: Path) -> None:
     if done.returncode:
         raise BuildError(
             f"the emulator's engine did not compile.\n{' '.join(command)}\n"
-            f"{done.stderr.decode()[-4000:]}\n{_INSTALL}"
+            f"{done.stderr.decode()[-4000:]}\n{_HINT}"
         )
 
 
@@ -129,6 +136,32 @@ def _compile(cxx: str, work: Path) -> Path:
     return work / "engine.so"
 
 
+def _is_intact(library: Path) -> bool:
+    """Whether the library is there, is this user's own or root's, and has its hash beside it."""
+    try:
+        folder = open_folder(library.parent)
+        try:
+            found = hashlib.sha256(read_file(folder, library.name)).hexdigest()
+            return found.encode() == read_file(folder, _hash_file(library).name)
+        finally:
+            os.close(folder)
+    except OSError:
+        return False
+
+
+def _hash_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _install(built: Path, library: Path) -> None:
+    """Move what was built to where it is kept."""
+    digest = hashlib.sha256(built.read_bytes()).hexdigest()
+    built.chmod(FILE_MODE)
+    built.replace(library)
+    # Last, so that a process that dies in between leaves a library that is not taken.
+    write_file(_hash_file(library), digest.encode())
+
+
 @functools.cache
 def build() -> Path:
     """Path of the compiled engine, which is built if the cache has none.
@@ -139,10 +172,10 @@ def build() -> Path:
     cxx = compiler()
     cache = cache_directory()
     library = cache / f"libcute_kernels_emulator-{_digest(cxx)}.so"
-    if library.exists():
+    if _is_intact(library):
         return library
     with _lock(library.with_suffix(".lock")):
-        if not library.exists():
+        if not _is_intact(library):
             with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as work:
-                _compile(cxx, Path(work)).replace(library)
+                _install(_compile(cxx, Path(work)), library)
     return library

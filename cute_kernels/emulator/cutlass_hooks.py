@@ -14,6 +14,7 @@ limit: ``cute_kernels.runtime`` loads emulated kernels in that way.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -187,16 +188,17 @@ def _is_emulated(compiled: Any) -> bool:
 
 def _run(call: Callable[[], Any]) -> Any:
     """Call into emulated host code; a failure of the emulator becomes an ``EmulatorError``."""
-    engine.clear_error()
-    try:
-        result = call()
-    except Exception as e:
+    with engine.exclusive():
+        engine.clear_error()
+        try:
+            result = call()
+        except Exception as e:
+            if message := engine.last_error():
+                raise EmulatorError(message) from None
+            raise e
         if message := engine.last_error():
-            raise EmulatorError(message) from None
-        raise e
-    if message := engine.last_error():
-        raise EmulatorError(message)
-    return result
+            raise EmulatorError(message)
+        return result
 
 
 @functools.cache
@@ -229,7 +231,9 @@ def _patch_compiled_functions() -> None:
 
     @_wrap(function, "to")
     def _to(original: Any, self: Any, device: Any = None) -> Any:
-        made = original(self, device)
+        # Loads the cubin; another thread may be running a kernel.
+        with engine.exclusive() if _is_emulated(self) else contextlib.nullcontext():
+            made = original(self, device)
         if _is_emulated(self) and isinstance(self.jit_module, executor.CudaDialectJitModule):
             vars(self.jit_module)["_cute_kernels_emulated"] = True
         return made

@@ -6,10 +6,12 @@ import contextlib
 import ctypes
 import functools
 import re
+import threading
 from typing import TYPE_CHECKING, Any
 
 from cute_kernels.emulator.compilation import build
 from cute_kernels.emulator.errors import EmulatorError
+from cute_kernels.host.locks import ForkSafeLock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,10 +40,31 @@ class _Config(ctypes.Structure):
     ]
 
 
-_config = _Config(4, 1, 0, 0, 4_000_000_000, 50_000_000, 1, 0)
+#: Where no option says otherwise.
+_defaults = _Config(4, 1, 0, 0, 4_000_000_000, 50_000_000, 1, 0)
 _capability = [10, 0]
 _modules: list[Module] = []  # the engine holds addresses of their variables
 _kernels: dict[str, Kernel] = {}
+
+
+class _Options(threading.local):
+    """What ``options`` changes in one thread, by field of ``_Config``."""
+
+    def __init__(self) -> None:
+        self.changed: dict[str, int] = {}
+
+
+_options = _Options()
+
+
+def _recover_after_fork() -> None:
+    """Forget, in a forked child, what another thread of its parent was running."""
+    if library.cache_info().currsize:
+        library().emu_forget_launch()
+
+
+# The engine is one machine with one set of programs, whatever thread drives it.
+_lock = ForkSafeLock(on_orphaned=_recover_after_fork)
 
 
 @functools.cache
@@ -51,13 +74,26 @@ def library() -> ctypes.CDLL:
     for name in ("emu_opcodes", "emu_types", "emu_statistics", "emu_last_error", "emu_cubin_hash"):
         getattr(lib, name).restype = ctypes.c_char_p
     lib.emu_tensor_map_encode.restype = ctypes.c_char_p
-    _apply(lib)
     return lib
 
 
-def _apply(lib: ctypes.CDLL) -> None:
-    lib.emu_configure(ctypes.byref(_config))
-    lib.emu_set_device(int(_config.num_sms), *_capability)
+@contextlib.contextmanager
+def exclusive() -> Iterator[ctypes.CDLL]:
+    """Keep other threads from the engine inside the block; it has this thread's options there."""
+    with _lock:
+        lib = library()
+        config = _config()
+        lib.emu_configure(ctypes.byref(config))
+        lib.emu_set_device(int(config.num_sms), *_capability)
+        yield lib
+
+
+def _config() -> _Config:
+    """The options of this thread."""
+    config = _Config.from_buffer_copy(_defaults)
+    for name, value in _options.changed.items():
+        setattr(config, name, value)
+    return config
 
 
 def set_device(arch: str, num_sms: int) -> None:
@@ -67,26 +103,33 @@ def set_device(arch: str, num_sms: int) -> None:
         raise ValueError(f"arch must be like 'sm_90a' or 'sm_100a', got {arch!r}")
     if num_sms < 1:
         raise ValueError(f"num_sms must be positive, got {num_sms}")
-    _capability[:] = int(m.group(1)), int(m.group(2))
-    _config.num_sms = num_sms
-    _apply(library())
+    with exclusive():
+        _capability[:] = int(m.group(1)), int(m.group(2))
+        _defaults.num_sms = num_sms
 
 
 def device_attribute(attribute: int) -> int:
     """What ``cudaDeviceGetAttribute`` answers for the emulated device."""
     value = ctypes.c_int()
-    library()._cudaDeviceGetAttribute(ctypes.byref(value), int(attribute), 0)
+    with exclusive() as lib:
+        lib._cudaDeviceGetAttribute(ctypes.byref(value), int(attribute), 0)
     return value.value
+
+
+def device_sms() -> int:
+    """Multiprocessors of the emulated device where no option says otherwise."""
+    return int(_defaults.num_sms)
 
 
 def num_sms() -> int:
     """Multiprocessors of the emulated device."""
-    return int(_config.num_sms)
+    return int(_config().num_sms)
 
 
 def resident_ctas() -> int:
     """CTAs that run at the same time."""
-    return int(_config.num_sms * _config.ctas_per_sm)
+    config = _config()
+    return int(config.num_sms * config.ctas_per_sm)
 
 
 def clear_error() -> None:
@@ -114,14 +157,14 @@ def load_ptx(text: str, cubin: bytes | None = None) -> list[str]:
     """
     from cute_kernels.emulator.parser import Module
 
-    lib = library()
-    module = Module(text, lib.emu_opcodes().decode().split(), lib.emu_types().decode().split())
-    _modules.append(module)
-    for address, size in module.memory:
-        lib.emu_add_module_range(ctypes.c_uint64(address), ctypes.c_uint64(size))
-    prefix = f"{lib.emu_cubin_hash(cubin).decode()}:" if cubin is not None else ""
-    for kernel in module.kernels:
-        _add_program(lib, prefix + kernel.name, kernel)
+    with exclusive() as lib:
+        module = Module(text, lib.emu_opcodes().decode().split(), lib.emu_types().decode().split())
+        _modules.append(module)
+        for address, size in module.memory:
+            lib.emu_add_module_range(ctypes.c_uint64(address), ctypes.c_uint64(size))
+        prefix = f"{lib.emu_cubin_hash(cubin).decode()}:" if cubin is not None else ""
+        for kernel in module.kernels:
+            _add_program(lib, prefix + kernel.name, kernel)
     return [kernel.name for kernel in module.kernels]
 
 
@@ -192,7 +235,6 @@ def launch(
         KeyError: No such kernel was loaded.
         ValueError: The arguments do not fit the parameters.
     """
-    lib = library()
     sizes = _kernels[kernel].param_size
     if len(args) != len(sizes):
         raise ValueError(f"{kernel} has {len(sizes)} parameters, got {len(args)} arguments")
@@ -205,19 +247,20 @@ def launch(
         x, y, z, *_ = (*(sizes or ()), 1, 1, 1)
         return (ctypes.c_uint32 * 3)(x, y, z)
 
-    failed = lib.emu_launch(
-        kernel.encode(),
-        dim3(grid),
-        dim3(block),
-        dim3(cluster),
-        int(cluster is not None),
-        dynamic_smem,
-        pointers,
-    )
-    if failed:
-        message = last_error()
-        clear_error()
-        raise EmulatorError(message)
+    with exclusive() as lib:
+        failed = lib.emu_launch(
+            kernel.encode(),
+            dim3(grid),
+            dim3(block),
+            dim3(cluster),
+            int(cluster is not None),
+            dynamic_smem,
+            pointers,
+        )
+        if failed:
+            message = last_error()
+            clear_error()
+            raise EmulatorError(message)
 
 
 _DRIVER_TYPES = {
@@ -277,7 +320,7 @@ def options(
     check_fences: bool | None = None,
     races: bool | None = None,
 ) -> Iterator[None]:
-    """Change how kernels run inside the block; None leaves an option as it is.
+    """Change how this thread's kernels run inside the block; None leaves an option as it is.
 
     Args:
         mode: ``"eager"`` (warps in order, asynchronous work at once) or ``"chaos"`` (warps in
@@ -307,18 +350,12 @@ def options(
         value = new[name]
         if value is not None and value < 1:
             raise ValueError(f"{name} must be positive, got {value}")
-    lib = library()
-    changed = {name: value for name, value in new.items() if value is not None}
-    old = {name: getattr(_config, name) for name in changed}
-    for name, value in changed.items():
-        setattr(_config, name, value)
-    _apply(lib)
+    before = _options.changed
+    _options.changed = before | {name: value for name, value in new.items() if value is not None}
     try:
         yield
     finally:
-        for name, value in old.items():
-            setattr(_config, name, value)
-        _apply(lib)
+        _options.changed = before
 
 
 def watch(*tensors: Any) -> None:
@@ -326,26 +363,27 @@ def watch(*tensors: Any) -> None:
 
     Global memory that nobody watches is out of bounds, except for kernels' own parameters and
     constants. Where nothing is watched, all memory may be touched. A tensor is watched with the
-    whole of its storage; keep it alive until ``unwatch``.
+    whole of its storage; keep it alive until ``unwatch``. This holds for kernels of all threads.
     """
-    lib = library()
-    for t in tensors:
-        if hasattr(t, "untyped_storage"):
-            storage = t.untyped_storage()
-            address, size = storage.data_ptr(), storage.nbytes()
-        else:
-            address, size = t.ctypes.data, t.nbytes
-        if size:
-            lib.emu_add_range(ctypes.c_uint64(address), ctypes.c_uint64(size))
+    with exclusive() as lib:
+        for t in tensors:
+            if hasattr(t, "untyped_storage"):
+                storage = t.untyped_storage()
+                address, size = storage.data_ptr(), storage.nbytes()
+            else:
+                address, size = t.ctypes.data, t.nbytes
+            if size:
+                lib.emu_add_range(ctypes.c_uint64(address), ctypes.c_uint64(size))
 
 
 def unwatch() -> None:
     """Forget every watched tensor: all memory may be touched again."""
-    library().emu_clear_ranges()
+    with exclusive() as lib:
+        lib.emu_clear_ranges()
 
 
 def stats() -> dict[str, int]:
-    """Counts of all launches that succeeded since ``reset_stats``.
+    """Counts of all launches that succeeded, in any thread, since ``reset_stats``.
 
     Returns:
         ``warp_insns`` and ``thread_insns``; ``op.<OPCODE>`` warp instructions of each class that
@@ -354,9 +392,9 @@ def stats() -> dict[str, int]:
         ``smem_wavefronts`` they take (the difference is bank conflicts); ``mma_flops``,
         ``mma_insns``, ``ctas`` and ``atomics``.
     """
-    lib = library()
-    counts = (ctypes.c_uint64 * lib.emu_num_stats())()
-    lib.emu_stats(counts)
+    with exclusive() as lib:
+        counts = (ctypes.c_uint64 * lib.emu_num_stats())()
+        lib.emu_stats(counts)
     opcodes = lib.emu_opcodes().decode().split()
     names = lib.emu_statistics().decode().split()
     out = {"warp_insns": counts[0], "thread_insns": counts[1]}
@@ -367,4 +405,5 @@ def stats() -> dict[str, int]:
 
 def reset_stats() -> None:
     """Start counting afresh."""
-    library().emu_reset_stats()
+    with exclusive() as lib:
+        lib.emu_reset_stats()

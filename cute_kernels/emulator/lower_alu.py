@@ -29,6 +29,16 @@ def _plain(op: Opcode, operands: list[str]) -> None:
     op.emit(op.name.upper(), _values(op, operands))
 
 
+#: Bits 4 to 56, those of a tensor map's global address. Where a kernel makes the map (the DSL's
+#: ``make_tiled_tma_atom`` in device code), ordinary instructions encode it, and cut the address so.
+_TENSOR_MAP_ADDRESS_BITS = (1 << 57) - 16
+
+
+def _and(op: Opcode, operands: list[str]) -> None:
+    is_address = op.types == ["b64"] and literal(operands[-1]) == _TENSOR_MAP_ADDRESS_BITS
+    op.emit("TMAP_ADDRESS" if is_address else "AND", _values(op, operands))
+
+
 def _mov(op: Opcode, operands: list[str]) -> None:
     b = op.builder
     to, source = operands
@@ -133,10 +143,11 @@ _ARITHMETIC = (
     "subc", "madc", "rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh", "copysign",
 )  # fmt: skip
 _PLAIN = (
-    "and", "or", "xor", "not", "cnot", "shl", "shr", "popc", "clz", "brev", "bfe", "bfi", "dp4a",
+    "or", "xor", "not", "cnot", "shl", "shr", "popc", "clz", "brev", "bfe", "bfi", "dp4a",
     "selp", "slct", "mapa", "getctarank", "isspacep", "activemask",
 )  # fmt: skip
 ALU: dict[str, Lowering] = {
+    "and": _and,
     "mov": _mov,
     "cvta": _cvta,
     "lop3": _lop3,

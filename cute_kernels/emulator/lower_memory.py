@@ -171,7 +171,8 @@ _REPLACED_FIELDS = [
     "global_address", "rank", "box_dim", "global_dim", "global_stride", "element_stride",
     "elemtype", "interleave_layout", "swizzle_mode", "fill_mode",
 ]  # fmt: skip
-_INDEXED_FIELDS = ("box_dim", "global_dim", "global_stride", "element_stride")
+#: Fields of one value for each dimension, and how many there are.
+_INDEXED_FIELDS = {"box_dim": 5, "global_dim": 5, "global_stride": 4, "element_stride": 5}
 
 
 def _tensormap(op: Opcode, operands: list[str]) -> None:
@@ -181,13 +182,16 @@ def _tensormap(op: Opcode, operands: list[str]) -> None:
     op.refuse("swizzle_atomicity")
     sub = op.choose(_REPLACED_FIELDS)
     shared = any(m.startswith("shared") for m in op.modifiers)
-    index = literal(operands[1]) if _REPLACED_FIELDS[sub] in _INDEXED_FIELDS else 0
+    count = _INDEXED_FIELDS.get(_REPLACED_FIELDS[sub])
+    index = 0 if count is None else literal(operands[1])
+    if index is None or not 0 <= index < (count or 1):
+        raise ValueError(f"{_REPLACED_FIELDS[sub]} has no index {operands[1]}")
     fields: list[Operand] = [b.address(operands[0]), b.value(operands[-1])]
     op.emit(
         "TMAP_REPLACE",
         fields,
         sub=sub,
-        aux=index or 0,
+        aux=index,
         space=SPACES["shared" if shared else "global"],
     )
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["ALIGNMENT", "dense", "dtype_name", "readable"]
+__all__ = ["ALIGNMENT", "aligned", "dense", "dtype_name", "readable"]
 
 #: Bytes to which the quantizers' vector accesses ask their operands to be aligned.
 ALIGNMENT = 32
@@ -22,6 +22,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dense(x: Tensor | None) -> Tensor | None:
     """A vector or small matrix as kernels take it: contiguous, copied only if it is not."""
     return None if x is None else x.contiguous()
+
+
+def aligned(x: Tensor | None, to: int) -> Tensor | None:
+    """A dense operand, copied only if its address is no multiple of ``to`` bytes."""
+    return x if x is None or x.data_ptr() % to == 0 else x.clone()
 
 
 def readable(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from cute_kernels.ops import gemm_kernels
 from cute_kernels.ops.checks import INPUT_DTYPES
 from cute_kernels.ops.gemm import MGroupedGemmNVFP4, MixedInputGemm
 from cute_kernels.ops.quantize import GroupedQuantizeNVFP4
-from cute_kernels.ops.registry import register
+from cute_kernels.ops.registry import Allocator, register
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,7 @@ class MGroupedQuantizeGemmNVFP4(MixedInputGemm):
         bias: (G, N), added in fp32.
         alpha: (G,) fp32 factors.
         row_scaled: the second level of A is one amax per row instead of one per group.
-        out_dtype: bf16, fp16 or fp32; bf16 by default.
+        out_dtype: bf16, fp16 or fp32; bf16 by default, as in the second of the two ops.
         prepacked: as for ``m_grouped_gemm_nvfp4``.
 
     Returns:
@@ -65,21 +65,22 @@ class MGroupedQuantizeGemmNVFP4(MixedInputGemm):
         return "grouped_gemm", NVFP4(row_scaled=self.row_scaled)
 
     def kernels(self, launch: Launcher) -> Runner:
-        return gemm_kernels.quantizing(self, launch) or _one_after_the_other
+        return gemm_kernels.quantizing(self, launch) or _one_after_the_other(self, launch)
 
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        self.product().run_reference(outputs, **options)
+    def run_reference(self, outputs: Sequence[Tensor | None], **options: Any) -> None:
+        quantizer = self.quantizer()
+        a = [s and s.allocate(self.device, True) for s in quantizer.outputs()]
+        quantizer.run_reference(a)
+        self.product(a).run_reference(outputs, **options)
 
-    def product(self) -> MGroupedGemmNVFP4:
-        """The GEMM of the quantized A."""
-        a = GroupedQuantizeNVFP4.invoke(
-            self.a, self.offs, None, self.row_scaled, False, True, False
-        )
-        codes, scales, amax = a[:3]
+    def quantizer(self) -> GroupedQuantizeNVFP4:
+        """What quantizes A."""
+        return GroupedQuantizeNVFP4(self.a, self.offs, row_scaled=self.row_scaled)
+
+    def product(self, a: Sequence[Tensor | None]) -> MGroupedGemmNVFP4:
+        """The GEMM of what the quantizer made of A."""
         return MGroupedGemmNVFP4(
-            codes,
-            scales,
-            amax,
+            *cast("tuple[Tensor, Tensor, Tensor]", tuple(a[:3])),
             self.b_codes,
             self.b_scales,
             self.b_amax,
@@ -92,8 +93,18 @@ class MGroupedQuantizeGemmNVFP4(MixedInputGemm):
         )
 
 
-def _one_after_the_other(
-    op: MGroupedQuantizeGemmNVFP4, outputs: Sequence[Tensor | None], **options: bool
-) -> None:
-    product = op.product()
-    product.cached_plan().run(product, outputs, **options)
+def _one_after_the_other(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Runner:
+    """Quantizing to codes in memory, and the GEMM of those."""
+    quantizer = op.quantizer()
+    quantize = quantizer.kernels(launch)
+    codes = Allocator(quantizer.outputs(), op.device)
+    multiply = op.product(codes.make()).kernels(launch)
+
+    def run(
+        op: MGroupedQuantizeGemmNVFP4, outputs: Sequence[Tensor | None], **options: bool
+    ) -> None:
+        a = codes.make()
+        quantize(op.quantizer(), a)
+        multiply(op.product(a), outputs, **options)
+
+    return run

@@ -14,21 +14,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.capability import UnsupportedError, require
+from cute_kernels.capability import require
 from cute_kernels.formats import NVFP4, Format
 from cute_kernels.gemm.hopper.prepack import unpack
-from cute_kernels.ops import gemm_kernels
-from cute_kernels.ops.checks import (
-    INPUT_DTYPES,
-    check_dtype,
-    check_multiple,
-    check_offs,
-    check_tensor,
-    same_device,
-)
-from cute_kernels.ops.registry import Op, OutputSpec, register
-from cute_kernels.reference.groups import Groups
-from cute_kernels.runtime.backend import active_backend
 from cute_kernels.layout.shapes import (
     PITCH_ALIGNMENT,
     SF_TILE_BYTES,
@@ -38,11 +26,23 @@ from cute_kernels.layout.shapes import (
     num_slot_tiles,
     scale_tiles,
 )
+from cute_kernels.ops import gemm_kernels
+from cute_kernels.ops.checks import (
+    INPUT_DTYPES,
+    check_dtype,
+    check_multiple,
+    check_offs,
+    check_tensor,
+    same_device,
+)
+from cute_kernels.ops.registry import Op, OutputSpec, register, sole
+from cute_kernels.reference.groups import Groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cute_kernels.ops.registry import Runner
+    from cute_kernels.runtime.backend import Backend
     from cute_kernels.runtime.launch import Launcher
 
 __all__ = [
@@ -84,17 +84,6 @@ def check_b(a_name: str, depth: int, codes: Tensor, scales: Tensor, amax: Tensor
     check_tensor("b_amax", amax, dtypes=_FP32, shape=(groups,))
 
 
-def _tensor_core(operand: Tensor) -> str | None:
-    """The tensor core whose sums the active backend gives; None for the reference's own order."""
-    backend = active_backend(operand.device)
-    if backend.tensor_core is not None and operand.dtype == torch.float32:
-        raise UnsupportedError(
-            f"grouped_gemm with fp32 operands on {backend.name}: a tensor core cuts fp32 to tf32 "
-            "before it multiplies; use bf16 or fp16 operands, or the backend reference"
-        )
-    return backend.tensor_core
-
-
 class GroupedGemm(Op):
     """What the GEMMs share."""
 
@@ -108,6 +97,15 @@ class GroupedGemm(Op):
 
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_gemm", self.operand_format
+
+    def require(self, backend: Backend) -> None:
+        name, fmt = self.capability()
+        plain = None if self.operand_format is not None else self.operands()[0][0].dtype
+        # What adds like a tensor core takes what the kernels do that it stands for.
+        arch = backend.tensor_core or backend.arch
+        require(name, fmt, arch, dtype=plain)
+        if getattr(self, "prepacked", False):
+            require(name, NVFP4(prepacked=True), arch)
 
     @abc.abstractmethod
     def operands(self) -> tuple[Parts, Parts]:
@@ -179,9 +177,8 @@ class MGroupedGemm(GroupedGemm):
     def kernels(self, launch: Launcher) -> Runner:
         return gemm_kernels.m_grouped(self, launch)
 
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (out,) = outputs
-        assert out is not None
+    def run_reference(self, outputs: Sequence[Tensor | None], **options: Any) -> None:
+        out = sole(outputs)
         reference.m_grouped_gemm(
             self.a,
             self.b,
@@ -191,7 +188,7 @@ class MGroupedGemm(GroupedGemm):
             alpha=self.alpha,
             bias=self.bias,
             accumulate=options.get("accumulate", False),
-            tensor_core=_tensor_core(self.a),
+            tensor_core=options.get("tensor_core"),
         )
 
     @staticmethod
@@ -270,9 +267,8 @@ class KGroupedGemm(GroupedGemm):
     def kernels(self, launch: Launcher) -> Runner:
         return gemm_kernels.k_grouped(self, launch)
 
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (out,) = outputs
-        assert out is not None
+    def run_reference(self, outputs: Sequence[Tensor | None], **options: Any) -> None:
+        out = sole(outputs)
         reference.k_grouped_gemm(
             self.a,
             self.b,
@@ -280,7 +276,7 @@ class KGroupedGemm(GroupedGemm):
             out,
             alpha=self.alpha,
             accumulate=options.get("accumulate", False),
-            tensor_core=_tensor_core(self.a),
+            tensor_core=options.get("tensor_core"),
         )
 
     @staticmethod
@@ -320,7 +316,7 @@ class MGroupedGemmNVFP4(GroupedGemm):
         bias: (G, N), added in fp32.
         alpha: (G,) fp32 factors.
         row_scaled: ``a_amax`` is per row.
-        out_dtype: bf16, fp16 or fp32; bf16 by default.
+        out_dtype: bf16, fp16 or fp32; bf16 by default: codes have no dtype that it could follow.
         prepacked: ``b_codes`` has the order of bits of ``cute_kernels.prepack``, which kernels for
             sm_90a and the reference take.
 
@@ -386,9 +382,8 @@ class MGroupedGemmNVFP4(GroupedGemm):
     def kernels(self, launch: Launcher) -> Runner:
         return gemm_kernels.m_grouped(self, launch)
 
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (out,) = outputs
-        assert out is not None
+    def run_reference(self, outputs: Sequence[Tensor | None], **options: Any) -> None:
+        out = sole(outputs)
         reference.m_grouped_gemm_nvfp4(
             self.a_codes,
             self.a_scales,
@@ -402,7 +397,7 @@ class MGroupedGemmNVFP4(GroupedGemm):
             alpha=self.alpha,
             bias=self.bias,
             accumulate=options.get("accumulate", False),
-            tensor_core=_tensor_core(self.a_codes),
+            tensor_core=options.get("tensor_core"),
         )
 
 
@@ -490,12 +485,8 @@ class MGroupedGemmW4A16(MixedInputGemm):
     def kernels(self, launch: Launcher) -> Runner:
         return gemm_kernels.m_grouped(self, launch)
 
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (out,) = outputs
-        assert out is not None
-        tensor_core = _tensor_core(self.a)
-        if tensor_core == "sm_100a":
-            require(*self.capability(), tensor_core)
+    def run_reference(self, outputs: Sequence[Tensor | None], **options: Any) -> None:
+        out = sole(outputs)
         reference.m_grouped_gemm_w4a16(
             self.a,
             self.b_codes,
@@ -506,7 +497,7 @@ class MGroupedGemmW4A16(MixedInputGemm):
             alpha=self.alpha,
             bias=self.bias,
             accumulate=options.get("accumulate", False),
-            tensor_core=tensor_core,
+            tensor_core=options.get("tensor_core"),
         )
 
 
@@ -525,7 +516,7 @@ class KGroupedGemmNVFP4(GroupedGemm):
         b_amax_t: its (G,) fp32 second level.
         offs: (G,) int32 end rows.
         alpha: (G,) fp32 factors.
-        out_dtype: bf16, fp16 or fp32; bf16 by default.
+        out_dtype: bf16, fp16 or fp32; bf16 by default: codes have no dtype that it could follow.
 
     Returns:
         (G, N, K); zeros for an empty group. The ``_out`` form leaves those alone when accumulating.
@@ -592,9 +583,8 @@ class KGroupedGemmNVFP4(GroupedGemm):
     def kernels(self, launch: Launcher) -> Runner:
         return gemm_kernels.k_grouped(self, launch)
 
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (out,) = outputs
-        assert out is not None
+    def run_reference(self, outputs: Sequence[Tensor | None], **options: Any) -> None:
+        out = sole(outputs)
         reference.k_grouped_gemm_nvfp4(
             self.a_codes_t,
             self.a_scales_t,
@@ -606,5 +596,5 @@ class KGroupedGemmNVFP4(GroupedGemm):
             out,
             alpha=self.alpha,
             accumulate=options.get("accumulate", False),
-            tensor_core=_tensor_core(self.a_codes_t),
+            tensor_core=options.get("tensor_core"),
         )

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 
 from cute_kernels.capability import UnsupportedError
-from cute_kernels.gemm.config import OPERANDS, GemmConfig, GemmProblem
+from cute_kernels.gemm.config import GemmConfig, GemmProblem
 from cute_kernels.gemm.heuristics import choose_config, estimated_cycles
 from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperGemmConfig
 from cute_kernels.gemm.hopper.heuristics import estimated_hopper_cycles
-from cute_kernels.ops import registry
-from cute_kernels.ops.arguments import dense, dtype_name, readable
-from cute_kernels.ops.registry import Allocator, OutputSpec
-from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, RowScaledConfig
 from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, ceil_div
+from cute_kernels.ops import registry
+from cute_kernels.ops.arguments import aligned, dense, dtype_name, readable
+from cute_kernels.ops.registry import Allocator, OutputSpec, sole
+from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, RowScaledConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -81,31 +81,20 @@ def _operand(op: AnyGemm) -> str:
     """Name of the kind of the operands, as GEMM configurations have it."""
     if op.operand_format is not None:
         return op.operand_format.name
-    name = dtype_name(op.operands()[0][0].dtype)
-    if name not in OPERANDS:
-        raise UnsupportedError(
-            f"grouped_gemm kernels take bf16 and fp16 operands, got {name}: a tensor core would "
-            "cut fp32 to tf32; convert them, or use the backend reference"
-        )
-    return name
+    return dtype_name(op.operands()[0][0].dtype)
 
 
-def _hopper_fields(op: AnyMGrouped, arch: str) -> dict[str, Any]:
+def _hopper_fields(op: AnyMGrouped) -> dict[str, Any]:
     """Fields of a configuration that only sm_90a has: of products with NVFP4 weights."""
     a, b = op.operands()
     if (a[1] is None) != (b[1] is None) and not op.quantizes_a:
         return {"activations": dtype_name(a[0].dtype)}
-    if not getattr(op, "prepacked", False):
-        return {}
-    if arch != "sm_90a":
-        raise UnsupportedError(f"prepacked weights are for sm_90a, not {arch}: unpack() them")
-    return {"prepacked": True}
+    return {"prepacked": True} if getattr(op, "prepacked", False) else {}
 
 
 def m_grouped(op: AnyMGrouped, launch: Launcher) -> Runner:
     """How the ``m_grouped`` GEMMs run."""
-    (spec,) = op.outputs()
-    assert spec is not None
+    spec = sole(op.outputs())
     rows, cols = spec.shape
     if rows == 0 or cols == 0:
         return _nothing
@@ -118,7 +107,7 @@ def m_grouped(op: AnyMGrouped, launch: Launcher) -> Runner:
         bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
         has_alpha=op.alpha is not None,
         transpose_b=op.transpose_b,
-        **_hopper_fields(op, launch.arch),
+        **_hopper_fields(op),
     )
     problem = GemmProblem(
         base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth
@@ -144,8 +133,7 @@ def _values_config(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> RowScaled
 
 def k_grouped(op: KGroupedGemm | KGroupedGemmNVFP4, launch: Launcher) -> Runner:
     """How ``k_grouped_gemm`` and ``k_grouped_gemm_nvfp4`` run."""
-    (spec,) = op.outputs()
-    assert spec is not None
+    spec = sole(op.outputs())
     groups, m, n = spec.shape
     if op.rows == 0 or m == 0 or n == 0:
         return _zero
@@ -212,6 +200,8 @@ def _runner(op: AnyGemm, config: GemmConfig, launch: Launcher) -> Runner:
         offs, bias, alpha = op.offs, getattr(op, "bias", None), op.alpha
         if not is_dense:
             offs, bias, alpha = offs.contiguous(), dense(bias), dense(alpha)
+        # Parameters may be views of one flat buffer, at any element of it.
+        bias = aligned(bias, PITCH_ALIGNMENT)
         if prepare is not None:
             left, right = prepare(left, right, offs)
         kernel(accumulate, fresh)(*left, *right, offs, bias, alpha, outputs[0], launch.num_sms)
@@ -232,8 +222,7 @@ def _expander(op: AnyGemm, side: str, launch: Launcher) -> Prepare:
     workspace = Allocator([_pieces(rows, width * 2, torch.float16)], op.device)
 
     def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        (values,) = workspace.make()
-        assert values is not None
+        values = sole(workspace.make())
         if side == "a":
             codes, scales, amax = left
             kernel(codes, scales, offs, values, launch.num_sms)
@@ -247,8 +236,8 @@ def _expander(op: AnyGemm, side: str, launch: Launcher) -> Prepare:
 
 def _quantizer(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Prepare:
     """What quantizes A to fp16 values, in the order that Hopper kernels take."""
-    config = _values_config(op, launch)
-    assert config is not None
+    # There is one: ``quantizing`` has looked.
+    config = cast("RowScaledConfig", _values_config(op, launch))
     kernel = launch.kernel(config)
     amax_kernel = None
     if config.group_amax:
@@ -260,8 +249,8 @@ def _quantizer(op: MGroupedQuantizeGemmNVFP4, launch: Launcher) -> Prepare:
 
     def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
         x = readable(left[0])
-        values, amax = workspace.make()
-        assert values is not None
+        buffers = workspace.make()
+        values, amax = sole(buffers), buffers[1]
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
         kernel(x, offs, amax, values, None, launch.num_sms)
@@ -278,8 +267,7 @@ def _arranger(op: AnyGemm, dtype: str, launch: Launcher) -> Prepare:
     workspace = Allocator([_pieces(rows, depth, x.dtype)], op.device)
 
     def run(left: Parts, right: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-        (values,) = workspace.make()
-        assert values is not None
+        values = sole(workspace.make())
         kernel(left[0], offs, values, launch.num_sms)
         return (values, None, None), right
 

@@ -10,17 +10,6 @@ from torch import Tensor
 
 from cute_kernels import reference
 from cute_kernels.formats import NVFP4, Format
-from cute_kernels.ops import quantize_kernels
-from cute_kernels.ops.checks import (
-    INPUT_DTYPES,
-    check_dtype,
-    check_multiple,
-    check_offs,
-    check_tensor,
-    same_device,
-)
-from cute_kernels.ops.registry import Op, OutputSpec, register
-from cute_kernels.reference.groups import Groups
 from cute_kernels.layout.shapes import (
     SF_TILE_BYTES,
     SF_TILE_ROWS,
@@ -31,6 +20,17 @@ from cute_kernels.layout.shapes import (
     scale_tiles,
     uniform_tiles,
 )
+from cute_kernels.ops import quantize_kernels
+from cute_kernels.ops.checks import (
+    INPUT_DTYPES,
+    check_dtype,
+    check_multiple,
+    check_offs,
+    check_tensor,
+    same_device,
+)
+from cute_kernels.ops.registry import Op, OutputSpec, register, sole
+from cute_kernels.reference.groups import Groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,11 +76,11 @@ class ComputeOffsets(Op):
 
     Args:
         splits: (G,) int32 or int64 sizes.
-        multiplier: elements counted for each unit of ``splits``.
+        multiplier: elements counted for each unit of ``splits``, at least 1 and in ``dtype``.
         dtype: int32 or int64.
 
     Returns:
-        (G,) offsets.
+        (G,) offsets. Those that ``dtype`` cannot hold saturate: they are its largest number.
     """
 
     splits: Tensor
@@ -98,6 +98,13 @@ class ComputeOffsets(Op):
         integers = (torch.int32, torch.int64)
         check_tensor("splits", self.splits, dtypes=integers, ndim=(1,))
         check_dtype("dtype", self.dtype or torch.int32, integers)
+        if not isinstance(self.multiplier, (int, torch.SymInt)):
+            raise TypeError(f"multiplier must be an integer, got {self.multiplier!r}")
+        largest = torch.iinfo(self.dtype or torch.int32).max
+        if not 1 <= self.multiplier <= largest:
+            raise ValueError(
+                f"multiplier must be in [1, {largest}], the offsets' dtype, got {self.multiplier}"
+            )
 
     def outputs(self) -> list[OutputSpec | None]:
         return [OutputSpec(tuple(self.splits.shape), self.dtype or torch.int32)]
@@ -109,8 +116,7 @@ class ComputeOffsets(Op):
         return quantize_kernels.compute_offsets(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (offs,) = outputs
-        assert offs is not None
+        offs = sole(outputs)
         reference.compute_offsets(self.splits, self.multiplier, offs)
 
 
@@ -151,8 +157,7 @@ class GroupedAmax(Op):
         return quantize_kernels.grouped_amax(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (amax,) = outputs
-        assert amax is not None
+        amax = sole(outputs)
         groups = _groups(self.x.shape, self.offs, self.device)
         reference.grouped_amax(_rows_first(self.x), groups, amax)
 
@@ -167,7 +172,8 @@ class GroupedDbias(Op):
         offs: (G,) int32 end rows.
 
     Returns:
-        (G, N) fp32, zeros for an empty group.
+        (G, N) fp32, the dtype of the sums, zeros for an empty group. Callers cast to that of the
+        bias, once, after adding what else belongs to the gradient.
     """
 
     dy: Tensor
@@ -193,15 +199,14 @@ class GroupedDbias(Op):
         return quantize_kernels.grouped_dbias(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (dbias,) = outputs
-        assert dbias is not None
+        dbias = sole(outputs)
         groups = Groups.ragged(self.offs, self.dy.shape[0])
         reference.grouped_dbias(self.dy, groups, dbias)
 
 
 def _nvfp4_specs(
     shape: Sequence[int], num_groups: int | None, row_scaled: bool
-) -> tuple[list[OutputSpec | None], list[OutputSpec | None]]:
+) -> tuple[list[OutputSpec], list[OutputSpec]]:
     """Codes, scales and amax of the rowwise and of the columnwise copy.
 
     ``shape`` is (T, K), ragged in ``num_groups`` groups, or (G, N, K) if ``num_groups`` is None.
@@ -235,7 +240,8 @@ class GroupedQuantizeNVFP4(Op):
     Args:
         x: (T, K) with ``offs``, or (G, N, K) without; bf16, fp16 or fp32; K % 16 == 0.
         offs: (G,) int32 end rows. Rows from the last on are neither read nor written.
-        amax: (G,) fp32, the second level of each group, instead of computing it.
+        amax: (G,) fp32, the second level of each group, instead of computing it. It is a magnitude:
+            its sign is dropped. Elements beyond it saturate.
         row_scaled: the second level of the rowwise copy is per row.
         block_2d: 16x16 blocks instead of 1x16.
         rowwise: write the rowwise copy, blocks along K.
@@ -302,8 +308,11 @@ class GroupedQuantizeNVFP4(Op):
         rowwise, columnwise = _nvfp4_specs(
             self.x.shape, None if self.offs is None else self.num_groups, self.row_scaled
         )
-        absent: list[OutputSpec | None] = [None] * 3
-        return (rowwise if self.rowwise else absent) + (columnwise if self.columnwise else absent)
+        absent = [None] * 3
+        return [
+            *(rowwise if self.rowwise else absent),
+            *(columnwise if self.columnwise else absent),
+        ]
 
     def capability(self) -> tuple[str, Format | None]:
         return "grouped_quantize", self.format
@@ -393,7 +402,6 @@ class GroupedDequantizeNVFP4(Op):
         num_groups = None if self.offs is None else self.offs.shape[0]
         wanted = _nvfp4_specs(self.shape, num_groups, self.row_scaled)[int(self.columnwise)]
         for name, want in zip(("codes", "scales", "amax"), wanted, strict=True):
-            assert want is not None
             check_tensor(name, getattr(self, name), dtypes=(want.dtype,), shape=want.shape)
         same_device("codes", self.device, **self.tensors())
 
@@ -407,8 +415,7 @@ class GroupedDequantizeNVFP4(Op):
         return quantize_kernels.dequantize_nvfp4(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        (out,) = outputs
-        assert out is not None
+        out = sole(outputs)
         codes, scales = self.codes, self.scales
         if self.offs is None and not self.columnwise:
             codes, scales = codes.flatten(0, 1), scales.flatten(0, 1)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT, code_pitch
 from cute_kernels.ops.arguments import ALIGNMENT, dense, dtype_name, readable
 from cute_kernels.quantize.config import (
     AmaxConfig,
@@ -20,7 +21,6 @@ from cute_kernels.quantize.config import (
     RowScaledConfig,
     TileConfig,
 )
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT, code_pitch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,6 +57,22 @@ def _zero(op: object, outputs: Sequence[Tensor | None]) -> None:
             out.zero_()
 
 
+def _no_elements(op: GroupedQuantizeNVFP4, outputs: Sequence[Tensor | None]) -> None:
+    """All groups are empty: their amaxes are 0, or as given, and there is nothing else to write."""
+    if op.amax is None:
+        return _zero(op, outputs)
+    _, _, amax, _, _, amax_t = outputs
+    if not op.row_scaled:
+        _give(op.amax, amax)
+    _give(op.amax, amax_t)
+
+
+def _give(given: Tensor, amax: Tensor | None) -> None:
+    """Write the amaxes of groups that the caller gave: magnitudes, whatever their sign."""
+    if amax is not None:
+        torch.abs(given, out=amax)
+
+
 def compute_offsets(op: ComputeOffsets, launch: Launcher) -> Runner:
     """How ``compute_offsets`` runs."""
     if not op.splits.numel():
@@ -86,7 +102,7 @@ def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
 def quantize_nvfp4(op: GroupedQuantizeNVFP4, launch: Launcher) -> Runner:
     """How ``grouped_quantize_nvfp4`` runs."""
     if not op.x.numel():
-        return _zero
+        return _no_elements
     problem = _problem(op.x, op.offs)
     if op.row_scaled and op.rowwise and not op.columnwise:
         rows = RowScaledConfig.choose(problem, launch.arch)
@@ -112,8 +128,8 @@ def _rows(config: RowScaledConfig, launch: Launcher, given: bool) -> Runner:
         x, offs = readable(op.x), dense(op.offs)
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
-        elif config.group_amax and op.amax is not None and amax is not None:
-            amax.copy_(op.amax)
+        elif config.group_amax and op.amax is not None:
+            _give(op.amax, amax)
         kernel(x, offs, _flat(amax), codes, scales, launch.num_sms)
 
     return run
@@ -143,8 +159,8 @@ def _tiles(op: GroupedQuantizeNVFP4, problem: QuantizeProblem, launch: Launcher)
         x, offs = readable(op.x), dense(op.offs)
         row_amax = _flat(amax) if row_scaled else None
         group_amax = amax_t if row_scaled or amax is None else amax
-        if op.amax is not None and group_amax is not None:
-            group_amax.copy_(op.amax)
+        if op.amax is not None:
+            _give(op.amax, group_amax)
         if row_kernel is not None:
             row_kernel(x, offs, row_amax, None, launch.num_sms)
         buffers = (codes, scales, codes_t, scales_t)

@@ -12,17 +12,19 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import warnings
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
-from cute_kernels.capability import require, support
-from cute_kernels.runtime.backend import active_backend, chosen_backend
+from cute_kernels.capability import require
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT
+from cute_kernels.ops.derivatives import not_differentiable, refuse_derivatives, register_autograd
+from cute_kernels.runtime.backend import chosen_backend, resolve_backend
 from cute_kernels.runtime.launch import launcher
 from cute_kernels.runtime.plan import PlanCache, plan_key
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from cute_kernels.runtime.backend import Backend
     from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["Allocator", "Op", "OutputSpec", "forget_plans", "is_observed", "register"]
+__all__ = ["Allocator", "Op", "OutputSpec", "forget_plans", "is_observed", "register", "sole"]
 
 #: How Inductor's code allocates on the current device: 0.8 us on the host of an H200, where
 #: ``torch.empty_strided`` takes 1.4 and ``torch.empty`` 2.3. Unlike them it leaves the memory as it
@@ -81,6 +83,14 @@ class OutputSpec(NamedTuple):
         else:
             out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
         return out.zero_() if zeroed else out
+
+
+T = TypeVar("T")
+
+
+def sole(outputs: Sequence[T | None]) -> T:
+    """The first output, or its spec, of an op whose first output is always asked for."""
+    return cast("T", outputs[0])
 
 
 #: Computes an op into its outputs: (op, outputs, **options). Holds no tensors.
@@ -229,8 +239,13 @@ class Op(abc.ABC):
         """What the op writes; None for an output that was not asked for."""
 
     @abc.abstractmethod
-    def run_reference(self, outputs: Sequence[Tensor | None], **options: bool) -> None:
-        """Compute into ``outputs`` with the reference backend."""
+    def run_reference(self, outputs: Sequence[Tensor | None], **options: Any) -> None:
+        """Compute into ``outputs`` with the reference backend.
+
+        Args:
+            outputs: buffers of zeros, or what the caller gave.
+            **options: ``tensor_core`` of the backend, and ``accumulate``.
+        """
 
     @abc.abstractmethod
     def capability(self) -> tuple[str, Format | None]:
@@ -240,35 +255,31 @@ class Op(abc.ABC):
         """What runs calls with this metadata on kernels; for ops that the table lists with some."""
         raise AssertionError(f"the capability table lists kernels that {self.name} does not have")
 
+    def require(self, backend: Backend) -> None:
+        """Raise UnsupportedError if the backend does not run this call."""
+        require(*self.capability(), backend.arch)
+
     def plan(self, backend: Backend) -> _Plan:
         """Check the arguments and decide what runs; the same for every call with this metadata."""
         self.check()
-        name, fmt = self.capability()
-        arch = backend.arch
-        if backend.is_emulated and not support(name, fmt, arch):
-            arch = "reference"
-            _warn_no_kernel(name, backend.name)
-        require(name, fmt, arch)
-        if arch == "reference":
-            return _Plan(self, self.outputs(), _run_reference, zeroed=True)
+        self.require(backend)
+        if backend.arch == "reference":
+            reference = functools.partial(_run_reference, tensor_core=backend.tensor_core)
+            return _Plan(self, self.outputs(), reference, zeroed=True)
         run = self.kernels(launcher(backend, self.device))
         return _Plan(self, self.outputs(), run, fills_fresh=self.fills_fresh)
 
     def cached_plan(self) -> _Plan:
         """``plan``, from the cache if a call with the same metadata went before."""
-        key = plan_key(type(self), chosen_backend(), vars(self).values())
-        return _plans.get(key) or _plans.add(key, self.plan(active_backend(self.device)))
+        choice = chosen_backend()
+        key = plan_key(type(self), choice, vars(self).values())
+        return _plans.get(key) or _plans.add(key, self.plan(resolve_backend(choice, self.device)))
 
 
-def _run_reference(op: Op, outputs: Sequence[Tensor | None], **options: bool) -> None:
+def _run_reference(op: Op, outputs: Sequence[Tensor | None], **options: Any) -> None:
     # Autocast would run the fp32 products inside in bf16.
     with torch.autocast(op.device.type, enabled=False):
         op.run_reference(outputs, **options)
-
-
-@functools.cache
-def _warn_no_kernel(name: str, backend: str) -> None:
-    warnings.warn(f"{name} has no kernel yet: {backend} runs it on reference", stacklevel=2)
 
 
 def _check_outputs(
@@ -297,16 +308,6 @@ def _check_outputs(
             )
         if tensor.device != op.device:
             raise ValueError(f"{op.name}_out: {name} must be on {op.device}, got {tensor.device}")
-
-
-def _refuse_gradients(op: Op) -> None:
-    """Raise where the ``_out`` form of a differentiable op would lose a gradient."""
-    for name, tensor in op.tensors().items():
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{op.name}_out has no derivative, but {name} requires a gradient: detach it, or "
-                f"call {op.name}"
-            )
 
 
 def _unwrap(device: torch.device, outputs: Sequence[Tensor | None]) -> Tensor | tuple[Tensor, ...]:
@@ -353,13 +354,18 @@ def register(cls: type[Op]) -> type[Op]:
         options = {k: kwargs.pop(k) for k in ("accumulate",) if k in kwargs}
         return [kwargs.pop(name, None) for name in cls.output_names], options
 
+    def refuse(op: Op, outputs: list[Tensor | None]) -> None:
+        named = (*vars(op).items(), *zip(cls.output_names, outputs, strict=True))
+        refuse_derivatives(f"{cls.name}_out", named, f"call {cls.name}")
+
     def call_out(*args: Any, **kwargs: Any) -> None:
         outputs, options = split(kwargs)
         op = cls(*args, **kwargs)
         plan = op.cached_plan()
         _check_outputs(op, plan.outputs, outputs)
-        if cls.backward is not None:
-            _refuse_gradients(op)
+        refuse(op, outputs)
+        # Nothing else tells autograd, which may hold an output for a backward pass.
+        increment_version([t for t in outputs if t is not None])
         with torch.no_grad():
             plan.compute_into(op, outputs, **options)
 
@@ -368,46 +374,64 @@ def register(cls: type[Op]) -> type[Op]:
         op = cls(*args, **kwargs)
         op.check()
         _check_outputs(op, op.outputs(), outputs)
+        refuse(op, outputs)
 
     pairs: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (
         (cls.name, functional, call, fake),
         (f"{cls.name}_out", out, call_out, fake_out),
     )
     for name, schema, implementation, meta in pairs:
+        _keep_dynamo_out(implementation)
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"cute_kernels::{name}", meta, lib=_LIBRARY)
-    torch.library.register_autograd(
-        f"cute_kernels::{cls.name}",
-        cls.backward or _not_differentiable(cls.name),
-        setup_context=cls.setup_context,
-        lib=_LIBRARY,
+    getattr(torch.ops.cute_kernels, cls.name).__doc__ = cls.__doc__
+    getattr(
+        torch.ops.cute_kernels, f"{cls.name}_out"
+    ).__doc__ = f"``{cls.name}``, written into given tensors.\n\n    {cls.__doc__}"
+    register_autograd(
+        cls.name, cls.backward or not_differentiable(cls.name), cls.setup_context, _LIBRARY
     )
     cls.invoke = staticmethod(_invoker(cls))
     return cls
+
+
+def _keep_dynamo_out(function: Any) -> None:
+    """Have the code of an op run as it is where Dynamo left the frame that calls it to Python.
+
+    Else it would trace that code, checks, caches and launches, down to the compiler of kernels.
+    """
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        strategy = frames._FrameExecStrategy(skip, skip)
+        frames.set_code_exec_strategy(function.__code__, strategy)
 
 
 def _invoker(cls: type[Op]) -> Callable[..., Any]:
     """The op without the dispatcher, whose Python boundary costs more than a launch.
 
     Calls that something else must see go through the dispatcher after all: traced and compiled
-    ones, tensor subclasses, dispatch modes, transforms, and operands that require gradients or have
-    no data.
+    ones, tensor subclasses, dispatch modes, transforms, forward-mode AD, and operands that require
+    gradients or have no data.
     """
     dispatched = getattr(torch.ops.cute_kernels, cls.name).default
 
     def invoke(*args: Any) -> Any:
         if is_observed(args):
             return dispatched(*args)
-        key, op = plan_key(cls, chosen_backend(), args), cls(*args)
+        choice = chosen_backend()
+        key, op = plan_key(cls, choice, args), cls(*args)
         plan = _plans.get(key)
         if plan is None:
             if any(isinstance(a, Tensor) and a.is_meta for a in args):
                 return dispatched(*args)
-            plan = _plans.add(key, op.plan(active_backend(op.device)))
+            plan = _plans.add(key, op.plan(resolve_backend(choice, op.device)))
         outputs = plan.compute(op)
         return outputs[0] if len(outputs) == 1 else outputs
 
+    invoke.__name__ = invoke.__qualname__ = cls.name
+    invoke.__doc__ = cls.__doc__
     return invoke
 
 
@@ -422,6 +446,7 @@ def is_observed(args: tuple[Any, ...], plain: frozenset[type] = _PLAIN) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack()
+        or forward_ad._current_level >= 0
     ):
         return True
     watches = torch.is_grad_enabled()
@@ -432,12 +457,3 @@ def is_observed(args: tuple[Any, ...], plain: frozenset[type] = _PLAIN) -> bool:
         elif isinstance(a, Tensor):
             return True
     return False
-
-
-def _not_differentiable(name: str) -> Callable[..., Any]:
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            f"{name} has no derivative; train through grouped.nn, or detach its input"
-        )
-
-    return backward

@@ -40,9 +40,9 @@ from cute_kernels.device.nvfp4 import (
 )
 from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits, select
 from cute_kernels.formats import NVFP4
+from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.quantize.config import DTYPE_BYTES, RowScaledConfig
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
-from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 
 __all__ = ["RowScaledQuantizer"]
 

@@ -17,6 +17,7 @@ from cute_kernels.device.nvfp4 import (
     split_absmax,
 )
 from cute_kernels.device.ptx import f32_as_bits
+from cute_kernels.layout.shapes import SF_TILE_BYTES, TILE_ROWS
 from cute_kernels.quantize.tile import (
     BLOCK,
     BOX_BYTES,
@@ -29,7 +30,6 @@ from cute_kernels.quantize.tile import (
     join_scales,
     scale_blocks,
 )
-from cute_kernels.layout.shapes import SF_TILE_BYTES, TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.quantize.config import TileConfig

@@ -11,6 +11,7 @@ from cute_kernels.device.encode import encode_row_block
 from cute_kernels.device.memory import load_shared, store_global, store_global_half
 from cute_kernels.device.nvfp4 import absmax_words, second_level
 from cute_kernels.device.ptx import bits_as_f32, select
+from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.quantize.config import DTYPE_BYTES
 from cute_kernels.quantize.tile import (
     BLOCK,
@@ -24,7 +25,6 @@ from cute_kernels.quantize.tile import (
     join_scales,
     scale_blocks,
 )
-from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 
 if TYPE_CHECKING:
     from cute_kernels.quantize.config import TileConfig

@@ -33,6 +33,7 @@ from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.nvfp4 import encode_factor, second_level
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
+from cute_kernels.layout.shapes import TILE_ROWS
 from cute_kernels.quantize.amax import AmaxKernels
 from cute_kernels.quantize.fakes import FakeBuffers, dsl_dtype, env_stream
 from cute_kernels.quantize.nvfp4_tile_columns import ColumnConverter
@@ -48,7 +49,6 @@ from cute_kernels.quantize.tile import (
     Level,
     TileGeometry,
 )
-from cute_kernels.layout.shapes import TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.quantize.config import TileConfig

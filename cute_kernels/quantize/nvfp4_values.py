@@ -17,9 +17,9 @@ from cute_kernels.device.memory import store_global, transpose_four
 from cute_kernels.device.nvfp4 import scale_pair, second_level
 from cute_kernels.device.ptx import select
 from cute_kernels.formats import NVFP4
+from cute_kernels.layout.shapes import PIECE_K
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 from cute_kernels.quantize.nvfp4_rows import RowScaledQuantizer
-from cute_kernels.layout.shapes import PIECE_K
 
 if TYPE_CHECKING:
     from cute_kernels.quantize.config import RowScaledConfig

@@ -1,4 +1,7 @@
-"""End offsets of groups: the inclusive sum of their sizes, in one launch of one CTA."""
+"""End offsets of groups: the inclusive sum of their sizes, in one launch of one CTA.
+
+Offsets saturate at the ends of their type.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +45,16 @@ class OffsetsKernel:
     def __call__(
         self, splits: cute.Tensor, out: cute.Tensor, multiplier: Int64, stream: Any
     ) -> None:
-        self.kernel(splits, out, multiplier).launch(
+        # Larger sums times the multiplier leave the type.
+        limit = Int64(self.out.max) // multiplier
+        self.kernel(splits, out, multiplier, limit).launch(
             grid=[1, 1, 1], block=[_THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, splits: cute.Tensor, out: cute.Tensor, multiplier: Int64) -> None:
+    def kernel(
+        self, splits: cute.Tensor, out: cute.Tensor, multiplier: Int64, limit: Int64
+    ) -> None:
         smem = cutlass.memory.SmemAllocator()
         totals = smem.allocate_tensor(Int64, cute.make_layout((_WARPS, 2)), byte_alignment=8)
         tid = cute.arch.thread_idx()[0]
@@ -69,7 +76,12 @@ class OffsetsKernel:
             value += carry
             carry += cute.arch.shuffle_sync(before, _WARPS - 1)
             if base + tid < count:
-                out[base + tid] = (value * multiplier).to(self.out)
+                end = (value * multiplier).to(self.out)
+                if value > limit:
+                    end = self.out(self.out.max)
+                if value < -limit:
+                    end = self.out(self.out.min)
+                out[base + tid] = end
             buffer ^= 1
             base += _THREADS
 

@@ -11,8 +11,8 @@ from cute_kernels.device.memory import load_shared
 from cute_kernels.device.nvfp4 import scale_bytes, scale_pair
 from cute_kernels.device.ptx import asm, bits_as_f32
 from cute_kernels.formats import NVFP4
-from cute_kernels.quantize.config import DTYPE_BYTES
 from cute_kernels.layout.shapes import TILE_ROWS
+from cute_kernels.quantize.config import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

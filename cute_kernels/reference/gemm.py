@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.formats import NVFP4
+from cute_kernels.layout.shapes import PIECE_K, TILE_ROWS, ceil_div, scale_tiles
 from cute_kernels.reference.nvfp4 import (
     RCP_TENSOR_MAX,
     block_values,
@@ -41,7 +42,6 @@ from cute_kernels.reference.nvfp4 import (
     linear_row_scales,
 )
 from cute_kernels.reference.tensor_core import tensor_core_gemm
-from cute_kernels.layout.shapes import PIECE_K, TILE_ROWS, ceil_div, scale_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable

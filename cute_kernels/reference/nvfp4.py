@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.formats import NVFP4
+from cute_kernels.layout.shapes import SF_TILE_ROWS, TILE_ROWS, ceil_div, round_up, scale_tiles
 from cute_kernels.reference.conversions import (
     decode_e4m3,
     encode_e2m1,
@@ -31,7 +32,6 @@ from cute_kernels.reference.conversions import (
 )
 from cute_kernels.reference.groups import Groups, tile_scales, untile_scales
 from cute_kernels.reference.reductions import absmax, group_amax
-from cute_kernels.layout.shapes import SF_TILE_ROWS, TILE_ROWS, ceil_div, round_up, scale_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,7 +102,7 @@ def quantize_nvfp4(
         x: (T, K) bf16, fp16 or fp32; K % 16 == 0. Uniform groups lie one after the other.
         groups: where the groups lie.
         fmt: row scaling and block shape.
-        given_amax: (G,) fp32 amax per group to use instead of computing it.
+        given_amax: (G,) fp32 amax per group to use instead of computing it; its sign is dropped.
         codes: (T, K / 2) uint8.
         scales: (tiles, ceil(K / 64), 512) uint8.
         amax: (G,) fp32, or (T,) when row-scaled.
@@ -112,7 +112,7 @@ def quantize_nvfp4(
         amax_t: (G,) fp32.
     """
     per_row = absmax(x)
-    per_group = group_amax(per_row, groups) if given_amax is None else given_amax
+    per_group = group_amax(per_row, groups) if given_amax is None else given_amax.abs()
     if amax is not None:
         if fmt.row_scaled:
             live = groups.group_of_row() < len(groups)

@@ -61,5 +61,11 @@ def grouped_dbias(dy: Tensor, groups: Groups, out: Tensor) -> None:
 
 
 def compute_offsets(splits: Tensor, multiplier: int, out: Tensor) -> None:
-    """Write the end offset of each group, the inclusive sum of ``splits`` times ``multiplier``."""
-    out.copy_(splits.long().cumsum(0) * multiplier)
+    """Write the end offset of each group, the inclusive sum of ``splits`` times ``multiplier``.
+
+    What leaves the dtype of ``out`` saturates.
+    """
+    sums, ends = splits.long().cumsum(0), torch.iinfo(out.dtype)
+    limit = ends.max // multiplier
+    out.copy_((sums * multiplier).masked_fill_(sums > limit, ends.max))
+    out.masked_fill_(sums < -limit, ends.min)

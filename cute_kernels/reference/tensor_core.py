@@ -59,8 +59,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cute_kernels.reference.conversions import unpack_codes
 from cute_kernels.layout.shapes import ceil_div
+from cute_kernels.reference.conversions import unpack_codes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

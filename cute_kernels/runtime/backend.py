@@ -7,8 +7,7 @@ CPU).
 CPU tensors default to ``reference`` and CUDA tensors to ``cuda``. ``CUTE_KERNELS_BACKEND`` or
 ``with backend(...)`` choose another; the variable takes options as
 ``emulated:sm_100a,mode=chaos,seed=3``. There is no silent fallback: what a backend cannot do
-raises, except that an emulated backend, whose tensors are on the CPU, warns once and runs an op
-that has no kernel yet on ``reference``.
+raises ``UnsupportedError`` with the reason.
 """
 
 from __future__ import annotations
@@ -17,23 +16,27 @@ import contextlib
 import dataclasses
 import functools
 import os
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
 
 from cute_kernels.capability import ARCHITECTURES, UnsupportedError
+from cute_kernels.host.settings import boolean
 from cute_kernels.runtime.arch import device_architecture
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
-
-    import torch
+    from collections.abc import Iterator
 
 __all__ = [
     "BACKENDS",
     "EMULATOR_OPTIONS",
     "Backend",
+    "Choice",
     "active_backend",
     "backend",
     "chosen_backend",
+    "resolve_backend",
 ]
 
 _REFERENCE = "reference:"
@@ -74,9 +77,13 @@ class Backend:
         return self.name.startswith(_EMULATED)
 
 
+#: A backend as it was chosen: its name and options, the text of the environment, or None.
+Choice: TypeAlias = "tuple[str, tuple[tuple[str, Any], ...]] | str | None"
+
 # Process-wide rather than thread-local: autograd runs the backward pass of GPU ops in its own
 # threads, which must see the choice too.
 _chosen: list[tuple[str, tuple[tuple[str, Any], ...]]] = []
+_chosen_lock = threading.Lock()
 
 
 def _check_name(name: str, source: str) -> str:
@@ -89,6 +96,10 @@ def _check_name(name: str, source: str) -> str:
 def backend(name: str, **options: Any) -> Iterator[None]:
     """Run ops on the backend ``name`` inside a ``with`` block, in all threads.
 
+    Ops choose when they run, also inside a compiled function: enter the block around the call of
+    one, whichever backend it was compiled under. A block inside of it is no part of the graph:
+    ``fullgraph=True`` and ``torch.export`` refuse it, without them the function runs eagerly.
+
     Args:
         name: one of ``BACKENDS``.
         **options: for an emulated backend: ``mode`` ("eager" or "chaos"), ``seed``, ``num_sms`` and
@@ -97,18 +108,34 @@ def backend(name: str, **options: Any) -> Iterator[None]:
     Raises:
         ValueError: ``name`` is not one of ``BACKENDS``.
         TypeError: an option that the backend does not take.
+        RuntimeError: entered while a function is traced.
     """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "a compiled graph cannot choose a backend: enter cute_kernels.backend(...) around the "
+            "call of the compiled function"
+        )
     _check_name(name, "backend")
-    _chosen.append((name, _check_options(name, options)))
+    choice = (name, _check_options(name, options))
+    with _chosen_lock:
+        _chosen.append(choice)
     try:
         yield
     finally:
-        _chosen.pop()
+        # Not the last one: another thread may have entered a block since.
+        with _chosen_lock:
+            _chosen[:] = [other for other in _chosen if other is not choice]
 
 
-def chosen_backend() -> Hashable:
-    """What decides ``active_backend`` beside the device, to key what was worked out for it."""
-    return _chosen[-1] if _chosen else os.environ.get(_ENVIRONMENT)
+def chosen_backend() -> Choice:
+    """What decides ``active_backend`` beside the device, to key what was worked out for it.
+
+    Another thread may choose at any time: read it once, and pass it on.
+    """
+    try:
+        return _chosen[-1]
+    except IndexError:
+        return os.environ.get(_ENVIRONMENT)
 
 
 def active_backend(device: torch.device) -> Backend:
@@ -118,13 +145,14 @@ def active_backend(device: torch.device) -> Backend:
         ValueError: ``CUTE_KERNELS_BACKEND`` is not one of ``BACKENDS``.
         UnsupportedError: no backend serves this device.
     """
-    options: tuple[tuple[str, Any], ...] = ()
-    if _chosen:
-        name, options = _chosen[-1]
-    elif os.environ.get(_ENVIRONMENT):
-        name, options = _parse(os.environ[_ENVIRONMENT])
-    else:
-        name = "cuda" if device.type == "cuda" else "reference"
+    return resolve_backend(chosen_backend(), device)
+
+
+def resolve_backend(choice: Choice, device: torch.device) -> Backend:
+    """The backend that ``choice``, from ``chosen_backend``, means for tensors on ``device``."""
+    if not choice:
+        return _resolve("cuda" if device.type == "cuda" else "reference", (), device)
+    name, options = _parse(choice) if isinstance(choice, str) else choice
     return _resolve(name, options, device)
 
 
@@ -143,7 +171,7 @@ def _parse(text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
                 raise ValueError(f"{_ENVIRONMENT}: {option} must be a number, got {value!r}")
             options[option] = int(value)
         elif option == "races":
-            options[option] = value not in ("", "0")
+            options[option] = boolean(f"{_ENVIRONMENT}: races", value)
         else:
             options[option] = value
     return name, _check_options(name, options)

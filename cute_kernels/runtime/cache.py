@@ -7,6 +7,10 @@ files that are missing, truncated, altered, or left by a writer that died are a 
 error. Files appear by atomic replacement. Readers take no lock; whoever compiles holds a file lock
 for the entry, so that several processes that want the same kernel compile it once.
 
+An entry is code. It is taken only from a folder and from files that belong to this user or to root
+and that nobody else may write (``host.trust``), and what was hashed is what is loaded: a file is
+read once. A folder that others own or may write is worth one warning, and neither read nor written.
+
 Everything in the folder may be deleted at any time.
 """
 
@@ -20,10 +24,11 @@ import os
 import platform
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cute_kernels.host.settings import cache_root, kernel_cache_is_on, warn_once
+from cute_kernels.host.trust import distrust, make_folder, open_folder, read_file, write_file
 from cute_kernels.runtime.dsl import installed_versions
 from cute_kernels.runtime.spec import canonical_text, short_name
 
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
     from cute_kernels.runtime.arch import Architecture
     from cute_kernels.runtime.spec import KernelSpec
 
-__all__ = ["CacheKey", "DiskCache", "cache_key", "default_cache", "warn_once"]
+__all__ = ["CacheKey", "DiskCache", "cache_key", "default_cache"]
 
 #: Bump when the meaning of an entry's files changes.
 _LAYOUT = 1
@@ -87,19 +92,42 @@ class DiskCache:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def load(self, key: CacheKey) -> dict[str, Path] | None:
-        """The files of an entry by suffix (``"o"``, ``"ptx"``), or None on a miss."""
+    def load(self, key: CacheKey) -> dict[str, bytes] | None:
+        """The files of an entry by suffix (``"o"``, ``"ptx"``), or None on a miss.
+
+        A folder or a file that another user owns or may write is a miss, with a warning.
+        """
         try:
-            meta = json.loads((self.root / f"{key.name}.json").read_bytes())
-            if meta["key"] != key.facts:
-                return None
-            paths = {suffix: self.root / f"{key.name}.{suffix}" for suffix in meta["files"]}
-            for suffix, path in paths.items():
-                if hashlib.sha256(path.read_bytes()).hexdigest() != meta["files"][suffix]:
-                    return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            folder = open_folder(self.root)
+        except PermissionError as error:
+            warn_once(f"cached kernels are not used: {error}")
             return None
-        return paths
+        except OSError:
+            return None
+        try:
+            return self._read(folder, key)
+        except PermissionError as error:
+            warn_once(f"a cached kernel in {self.root} is compiled anew: {error}")
+            return None
+        # A file of another form ends in any of these; nesting without end is a RecursionError.
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+        finally:
+            os.close(folder)
+
+    @staticmethod
+    def _read(folder: int, key: CacheKey) -> dict[str, bytes] | None:
+        meta = json.loads(read_file(folder, f"{key.name}.json"))
+        if meta["key"] != key.facts:
+            return None
+        files = {}
+        for suffix, digest in meta["files"].items():
+            if not suffix.isalnum():
+                return None
+            files[suffix] = read_file(folder, f"{key.name}.{suffix}")
+            if hashlib.sha256(files[suffix]).hexdigest() != digest:
+                return None
+        return files
 
     def store(self, key: CacheKey, files: Mapping[str, bytes]) -> bool:
         """Write an entry; its JSON file comes last and makes it valid.
@@ -115,9 +143,9 @@ class DiskCache:
         hashes = {suffix: hashlib.sha256(data).hexdigest() for suffix, data in files.items()}
         meta = json.dumps({"key": key.facts, "files": hashes}, indent=1, sort_keys=True)
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            self._make_root()
             for suffix, data in {**files, "json": meta.encode()}.items():
-                self._replace(self.root / f"{key.name}.{suffix}", data)
+                write_file(self.root / f"{key.name}.{suffix}", data)
         except OSError as error:
             warn_once(f"compiled kernels are not kept on disk: {error}")
             return False
@@ -137,7 +165,7 @@ class DiskCache:
         file_lock = filelock.FileLock(path, timeout=_LOCK_TIMEOUT_S)
         held = False
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            self._make_root()
             file_lock.acquire()
             held = True
         except filelock.Timeout:
@@ -150,34 +178,27 @@ class DiskCache:
             if held:
                 file_lock.release()
 
-    @staticmethod
-    def _replace(path: Path, data: bytes) -> None:
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            part.write_bytes(data)
-            part.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            raise
+    def _make_root(self) -> None:
+        """Make the folder, or find that it is one to keep code in.
+
+        Raises:
+            OSError: it cannot be made, or others own or may write it.
+        """
+        make_folder(self.root)
+        if reason := distrust(self.root.stat()):
+            raise PermissionError(f"{self.root} is not used: {reason}")
 
 
 def default_cache() -> DiskCache | None:
     """The cache that the environment asks for, or None if it is off.
 
-    ``CUTE_KERNELS_CACHE=0`` turns it off; ``CUTE_KERNELS_CACHE_DIR`` names the folder, by default
-    ``cute_kernels`` in the user's cache folder (``XDG_CACHE_HOME`` or ``~/.cache``).
+    ``CUTE_KERNELS_CACHE=0`` turns it off; ``host.settings.cache_root`` says where it is.
+
+    Raises:
+        ValueError: ``CUTE_KERNELS_CACHE`` is not a boolean.
     """
-    if os.environ.get("CUTE_KERNELS_CACHE") == "0":
-        return None
-    if folder := os.environ.get("CUTE_KERNELS_CACHE_DIR"):
-        return DiskCache(Path(folder).expanduser())
-    try:
-        user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    except RuntimeError as error:  # no home folder
-        warn_once(f"compiled kernels are not kept on disk: {error}")
-        return None
-    return DiskCache(user_cache / "cute_kernels")
+    root = cache_root() if kernel_cache_is_on() else None
+    return None if root is None else DiskCache(root)
 
 
 def cache_key(spec: KernelSpec, arch: Architecture) -> CacheKey | None:
@@ -206,16 +227,6 @@ def cache_key(spec: KernelSpec, arch: Architecture) -> CacheKey | None:
         "host": _host(),
     }
     return CacheKey(short_name(spec), facts)
-
-
-def warn_once(message: str) -> None:
-    """Warn with ``message``, once a process however often it comes."""
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
-_warned: set[str] = set()
 
 
 @functools.cache

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import tempfile
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cute_kernels.runtime.cache import cache_key, default_cache, warn_once
+from cute_kernels.host.locks import ForkSafeLock
+from cute_kernels.host.settings import warn_once
+from cute_kernels.runtime.cache import cache_key, default_cache
 from cute_kernels.runtime.dsl import require_dsl
 from cute_kernels.runtime.emulated import load_emulated, real_device
 from cute_kernels.runtime.spec import short_name
@@ -30,7 +31,7 @@ __all__ = ["compile_kernel", "compile_to_disk", "forget_kernels", "is_on_disk"]
 
 _kernels: dict[tuple[KernelSpec, Architecture], Callable[..., object]] = {}
 # cute.compile may not run in two threads at once.
-_compile_lock = threading.RLock()
+_compile_lock = ForkSafeLock()
 
 
 def compile_kernel(spec: KernelSpec, arch: Architecture) -> Callable[..., object]:
@@ -103,6 +104,12 @@ def _load_or_compile(spec: KernelSpec, arch: Architecture) -> Callable[..., obje
         return _compile_and_load(spec, arch, lambda files: cache.store(key, files))
 
 
+def _recompile(cache: DiskCache, key: CacheKey, spec: KernelSpec, arch: Architecture) -> Any:
+    """Replace an entry that was found to be none only after its kernel had been handed out."""
+    with _compile_lock, cache.lock(key), real_device():
+        return _compile_and_load(spec, arch, lambda files: cache.store(key, files))
+
+
 def _compile_and_load(
     spec: KernelSpec, arch: Architecture, keep: Callable[[dict[str, bytes]], object]
 ) -> Callable[..., object]:
@@ -112,10 +119,7 @@ def _compile_and_load(
         kernel: Callable[..., object] = compiled
         return kernel
     keep(files)
-    with tempfile.TemporaryDirectory(prefix="cute_kernels-") as folder:
-        path = Path(folder) / "kernel.o"
-        path.write_bytes(files["o"])
-        return _load(path, files, spec, arch)
+    return _load(files, spec, arch)
 
 
 def _compile(spec: KernelSpec, arch: Architecture) -> Any:
@@ -178,26 +182,40 @@ def _load_entry(
     cache: DiskCache, key: CacheKey, spec: KernelSpec, arch: Architecture
 ) -> Callable[..., object] | None:
     """Load an entry of the disk cache; one that does not load is a miss, and is replaced."""
-    paths = cache.load(key)
-    if paths is None:
+    files = cache.load(key)
+    if files is None:
         return None
     try:
-        files = {suffix: path.read_bytes() for suffix, path in paths.items() if suffix != "o"}
-        return _load(paths["o"], files, spec, arch)
+        return _load(files, spec, arch, lambda: _recompile(cache, key, spec, arch))
     except Exception as error:  # the DSL's loader raises whatever its layers raise
         warn_once(f"a cached kernel is compiled anew, it does not load: {error!r}")
         return None
 
 
 def _load(
-    path: Path, device_code: Mapping[str, bytes], spec: KernelSpec, arch: Architecture
+    files: Mapping[str, bytes],
+    spec: KernelSpec,
+    arch: Architecture,
+    renew: Callable[[], Any] | None = None,
 ) -> Callable[..., object]:
-    """Link the object file at ``path`` into this process."""
+    """Link a kernel's object file into this process.
+
+    Args:
+        files: of a cache entry.
+        spec: which kernel.
+        arch: what it was compiled for.
+        renew: compiles the kernel anew, for when a part of the files that is looked at only later
+            turns out to be damaged; None for files that were just compiled.
+    """
     if arch.emulated:
-        return load_emulated(path, _symbol(spec), device_code)
+        return load_emulated(files, _symbol(spec), renew)
     from cutlass import cute
 
-    module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
+    # The loader takes a path. Only this process can have changed what lies there.
+    with tempfile.TemporaryDirectory(prefix="cute_kernels-") as folder:
+        path = Path(folder) / "kernel.o"
+        path.write_bytes(files["o"])
+        module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
     kernel: Callable[..., object] = module[_symbol(spec)]
     return kernel
 

@@ -14,6 +14,7 @@ import pytest
 
 from cute_kernels import emulator
 from cute_kernels.emulator import compilation
+from cute_kernels.host import settings
 from tests.emulator.ptx import run, store_words
 
 ADD_ONE = """mul.wide.u32 %d0, %t, 4; add.u64 %d1, %p0, %d0; ld.global.b32 %r0, [%d1];
@@ -96,7 +97,7 @@ def test_options():
             run(body, out)
         assert (out == 7).all()
     run(body, out)
-    assert (out == 4).all()
+    assert (out == emulator.engine.device_sms()).all()
     with pytest.raises(ValueError, match="mode must be one of"), emulator.options(mode="fast"):
         pass
     with pytest.raises(ValueError, match="num_sms must be positive"), emulator.options(num_sms=0):
@@ -173,6 +174,80 @@ def test_relaxed_arrival_orders_nothing():
             run(body.format(how=".relaxed.cta"), block=64)
 
 
+# ---- threads and processes
+
+_STUB = """
+import sys, types
+package = types.ModuleType("cute_kernels")  # whose own modules import torch
+package.__path__ = ["cute_kernels"]
+sys.modules["cute_kernels"] = package
+"""
+_NUM_SMS = f"""{_STUB}
+import os, signal, threading
+import numpy as np
+from cute_kernels import emulator
+from cute_kernels.emulator import engine
+
+emulator.load_ptx('''.version 8.8
+.target sm_100a
+.visible .entry k(.param .u64 p) {{
+.reg .pred %q; .reg .b32 %r<3>; .reg .b64 %d; ld.param.u64 %d, [p]; mov.u32 %r0, 0;
+LOOP: add.u32 %r0, %r0, 1; setp.lt.u32 %q, %r0, 300; @%q bra LOOP;
+mov.u32 %r1, %nsmid; st.global.b32 [%d], %r1; }}''')
+
+def num_sms():
+    x = np.zeros(1, np.uint32)
+    emulator.launch("k", (4,), (64,), (x,))
+    return int(x[0])
+"""
+
+
+def _python(program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", _NUM_SMS + program]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_threads_launch_with_options_of_their_own():
+    done = _python("""
+wrong = []
+def work(own):
+    for i in range(30):
+        with emulator.options(num_sms=own, mode="chaos" if i % 2 else "eager", seed=i):
+            if num_sms() != own:
+                wrong.append(own)
+        if num_sms() != 4:
+            wrong.append(4)
+threads = [threading.Thread(target=work, args=(own,)) for own in range(5, 11)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(wrong, emulator.stats()["ctas"])
+""")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["[]", str(6 * 30 * 2 * 4)]
+
+
+def test_a_child_forked_while_a_thread_launches_can_launch():
+    done = _python("""
+inside, leave = threading.Event(), threading.Event()
+def hold():
+    with engine.exclusive():
+        inside.set()
+        leave.wait()
+thread = threading.Thread(target=hold)
+thread.start()
+inside.wait()
+child = os.fork()
+if not child:
+    signal.alarm(60)  # ends a child that hangs
+    os._exit(num_sms())
+status = os.waitpid(child, 0)[1]
+leave.set()
+thread.join()
+print(status >> 8, num_sms())
+""")
+    assert (done.returncode, done.stdout.split()) == (0, ["4", "4"]), done.stderr
+
+
 # ---- building
 
 
@@ -199,9 +274,31 @@ def test_unwritable_cache_directory(monkeypatch, tmp_path):
     assert directory == tmp_path / f"cute_kernels-{os.getuid()}" / "emulator"
     # One that others could fill is not used.
     directory.parent.chmod(0o777)
-    other = compilation.cache_directory()
+    monkeypatch.setattr(settings, "_warned", set())
+    with pytest.warns(RuntimeWarning, match="other users may write it"):
+        other = compilation.cache_directory()
     assert other.parent != directory.parent
     shutil.rmtree(other)
+
+
+def test_a_cache_directory_that_others_write(monkeypatch, tmp_path):
+    (tmp_path / "emulator").mkdir()
+    (tmp_path / "emulator").chmod(0o775)
+    (tmp_path / "private").mkdir()
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compilation.tempfile, "gettempdir", lambda: str(tmp_path / "private"))
+    with pytest.warns(RuntimeWarning, match=f"not kept in {tmp_path}/emulator: .*chmod go-w"):
+        directory = compilation.cache_directory()
+    assert directory == tmp_path / "private" / f"cute_kernels-{os.getuid()}" / "emulator"
+
+
+def test_a_cache_directory_of_an_unknown_user(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", "~nosuchuser/kernels")
+    monkeypatch.setattr(settings, "_warned", set())
+    monkeypatch.setattr(compilation.tempfile, "gettempdir", lambda: str(tmp_path))
+    with pytest.warns(RuntimeWarning, match="~nosuchuser/kernels.*home directory"):
+        directory = compilation.cache_directory()
+    assert directory == tmp_path / f"cute_kernels-{os.getuid()}" / "emulator"
 
 
 def test_another_source_is_another_library(monkeypatch, tmp_path):
@@ -216,19 +313,57 @@ def test_another_source_is_another_library(monkeypatch, tmp_path):
     assert compilation._digest(cxx) != before
 
 
+@pytest.fixture
+def built(monkeypatch, tmp_path):
+    """Lists what was compiled (nothing is, in truth) into a cache folder of its own."""
+    compiled = []
+
+    def pretend(cxx, work):
+        compiled.append(cxx)
+        (work / "engine.so").write_bytes(b"machine code" * 100)
+        return work / "engine.so"
+
+    monkeypatch.setattr(compilation, "_compile", pretend)
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
+    return compiled
+
+
+@pytest.mark.parametrize("damage", ["truncated", "one bit", "no hash", "writable", "not there"])
+def test_a_damaged_library_is_built_anew(built, damage):
+    build = compilation.build.__wrapped__
+    library = build()
+    good = library.read_bytes()
+    assert build() == library and len(built) == 1
+    if damage == "truncated":
+        library.write_bytes(good[: len(good) // 2])
+    elif damage == "one bit":
+        library.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    elif damage == "no hash":
+        library.with_suffix(".sha256").unlink()
+    elif damage == "writable":
+        library.chmod(0o666)
+    else:
+        library.unlink()
+    for _ in range(2):
+        assert build() == library and len(built) == 2
+        assert library.read_bytes() == good
+
+
+def test_a_library_is_this_user_s_whatever_the_umask(built):
+    before = os.umask(0)
+    try:
+        library = compilation.build.__wrapped__()
+    finally:
+        os.umask(before)
+    for path in (library, library.with_suffix(".sha256"), library.parent):
+        assert not path.stat().st_mode & 0o022
+
+
 def test_a_failed_build_says_why(monkeypatch, tmp_path):
     (tmp_path / "machine.h").write_text("this is no C++")
     monkeypatch.setattr(compilation, "_SOURCES", tmp_path)
     with pytest.raises(emulator.BuildError, match="did not compile"):
         compilation._compile(compilation.compiler(), tmp_path)
-
-
-_STUB = """
-import sys, types
-package = types.ModuleType("cute_kernels")  # whose own modules import torch
-package.__path__ = ["cute_kernels"]
-sys.modules["cute_kernels"] = package
-"""
 
 
 def test_two_processes_build_one_library(tmp_path):

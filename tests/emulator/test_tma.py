@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import pytest
 
@@ -247,6 +249,68 @@ def test_replaced_tensor_map():
 
 
 # ---- faults
+
+
+def _replace(field: str, value: str) -> None:
+    """Change one field of a tensor map in shared memory."""
+    raw = np.frombuffer(emulator.tensor_map(_aligned(np.zeros((8, 8), np.float32)), (8, 8)), "u4")
+    stores = "".join(f"st.shared.b32 [%r0+{4 * i}], {word};" for i, word in enumerate(raw))
+    replace = f"tensormap.replace.tile.{field}.shared::cta.b1024.b64 [%r0], {value};"
+    run(SETUP.format(smem=128) + f"@%q0 bra DO; bra DONE; DO: {stores} {replace} DONE:")
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad", "message"),
+    [
+        ("global_address", "0x10000", "0x10008", "global address 0x10008 is not a multiple of 16"),
+        ("global_stride", "0, 48", "0, 40", "stride 0 of 40 bytes is not a multiple of 16"),
+        ("global_stride", "3, 16", f"3, {1 << 40}", "stride 3 of .* below 2\\^40"),
+    ],
+)
+def test_replaced_fields_are_checked(field, good, bad, message):
+    _replace(field, good)
+    with pytest.raises(emulator.EmulatorError, match=message):
+        _replace(field, bad)
+
+
+def test_a_replaced_field_is_one_of_the_format():
+    with pytest.raises(emulator.EmulatorError, match="not modelled: tensormap.replace"):
+        _replace("global_stride", "4, 16")
+
+
+def test_a_misaligned_tensor_map_in_memory():
+    array = _aligned(np.zeros((8, 8), np.float32))
+    tensor_map = np.frombuffer(emulator.tensor_map(array, (8, 8)), np.uint64).copy()
+    tensor_map[0] += 8
+    body = SETUP.format(smem=256) + LOAD.format(rank=2, coordinates="0, 0")
+    address = f"global address {tensor_map[0]:#x} is not a multiple of 16 bytes"
+    with pytest.raises(emulator.EmulatorError, match=address):
+        run(body, tensor_map.tobytes())
+
+
+def test_a_tensor_map_that_a_kernel_makes():
+    """As CuTe DSL makes one: ordinary instructions keep bits 4 to 56 of the address."""
+    out = np.zeros(1, np.uint64)
+    body = f"add.u64 %d0, %p0, {{}}; and.b64 %d1, %d0, {(1 << 57) - 16}; st.global.b64 [%p1], %d1;"
+    array = _aligned(np.zeros(64, np.uint8))
+    run(body.format(32), array, out)
+    assert out[0] == array.ctypes.data + 32
+    bad = array.ctypes.data + 8
+    message = f"made by the kernel: the global address {bad:#x} is not a multiple of 16 bytes"
+    with pytest.raises(emulator.EmulatorError, match=message):
+        run(body.format(8), array, out)
+
+
+def test_long_strides_of_a_tensor_map():
+    """A stride has 36 bits, in units of 16 bytes: the highest four of all strides share a word."""
+    row, stride = _aligned(np.arange(32, dtype=np.float32)), 1 << 37
+    tall = types.SimpleNamespace(
+        dtype=row.dtype, shape=(2, 32), strides=(stride, 4), itemsize=4, ctypes=row.ctypes
+    )
+    assert (_load(tall, (1, 32), (0, 0)) == row).all()
+    emulator.watch(row)
+    with pytest.raises(emulator.EmulatorError, match=f"{row.ctypes.data + stride:#x}"):
+        _load(tall, (1, 32), (0, 1))
 
 
 def _faulty_load(at="0, 0", dst="%r0", array=None, smem=256) -> None:

@@ -1,11 +1,13 @@
 """In-place ops, ``nn.init`` and optimizers: requantize into the same storage and return self."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 import grouped
-from grouped import GroupedTensor
+from grouped import GroupedTensor, updates
 from tests.grouped.cases import FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
 from tests.helpers import assert_same_bytes, sample
 
@@ -266,3 +268,66 @@ def test_in_inference_mode():
         assert p.mul_(3) is p
         assert_holds(p, dense * 3)
         assert torch.add(p, 1).sub_(p).dtype == p.dtype
+
+
+# ------------------------------------------------------------------------------- lost updates
+
+TINY = {
+    "AdamW": lambda p: torch.optim.AdamW([p], lr=1e-4, foreach=False),
+    "AdamW foreach": lambda p: torch.optim.AdamW([p], lr=1e-4, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW([p], lr=1e-4, fused=True),
+    "SGD": lambda p: torch.optim.SGD([p], lr=1e-6, foreach=False),
+    "SGD foreach": lambda p: torch.optim.SGD([p], lr=1e-6, foreach=True),
+}
+
+
+@pytest.fixture
+def large():
+    """A weight beside whose values updates of 1e-4 round away."""
+    return nn.Parameter(grouped.quantize(weight() + 8, WEIGHT_FORMAT, columnwise=True))
+
+
+@pytest.mark.parametrize("optimizer", TINY.values(), ids=TINY)
+def test_an_optimizer_that_changes_nothing_warns(large, optimizer):
+    before = bytes_of(large)
+    large.grad = torch.ones_like(large)
+    with pytest.warns(UserWarning, match=r"changed nothing in GroupedTensor.*quantize\(master"):
+        optimizer(large).step()
+    for name, value in bytes_of(large).items():
+        assert_same_bytes(value, before[name], name)
+
+
+def test_an_average_that_does_not_move_warns(large):
+    with pytest.warns(UserWarning, match="lerp_ changed nothing"):
+        large.detach().lerp_(large.dequantize().detach() + 1, 1e-5)
+
+
+SILENT = {
+    "a step that changes something": lambda p: p.add_(torch.ones_like(p), alpha=2),
+    "no gradient": lambda p: p.add_(torch.zeros_like(p), alpha=-0.1),
+    "a learning rate of zero": lambda p: p.addcdiv_(p.dequantize(), p.dequantize(), value=0.0),
+    "foreach, no factor": lambda p: torch._foreach_addcdiv_(
+        [p], [torch.ones_like(p)], [torch.ones_like(p)], [0.0]
+    ),
+    "weight decay": lambda p: p.mul_(1 - 1e-6),
+    "an average that arrived": lambda p: p.lerp_(p.dequantize(), 0.5),
+    "copies": lambda p: p.copy_(p.dequantize()),
+}
+
+
+@pytest.mark.parametrize("op", SILENT.values(), ids=SILENT)
+def test_what_does_not_warn(large, op):
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        op(large)
+
+
+def test_where_nobody_may_look_it_says_so_once(large):
+    """Meta tensors stand for a GPU's: their bytes are not compared either."""
+    updates._warn_unwatched.cache_clear()
+    on_device = large.detach().to("meta")
+    with pytest.warns(UserWarning, match="on a GPU and in compiled code nothing looks"):
+        on_device.add_(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on_device.add_(1)

@@ -68,6 +68,50 @@ def test_device_offs_are_clamped_not_read():
     assert_same_bytes(wild.dequantize(), tame.dequantize())
 
 
+@pytest.mark.parametrize("wild", [1 << 31, (1 << 32) + 5, (1 << 62) + 1])
+def test_int64_offs_saturate(wild):
+    """What int32 cannot hold lies past all rows; cut to 32 bits it would be a row of the tensor."""
+    x = sample(ROWS, 32)
+    got = grouped.quantize(x, FORMATS["1x16"], offs=torch.tensor([7, wild, wild]))
+    want = grouped.quantize(x, FORMATS["1x16"], offs=[7, 40, 40])
+    assert_same_bytes(got.dequantize(), want.dequantize())
+    got = grouped.quantize(x, FORMATS["1x16"], offs=torch.tensor([-wild, 7, 40]))
+    want = grouped.quantize(x, FORMATS["1x16"], offs=[0, 7, 40])
+    assert_same_bytes(got.dequantize(), want.dequantize())
+
+
+@pytest.mark.parametrize("multiplier", [1.5, 2.0, "2", None])
+def test_a_multiplier_that_is_no_integer_is_refused(multiplier):
+    grouped.compute_offsets(torch.tensor([1, 2]), multiplier=2)  # 2.0 finds its plan
+    with pytest.raises(TypeError, match="multiplier must be an integer, got"):
+        grouped.compute_offsets(torch.tensor([1, 2]), multiplier=multiplier)
+
+
+def test_offsets_never_wrap_around():
+    splits = torch.tensor([3, 1 << 20, 1])
+    largest = torch.iinfo(torch.int32).max
+    assert grouped.compute_offsets(splits, multiplier=1 << 12).tolist() == [12288, largest, largest]
+    with pytest.raises(ValueError, match=r"multiplier must be in \[1, 2147483647\]"):
+        grouped.compute_offsets(splits, multiplier=1 << 40)
+    wide = grouped.compute_offsets(splits, multiplier=1 << 40, dtype=torch.int64)
+    assert wide.tolist() == [3 << 40, ((1 << 20) + 3) << 40, ((1 << 20) + 4) << 40]
+
+
+def test_operands_of_wgrad_are_cut_alike():
+    def tensor(offs):
+        return grouped.quantize(sample(ROWS, 32), FORMATS["1x16"], offs=offs, columnwise=True)
+
+    x = tensor([7, 7, 33])
+    with pytest.raises(ValueError, match=r"cut at the same rows.*\[7, 8, 33\].*\[7, 7, 33\]"):
+        grouped.grouped_gemm(tensor([7, 8, 33]), x)
+    out = torch.zeros(3, 32, 32)
+    with pytest.raises(ValueError, match="cut at the same rows"):
+        grouped.grouped_gemm(tensor([7, 8, 33]), x, out=out, accumulate=True)
+    assert not out.any()
+    grouped.grouped_gemm(tensor([7, 7, 33]), x, out=out)
+    assert out.any()
+
+
 def test_a_quantized_tensor_owns_its_boundaries():
     """Neither side sees the other write: callers reuse offs buffers, ``out=`` rewrites offs."""
     offs = torch.tensor([7, 7, 33], dtype=torch.int32)

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import grouped
-from grouped import GroupedTensor
+from cute_kernels import UnsupportedError
+from grouped import GroupedTensor, tensor
 from tests.grouped.cases import FORMATS, OpCounter, bytes_of, parameter
 from tests.helpers import assert_same_bytes, sample
 
@@ -127,6 +129,77 @@ def test_views_of_the_same_shape_share_the_storage(make_one, view):
     assert pointers(got) == pointers(x)
     got.mul_(2)
     assert_same(got, x)
+
+
+def test_nbytes_counts_what_is_held():
+    for options in DIRECTIONS.values():
+        for x in (make(**options), make_weight(**options)):
+            names, _ = x.__tensor_flatten__()
+            assert x.nbytes == sum(getattr(x, name).nbytes for name in names)
+    assert make_weight(columnwise=False).nbytes < 3 * 48 * 64
+    assert make().element_size() == make().itemsize == make().dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda p: parameter(False),
+        lambda p: p.data.prepack(),
+        lambda p: p.data.to(torch.float16),
+        lambda p: make_weight(columnwise=False),
+        lambda p: grouped.quantize(sample(3, 48, 64), FORMATS["1x16"]),
+    ],
+    ids=["same kind", "prepacked", "dtype", "one direction", "format"],
+)
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_assigning_data(other, requires_grad):
+    p = parameter(requires_grad)
+    detached, old, new = p.detach(), p.data.clone(), other(p).detach()
+    p.data = new
+    assert isinstance(p, nn.Parameter) and p.requires_grad is requires_grad and p.is_leaf
+    assert_same(p.data, new)
+    assert pointers(p) == pointers(new)
+    assert_same(detached, old)
+    p.dequantize().sum()
+
+
+def test_assigning_data_that_cannot_be_held():
+    p = parameter()
+    before = bytes_of(p)
+    with pytest.raises(TypeError, match=r"GroupedTensor, got Tensor; copy_\(\)"):
+        p.data = torch.zeros(p.shape)
+    with pytest.raises(ValueError, match=r"shape \(3, 48, 64\), got \(2, 48, 64\)"):
+        p.data = grouped.quantize(sample(2, 48, 64), FORMATS["16x16"])
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        p.data = p.data.to("meta")
+    for name, value in bytes_of(p).items():
+        assert_same_bytes(value, before[name], name)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "error", "match"),
+    [
+        (grouped.MXFP8(), UnsupportedError, "MXFP8 is not built yet"),
+        (grouped.NVFP4, TypeError, r"format record such as NVFP4\(\)"),
+    ],
+    ids=["MXFP8", "the class"],
+)
+def test_formats_that_are_not_built(fmt, error, match):
+    """Wherever a tensor of one comes from, its use ends in a clear error."""
+    w, x = make_weight(), make()
+    other = GroupedTensor(w.shape, w.dtype, fmt, None, w.rowwise, w.columnwise)
+    for use in (
+        lambda: grouped.quantize(sample(3, 48, 64), fmt),
+        lambda: other.dequantize(),
+        lambda: other.member(0),
+        lambda: other.unbind(),
+        lambda: other.prepack(),
+        lambda: other.zero_(),
+        lambda: grouped.grouped_gemm(x, other),
+        lambda: grouped.grouped_gemm(sample(36, 64), other, offs=[7, 7, 33]),
+    ):
+        with pytest.raises(error, match=match):
+            use()
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
@@ -286,6 +359,23 @@ def test_arithmetic_that_optimizers_use_gives_plain_tensors():
         assert type(got) is torch.Tensor
         assert torch.equal(got, function(dense))
     assert torch.equal(p, p) and torch.equal(p, dense)
+
+
+def test_the_rule_for_arithmetic_is_stated_in_full():
+    """The docstring names every op that decodes out of place; the README repeats it."""
+    symbols = {
+        **dict.fromkeys(("add", "sub", "rsub", "mul", "div", "pow"), "``+ - * / **``"),
+        **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), "comparisons"),
+        **{f"is{kind}": f"``is{kind}``" for kind in ("finite", "nan", "inf")},
+        "equal": "``torch.equal``",
+        "linalg_vector_norm": "vector norms",
+    }
+    readme = (Path(__file__).parents[2] / "README.md").read_text().replace("`", "")
+    for packet in tensor._DECODING:
+        name = packet.__name__
+        words = "``torch._foreach_*``" if "_foreach_" in name else symbols.get(name, f"``{name}``")
+        assert words in GroupedTensor.__doc__
+        assert words.replace("`", "") in readme
 
 
 def test_gradients_pass_through_decoded_values():

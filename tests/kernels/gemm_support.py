@@ -14,10 +14,16 @@ from cute_kernels import reference
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig, HopperGemmConfig
 from cute_kernels.gemm.hopper.prepack import prepack
+from cute_kernels.layout.shapes import (
+    ceil_div,
+    code_pitch,
+    num_slot_tiles,
+    scale_tiles,
+    uniform_tiles,
+)
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from cute_kernels.runtime import architecture, compile_kernel
-from cute_kernels.layout.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles, uniform_tiles
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.config import GemmConfig
@@ -158,6 +164,15 @@ class Product:
 
     def run_into(self, out: Tensor, num_sms: int = NUM_SMS) -> None:
         """Launch on an output of the caller's, where that is."""
+        self.launch(out, self.prepared(out, num_sms), num_sms)
+
+    def launch(self, out: Tensor, tensors: list[Tensor | None], num_sms: int = NUM_SMS) -> None:
+        """Launch the GEMM alone, on what ``prepared`` gave."""
+        kernel = compiled(self.config, arch_of(self.config), out.device.type)
+        kernel(*tensors, out, num_sms)
+
+    def prepared(self, out: Tensor, num_sms: int = NUM_SMS) -> list[Tensor | None]:
+        """The GEMM's inputs where the output is: operands as it takes them, offs, bias, alpha."""
         arch, device = arch_of(self.config), out.device.type
         offs, bias, alpha = (on_device_of(out, t) for t in (self.offs, self.bias, self.alpha))
         sides = {"a": self.a, "b": self.b}
@@ -181,7 +196,7 @@ class Product:
                 expand(codes, scales, offs if is_ragged else None, values, num_sms)
                 codes, scales = values, None
             tensors += [codes, scales, amax]
-        compiled(self.config, arch, device)(*tensors, offs, bias, alpha, out, num_sms)
+        return [*tensors, offs, bias, alpha]
 
     def expected(self) -> Tensor:
         """What a tensor core of the configuration's architecture gives, to the bit."""

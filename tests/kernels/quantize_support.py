@@ -13,10 +13,6 @@ import torch
 from torch import Tensor
 
 from cute_kernels.formats import NVFP4
-from cute_kernels.reference.groups import Groups
-from cute_kernels.reference.nvfp4 import quantize_nvfp4
-from cute_kernels.runtime.arch import device_architecture
-from cute_kernels.runtime.compile import compile_kernel
 from cute_kernels.layout.shapes import (
     ceil_div,
     code_pitch,
@@ -24,6 +20,10 @@ from cute_kernels.layout.shapes import (
     scale_tiles,
     uniform_tiles,
 )
+from cute_kernels.reference.groups import Groups
+from cute_kernels.reference.nvfp4 import quantize_nvfp4
+from cute_kernels.runtime.arch import device_architecture
+from cute_kernels.runtime.compile import compile_kernel
 from perf.compiled import compile_for_emulator
 
 if TYPE_CHECKING:

@@ -89,6 +89,25 @@ def test_offsets_past_32_bits() -> None:
     assert torch.equal(got, sizes.cumsum(0) * 3)
 
 
+@pytest.mark.parametrize("out", [torch.int32, torch.int64])
+@pytest.mark.parametrize("splits", [torch.int32, torch.int64])
+def test_offsets_saturate(splits: torch.dtype, out: torch.dtype) -> None:
+    kernel = compiled(OffsetsConfig(*(str(d).removeprefix("torch.") for d in (splits, out))))
+    top, largest = torch.iinfo(splits).max, torch.iinfo(out).max
+    small = [1 << 20, 1 << 30, 1 << 30, -(1 << 30), -(1 << 30), -(1 << 30), -(1 << 30), -(1 << 30)]
+    for multiplier in (1, 3, 1 << 20, (1 << 31) - 1):
+        limit = largest // multiplier
+        for sizes in (small, [limit - 2, 1, 1, 1, -limit, -limit, -limit]):
+            if max(map(abs, sizes)) > top:
+                continue
+            given = torch.tensor(sizes, dtype=splits)
+            got = torch.zeros(len(sizes), dtype=out)
+            want = torch.zeros(len(sizes), dtype=out)
+            kernel(given, got, multiplier)
+            compute_offsets(given, multiplier, want)
+            assert torch.equal(got, want)
+
+
 def test_offsets_in_any_order() -> None:
     kernel = compiled(OffsetsConfig("int32", "int32"))
     sizes = torch.arange(2100, dtype=torch.int32) % 7

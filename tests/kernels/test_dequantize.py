@@ -12,8 +12,14 @@ from torch import Tensor
 
 import cute_kernels
 from cute_kernels import emulator
+from cute_kernels.layout.shapes import (
+    ceil_div,
+    code_pitch,
+    num_slot_tiles,
+    scale_tiles,
+    uniform_tiles,
+)
 from cute_kernels.quantize import DequantizeConfig, QuantizeProblem
-from cute_kernels.layout.shapes import ceil_div, code_pitch, num_slot_tiles, scale_tiles, uniform_tiles
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
 from tests.kernels.op_support import (

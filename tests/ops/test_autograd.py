@@ -1,8 +1,10 @@
-"""Derivatives of the plain GEMMs against fp64 autograd; the rest refuse to differentiate."""
+"""Derivatives of the plain GEMMs against fp64 autograd; what has none says so."""
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
+import cute_kernels
 from tests.helpers import assert_same_bytes, offsets, ops, sample
 
 SPLITS = [(9, 0, 20), (0, 30), (16, 5, 3, 0)]
@@ -135,25 +137,132 @@ def test_quantized_ops_refuse_to_differentiate():
         y.sum().backward()
 
 
-@pytest.mark.parametrize("name", ["m_grouped_gemm", "k_grouped_gemm"])
-def test_out_form_refuses_operands_that_require_a_gradient(name):
-    """As torch's own functions do: a gradient would be lost."""
-    a, offs = torch.randn(8, 4, requires_grad=True), offsets((5, 3))
-    b = torch.randn(2, 3, 4) if name == "m_grouped_gemm" else torch.randn(8, 3)
-    out = torch.full((8, 3) if name == "m_grouped_gemm" else (2, 4, 3), 5.0)
-    call = getattr(ops, f"{name}_out")
-    with pytest.raises(RuntimeError, match=f"{name}_out.*a requires"):
-        call(a, b, offs, out=out)
-    assert (out == 5.0).all()
+#: Ops, and their operands that could require gradients.
+OUT_FORMS = {
+    "m_grouped_gemm": ("a", "b", "bias", "alpha"),
+    "k_grouped_gemm": ("a", "b", "alpha"),
+    "m_grouped_gemm_nvfp4": ("a_amax", "b_amax", "bias", "alpha"),
+    "m_grouped_gemm_w4a16": ("a", "b_amax", "bias", "alpha"),
+    "m_grouped_quantize_gemm_nvfp4": ("a", "bias", "alpha"),
+    "k_grouped_gemm_nvfp4": ("a_amax_t", "alpha"),
+    "grouped_quantize_nvfp4": ("x", "amax"),
+    "grouped_dequantize_nvfp4": ("amax",),
+    "grouped_amax": ("x",),
+    "grouped_dbias": ("dy",),
+}
+OPERANDS = [(name, operand) for name, operands in OUT_FORMS.items() for operand in operands]
+
+
+def arguments_of(name):
+    """Arguments by name that give each operand which the op can take; none requires a gradient."""
+    offs, x, a16 = offsets((5, 3)), sample(8, 32, dtype=torch.float32), sample(8, 32)
+    codes = ops.grouped_quantize_nvfp4(x, offs, columnwise=True)
+    w = sample(2, 16, 32)
+    held = ops.grouped_quantize_nvfp4(w)[:3]
+    b = dict(zip(("b_codes", "b_scales", "b_amax"), held, strict=True))
+    vectors = {"bias": torch.zeros(2, 16), "alpha": torch.ones(2)}
+    per_op = {
+        "m_grouped_gemm": {"a": a16, "b": w, **vectors},
+        "k_grouped_gemm": {"a": x, "b": x.clone(), "alpha": torch.ones(2)},
+        "m_grouped_gemm_nvfp4": {
+            **dict(zip(("a_codes", "a_scales", "a_amax"), codes, strict=False)),
+            **b,
+            **vectors,
+        },
+        "m_grouped_gemm_w4a16": {"a": a16, **b, **vectors},
+        "m_grouped_quantize_gemm_nvfp4": {"a": a16, **b, **vectors},
+        "k_grouped_gemm_nvfp4": {
+            **dict(zip(("a_codes_t", "a_scales_t", "a_amax_t"), codes[3:], strict=True)),
+            **dict(zip(("b_codes_t", "b_scales_t", "b_amax_t"), codes[3:], strict=True)),
+            "alpha": torch.ones(2),
+        },
+        "grouped_quantize_nvfp4": {"x": x, "amax": torch.ones(2)},
+        "grouped_dequantize_nvfp4": {
+            **dict(zip(("codes", "scales", "amax"), codes, strict=False)),
+            "rows": 8,
+            "dtype": torch.float32,
+        },
+        "grouped_amax": {"x": x},
+        "grouped_dbias": {"dy": x},
+    }
+    return {"offs": offs, **per_op[name]}
+
+
+def outputs_of(name, arguments):
+    results = getattr(ops, name)(**arguments)
+    results = results if isinstance(results, tuple) else (results,)
+    schema = getattr(ops, f"{name}_out").default._schema
+    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    pairs = zip(names, results, strict=True)
+    return {n: torch.zeros_like(t) for n, t in pairs if t.shape != (0,)}
+
+
+@pytest.mark.parametrize(("name", "operand"), OPERANDS)
+def test_out_forms_refuse_operands_that_require_a_gradient(name, operand):
+    arguments = arguments_of(name)
+    outputs = outputs_of(name, arguments)
+    arguments[operand] = arguments[operand].clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=f"{name}_out.*{operand} requires a gradient"):
+        getattr(ops, f"{name}_out")(**arguments, **outputs)
+    assert not any(t.view(torch.uint8).any() for t in outputs.values()), "nothing is written"
     with torch.no_grad():
-        call(a, b, offs, out=out)
-    assert_same_bytes(out, getattr(ops, name)(a.detach(), b, offs))
+        getattr(ops, f"{name}_out")(**arguments, **outputs)
 
 
-def test_out_form_of_quantize_leaves_no_graph():
-    x, offs = sample(8, 32, dtype=torch.float32).requires_grad_(), offsets((5, 3))
-    want = ops.grouped_quantize_nvfp4(x.detach(), offs)
-    codes, scales, amax = (torch.zeros_like(t) for t in want[:3])
-    ops.grouped_quantize_nvfp4_out(x, offs, out_codes=codes, out_scales=scales, out_amax=amax)
-    assert not amax.requires_grad
-    assert_same_bytes(amax, want[2])
+@pytest.mark.parametrize("name", OUT_FORMS)
+def test_out_forms_refuse_a_leaf_that_requires_a_gradient(name):
+    arguments = arguments_of(name)
+    outputs = outputs_of(name, arguments)
+    given = next(n for n, t in outputs.items() if t.is_floating_point())
+    outputs[given].requires_grad_()
+    with pytest.raises(RuntimeError, match=f"{name}_out.*{given} requires a gradient"):
+        getattr(ops, f"{name}_out")(**arguments, **outputs)
+    assert not outputs[given].detach().any()
+    with torch.no_grad():
+        getattr(ops, f"{name}_out")(**arguments, **outputs)
+
+
+@pytest.mark.parametrize(("name", "operand"), OPERANDS)
+@pytest.mark.parametrize("way", ["func.jvp", "dual level"])
+def test_forward_mode_is_refused(name, operand, way):
+    """A zero tangent would be the derivative of a constant."""
+    arguments = arguments_of(name)
+    tangent = torch.ones_like(arguments[operand])
+
+    def call(x):
+        return getattr(ops, name)(**{**arguments, operand: x})
+
+    def call_out(x):
+        outputs = outputs_of(name, arguments)
+        getattr(ops, f"{name}_out")(**{**arguments, operand: x}, **outputs)
+        return next(iter(outputs.values()))
+
+    def call_directly(x):
+        ordered = [
+            {**arguments, operand: x}.get(a.name, a.default_value)
+            for a in getattr(ops, name).default._schema.arguments
+        ]
+        return getattr(cute_kernels.ops, name)(*ordered)
+
+    for function in (call, call_directly, call_out):
+        with pytest.raises((NotImplementedError, RuntimeError), match="no forward-mode|in forward"):
+            if way == "func.jvp":
+                torch.func.jvp(function, (arguments[operand],), (tangent,))
+            else:
+                with forward_ad.dual_level():
+                    function(forward_ad.make_dual(arguments[operand], tangent))
+
+
+def test_operands_without_a_tangent_pass_in_a_dual_level():
+    arguments = arguments_of("m_grouped_gemm")
+    with forward_ad.dual_level():
+        assert_same_bytes(ops.m_grouped_gemm(**arguments), ops.m_grouped_gemm(**arguments))
+
+
+@pytest.mark.parametrize("name", [*OUT_FORMS, "compute_offsets"])
+def test_every_form_is_documented(name):
+    text = getattr(ops, name).__doc__
+    assert "Args:" in text and "Returns:" in text
+    assert text in getattr(ops, f"{name}_out").__doc__
+    direct = getattr(cute_kernels.ops, name)
+    assert direct.__doc__ == text and direct.__name__ == name

@@ -66,6 +66,22 @@ CASES = [
         TypeError,
         "dtype must be int32 or int64, got float32",
     ),
+    *[
+        (
+            "compute_offsets",
+            (torch.ones(3, dtype=I32), multiplier, dtype),
+            ValueError,
+            f"multiplier must be in [1, {torch.iinfo(dtype or I32).max}], the offsets' dtype, "
+            f"got {multiplier}",
+        )
+        for multiplier, dtype in (
+            (0, None),
+            (-1, I32),
+            (1 << 31, None),
+            (1 << 40, I32),
+            (-1, torch.int64),
+        )
+    ],
     # amax, dbias
     (
         "grouped_amax",

@@ -39,6 +39,17 @@ def test_offsets_count_past_32_bits():
     assert got.tolist() == [(g + 1) << 42 for g in range(3)]
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_offsets_saturate(dtype):
+    info = torch.iinfo(dtype)
+    for multiplier in (1, 3, 1 << 20, (1 << 31) - 1):
+        limit = info.max // multiplier
+        splits = [limit - 2, 1, 1, 1, info.max - limit - 1, -info.max, -limit, -limit, -limit]
+        sums = torch.tensor(splits).cumsum(0).tolist()
+        want = [min(max(total * multiplier, info.min), info.max) for total in sums]
+        assert ops.compute_offsets(torch.tensor(splits), multiplier, dtype).tolist() == want
+
+
 def test_offsets_of_many_groups():
     splits = torch.randint(0, 9, (5000,))
     assert ops.compute_offsets(splits).equal(splits.cumsum(0).int())

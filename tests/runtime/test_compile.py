@@ -5,6 +5,7 @@ import itertools
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -40,7 +41,7 @@ def traced(monkeypatch):
 
 
 def object_path(spec=SPEC, arch=SM90):
-    return cache.default_cache().load(cache.cache_key(spec, arch))["o"]
+    return cache.default_cache().root / f"{cache.cache_key(spec, arch).name}.o"
 
 
 def test_memory_then_disk_then_compiler(traced):
@@ -96,6 +97,23 @@ def test_what_does_not_load_is_compiled_again(traced):
     assert traced() == 1
     forget_kernels()
     compile_kernel(SPEC, SM90)
+    assert traced() == 0
+
+
+def test_what_was_hashed_is_what_is_loaded(traced, monkeypatch):
+    """Someone exchanges the object file right after it was read."""
+    compile_kernel(SPEC, SM90)
+    forget_kernels()
+    traced()
+    load = cache.DiskCache.load
+
+    def load_and_exchange(self, key):
+        files = load(self, key)
+        object_path().write_bytes(b"other code")
+        return files
+
+    monkeypatch.setattr(cache.DiskCache, "load", load_and_exchange)
+    assert callable(compile_kernel(SPEC, SM90))
     assert traced() == 0
 
 
@@ -170,6 +188,40 @@ def test_threads_compile_a_kernel_once(traced):
         thread.join()
     assert len(kernels) == 4 and len(set(kernels)) == 1
     assert traced() == 1
+
+
+FORK = """
+import os, signal, threading
+from cute_kernels.runtime import architecture, compile_kernel
+from tests.runtime.toy_kernels import Scale
+
+compiling, go_on = threading.Event(), threading.Event()
+
+class Slow(Scale):
+    def entry(self):
+        compiling.set()
+        go_on.wait()
+        return super().entry()
+
+arch = architecture("sm_90a")
+thread = threading.Thread(target=compile_kernel, args=(Slow(2.0), arch))
+thread.start()
+compiling.wait()
+child = os.fork()
+if not child:
+    signal.alarm(100)  # ends a child that hangs
+    os._exit(0 if callable(compile_kernel(Scale(3.0), arch)) else 1)
+status = os.waitpid(child, 0)[1]
+go_on.set()
+thread.join()
+print(status)
+"""
+
+
+def test_a_child_forked_while_a_thread_compiles_can_compile():
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", FORK], cwd=root, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["0"], done.stderr
 
 
 def test_arguments_are_checked_by_the_compiled_function():

@@ -38,11 +38,6 @@ def stored(disk):
     return disk
 
 
-def contents(disk, key=KEY):
-    paths = disk.load(key)
-    return paths and {suffix: path.read_bytes() for suffix, path in paths.items()}
-
-
 @pytest.fixture
 def unprivileged():
     """Permission bits bind root too while its effective user is another."""
@@ -68,7 +63,7 @@ def read_only_folder():
 
 
 def test_an_entry_comes_back(stored):
-    assert contents(stored) == FILES
+    assert stored.load(KEY) == FILES
     assert not list(stored.root.glob("*.part"))
 
 
@@ -112,6 +107,65 @@ def test_an_entry_of_another_form_with_the_right_key_is_a_miss(stored):
         assert stored.load(KEY) is None
 
 
+def test_nesting_without_end_is_a_miss(stored):
+    (stored.root / f"{KEY.name}.json").write_text("[" * 100_000)
+    assert stored.load(KEY) is None
+
+
+def test_an_entry_names_no_files_elsewhere(stored, tmp_path):
+    """The file beside the folder has the right hash; it is not part of the entry all the same."""
+    meta = stored.root / f"{KEY.name}.json"
+    entry = json.loads(meta.read_text())
+    (stored.root / f"{KEY.name}.").mkdir()
+    (tmp_path / "elsewhere").write_bytes(FILES["o"])
+    entry["files"] = {"/../../elsewhere": entry["files"]["o"]}
+    meta.write_text(json.dumps(entry))
+    assert stored.load(KEY) is None
+
+
+@pytest.mark.parametrize("suffix", ["o", "ptx", "json"])
+def test_a_file_that_others_can_write_is_a_miss(stored, suffix):
+    (stored.root / f"{KEY.name}.{suffix}").chmod(0o664)
+    with pytest.warns(RuntimeWarning, match=f"compiled anew: .*{suffix} is not used.*chmod go-w"):
+        assert stored.load(KEY) is None
+    assert stored.store(KEY, FILES)
+    assert stored.load(KEY) == FILES
+
+
+def test_a_folder_that_others_can_write_is_neither_read_nor_written(stored):
+    stored.root.chmod(0o777)
+    before = sorted(stored.root.iterdir())
+    with pytest.warns(RuntimeWarning, match=f"{stored.root} is not used.*chmod go-w") as caught:
+        assert stored.load(KEY) is None
+        new = CacheKey("new", {})
+        with stored.lock(new):
+            assert not stored.store(new, FILES)
+    assert [str(warning.message).partition(":")[0] for warning in caught] == [
+        "cached kernels are not used",
+        "compiled kernels are not kept on disk",
+    ]
+    assert sorted(stored.root.iterdir()) == before
+    stored.root.chmod(0o755)
+    assert stored.load(KEY) == FILES
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_folder_of_another_user_is_neither_read_nor_written(stored):
+    os.chown(stored.root, 65534, 65534)
+    with pytest.warns(RuntimeWarning, match="belongs to user 65534"):
+        assert stored.load(KEY) is None
+        assert not stored.store(KEY, FILES)
+
+
+def test_the_umask_opens_no_entry_to_others(disk):
+    before = os.umask(0)
+    try:
+        assert disk.store(KEY, FILES)
+    finally:
+        os.umask(before)
+    assert disk.load(KEY) == FILES
+
+
 def test_an_entry_of_another_key_is_a_miss(stored):
     other = CacheKey("kernel", {**KEY.facts, "arch": "sm_90a"})
     assert other.name != KEY.name
@@ -123,7 +177,7 @@ def test_an_entry_of_another_key_is_a_miss(stored):
 def test_a_damaged_entry_is_replaced(stored):
     damage(stored.root / f"{KEY.name}.o", "truncated")
     assert stored.store(KEY, FILES)
-    assert contents(stored) == FILES
+    assert stored.load(KEY) == FILES
 
 
 def test_a_writer_that_dies_leaves_a_miss(disk, monkeypatch):
@@ -142,12 +196,12 @@ def test_a_writer_that_dies_leaves_a_miss(disk, monkeypatch):
     assert names[-1] == f"{KEY.name}.json"
     assert disk.load(KEY) is None
     assert disk.store(KEY, FILES)
-    assert contents(disk) == FILES
+    assert disk.load(KEY) == FILES
 
 
 def test_a_read_only_folder_serves_hits_and_warns_once(read_only_folder, unprivileged):
     disk, new = DiskCache(read_only_folder), CacheKey("new", {})
-    assert contents(disk) == FILES
+    assert disk.load(KEY) == FILES
     with pytest.warns(RuntimeWarning, match="not kept on disk.*denied") as caught:
         for _ in range(2):
             with disk.lock(new):
@@ -233,7 +287,7 @@ def test_processes_that_start_together_build_once(disk, tmp_path):
         process.join()
         assert process.exitcode == 0
     assert log.read_text() == "compiled\n"
-    assert contents(disk) == FILES
+    assert disk.load(KEY) == FILES
 
 
 # Keys

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_kernels.runtime import aot, architecture, compile_kernel
+from cute_kernels.runtime import aot, architecture, cache, compile_kernel, forget_kernels
 from cute_kernels.runtime.emulated import EmulatedKernel
+from tests.runtime import toy_kernels
 from tests.runtime.toy_kernels import Scale
 
 pytest.importorskip("cutlass")
@@ -76,6 +77,80 @@ def test_faults_and_wrong_arguments_raise():
     finally:
         emulator.unwatch()
     kernel(x, y)
+
+
+def other_ptx():
+    """The PTX of another kernel."""
+    return compile_kernel(Scale(3.0), EMULATED[1]).ptx.encode()
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        {"ptx": b"rubbish"},
+        {"ptx": b""},
+        {"ptx": b".version 9.0\n.target sm_100a\n.address_size 64\n.visible .entry k("},
+        {"ptx": b"\xff\xfe not even text"},
+        {"ptx": other_ptx},
+        {"cubin": b"rubbish"},
+        {"o": b"rubbish"},
+        {"o": b"\x7fELF\x02\x01\x01" + bytes(57)},
+    ],
+    ids=["text", "empty", "cut off", "binary", "other kernel", "cubin", "object", "ELF header"],
+)
+def test_an_entry_of_rubbish_is_compiled_again(rubbish, monkeypatch):
+    spec, arch = Scale(2.0), EMULATED[1]
+    compile_kernel(spec, arch)
+    disk, key = cache.default_cache(), cache.cache_key(spec, arch)
+    rubbish = {suffix: data() if callable(data) else data for suffix, data in rubbish.items()}
+    good = disk.load(key)
+    assert disk.store(key, {**good, **rubbish})
+    forget_kernels()
+    monkeypatch.setattr(toy_kernels, "entries_traced", 0)
+    x, y = torch.arange(64.0), torch.zeros(64)
+    with pytest.warns(RuntimeWarning, match="a cached kernel is compiled anew"):
+        compile_kernel(spec, arch)(x, y)
+    assert torch.equal(y, 2 * x)
+    assert toy_kernels.entries_traced == 1
+    forget_kernels()
+    compile_kernel(spec, arch)(x, y.zero_())
+    assert torch.equal(y, 2 * x)
+    assert toy_kernels.entries_traced == 1
+
+
+def test_ptx_that_was_just_compiled_is_not_compiled_again(monkeypatch):
+    kernel = compile_kernel(Scale(2.0), EMULATED[1])
+    monkeypatch.setattr(kernel, "ptx", "rubbish")
+    with pytest.raises((emulator.PtxError, ValueError)):
+        kernel(torch.ones(64), torch.zeros(64))
+
+
+THREADS = """
+import threading, torch
+from cute_kernels.runtime import architecture, launcher
+from cute_kernels.runtime.backend import Backend
+from tests.runtime.toy_kernels import Scale
+
+wrong = []
+def work(number):
+    name = ("emulated:sm_90a", "emulated:sm_100a")[number % 2]
+    options = (("mode", "chaos"), ("num_sms", 1 + number), ("seed", number))
+    launch = launcher(Backend(name, name[9:], emulation=options), torch.device("cpu"))
+    x, y = torch.arange(1000.0), torch.zeros(1000)
+    for i in range(20):
+        factor = float(2 + i % 2)
+        launch.kernel(Scale(factor))(x, y.zero_())
+        if not torch.equal(y, factor * x):
+            wrong.append(number)
+threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(wrong)
+"""
+
+
+def test_threads_share_an_emulated_backend():
+    assert run_python(THREADS).splitlines()[-1] == "[]"
 
 
 BOTH_DEVICES = """

@@ -1,5 +1,6 @@
 """Which backend serves a call: device, environment, context manager."""
 
+import contextlib
 import threading
 
 import pytest
@@ -22,7 +23,6 @@ VARIABLE = "CUTE_KERNELS_BACKEND"
 def no_environment(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     backend_module._resolve.cache_clear()
-    registry._warn_no_kernel.cache_clear()
     yield
     backend_module._resolve.cache_clear()
 
@@ -83,9 +83,21 @@ def test_environment_gives_options(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("text", "want"),
+    [(text, True) for text in ("1", "true", "Yes", "on")]
+    + [(text, False) for text in ("0", "false", "No", "off")],
+)
+def test_booleans_in_the_environment(monkeypatch, text, want):
+    monkeypatch.setenv(VARIABLE, f"emulated:sm_100a,races={text}")
+    assert active_backend(CPU).emulation == (("races", want),)
+
+
+@pytest.mark.parametrize(
     ("text", "error", "words"),
     [
         ("emulated:sm_100a,seed=x", ValueError, "seed must be a number, got 'x'"),
+        ("emulated:sm_100a,races=maybe", ValueError, "races must be one of .*, got 'maybe'"),
+        ("emulated:sm_100a,races=", ValueError, "races must be one of .*, got ''"),
         ("emulated:sm_100a,chaos", ValueError, "option=value, got 'chaos'"),
         ("emulated:sm_100a,speed=1", TypeError, "got speed"),
         ("reference,seed=1", TypeError, "reference takes no options"),
@@ -142,6 +154,15 @@ def test_all_threads_see_the_choice():
     assert seen == ["emulated:sm_100a"]
 
 
+def test_a_thread_that_leaves_its_block_takes_no_other_choice():
+    with contextlib.ExitStack() as mine:
+        with backend("emulated:sm_100a"):
+            # As if another thread entered while this one was inside.
+            mine.enter_context(backend("emulated:sm_90a"))
+        assert active_backend(CPU).name == "emulated:sm_90a"
+    assert active_backend(CPU).name == "reference"
+
+
 def test_backend_and_device_must_fit():
     with backend("cuda"), pytest.raises(UnsupportedError, match=r"CUDA tensors.*cpu"):
         offsets()
@@ -165,14 +186,13 @@ def test_a_gpu_without_a_kernel_is_an_error(monkeypatch, no_dbias_kernel):
         op.plan(active_backend(CUDA))
 
 
-def test_an_emulated_backend_without_a_kernel_says_that_it_uses_the_reference(no_dbias_kernel):
+def test_an_emulated_backend_without_a_kernel_is_an_error(no_dbias_kernel):
     x, offs = torch.ones(4, 32), torch.tensor([4], dtype=torch.int32)
     with (
         backend("emulated:sm_100a"),
-        pytest.warns(UserWarning, match="grouped_dbias has no kernel yet"),
+        pytest.raises(UnsupportedError, match="no sm_100a kernel of grouped_dbias"),
     ):
-        dbias = cute_kernels.ops.grouped_dbias(x, offs)
-    assert (dbias == 4).all()
+        cute_kernels.ops.grouped_dbias(x, offs)
 
 
 def test_reference_serves_any_device():

@@ -14,6 +14,7 @@ FORMATS = (
     NVFP4(),
     NVFP4(row_scaled=True),
     NVFP4(block=(16, 16)),
+    NVFP4(prepacked=True),
     NVFP4(hadamard=True),
     NVFP4(stochastic_rounding=True),
     NVFP4(four_over_six=True),
@@ -42,6 +43,15 @@ def test_every_no_has_a_reason_and_require_repeats_it(op, fmt, arch):
 
 def test_unsupported_is_not_implemented():
     assert issubclass(UnsupportedError, NotImplementedError)
+
+
+def test_dtypes_that_an_op_does_not_take():
+    status = support("grouped_gemm_w4a16", NVFP4(), "sm_90a", dtype=torch.float32)
+    assert not status and "bfloat16 or float16, not float32" in status.reason
+    status = support("grouped_gemm", None, "sm_90a", dtype=torch.float32)
+    assert not status and "tf32" in status.reason
+    # Quantized on the way.
+    assert support("grouped_gemm", NVFP4(), "sm_90a", dtype=torch.float32)
 
 
 @pytest.mark.parametrize("fmt", [NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))], ids=str)
@@ -95,9 +105,17 @@ def test_the_printed_table_says_what_support_says():
         for title in titles.split(", "):
             cells[op.strip("`"), title] = [answer == "yes" for answer in answers]
     assert len(cells) > 20
-    rows = {"bf16": None, "row-scaled NVFP4": NVFP4(row_scaled=True), "FP8": FP8()}
-    for op, (title, fmt) in itertools.product(OPS, rows.items()):
-        answers = [bool(support(op, fmt, arch)) for arch in ARCHITECTURES]
+    rows = {
+        "bf16": (None, torch.bfloat16),
+        "fp32": (None, torch.float32),
+        "row-scaled NVFP4": (NVFP4(row_scaled=True), None),
+        "prepacked NVFP4": (NVFP4(prepacked=True), None),
+        "FP8": (FP8(), None),
+    }
+    for op, (title, (fmt, dtype)) in itertools.product(OPS, rows.items()):
+        if op == "compute_offsets":
+            dtype = dtype and torch.int32
+        answers = [bool(support(op, fmt, arch, dtype=dtype)) for arch in ARCHITECTURES]
         if op == "compute_offsets" and fmt is None:
             title = "int32"
         assert cells.get((op, title), [False] * len(ARCHITECTURES)) == answers
@@ -106,12 +124,12 @@ def test_the_printed_table_says_what_support_says():
 def test_ops_ask_the_table(monkeypatch):
     asked = []
 
-    def no(op, fmt, arch):
-        asked.append((op, fmt, arch))
+    def no(op, fmt, arch, *, dtype=None):
+        asked.append((op, fmt, arch, dtype))
         return capability.Support(False, "because of the test")
 
     monkeypatch.setattr(capability, "support", no)
     offs = torch.tensor([4], dtype=torch.int32)
     with pytest.raises(UnsupportedError, match="because of the test"):
         torch.ops.cute_kernels.grouped_quantize_nvfp4(torch.ones(4, 16), offs, row_scaled=True)
-    assert asked == [("grouped_quantize", NVFP4(row_scaled=True), "reference")]
+    assert asked == [("grouped_quantize", NVFP4(row_scaled=True), "reference", None)]

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from cute_kernels.formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, FP8Block
+from cute_kernels.formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, FP8Block, parse
 
 EVERY = (NVFP4(), NVFP4(row_scaled=True), MXFP8(), FP8Block(), FP8())
 
@@ -103,3 +103,51 @@ def test_meaningless_records_raise_and_say_why(make, error, words):
         make()
     for word in words:
         assert word in str(caught.value)
+
+
+TEXTS = {
+    "nvfp4": NVFP4(),
+    "nvfp4:row_scaled": NVFP4(row_scaled=True),
+    "nvfp4:block=16x16,stochastic_rounding": NVFP4(block=(16, 16), stochastic_rounding=True),
+    "mxfp8": MXFP8(),
+    "mxfp8:dtype=e5m2,block=32x32": MXFP8(torch.float8_e5m2, (32, 32)),
+    "fp8_block:pow2_scales=false,amax_epsilon=1e-12": FP8Block(
+        pow2_scales=False, amax_epsilon=1e-12
+    ),
+    "fp8:scaling=delayed": FP8(scaling="delayed"),
+}
+
+
+@pytest.mark.parametrize(("text", "fmt"), TEXTS.items(), ids=TEXTS)
+def test_a_record_has_one_text(text, fmt):
+    assert fmt.text == text
+    assert parse(text) == fmt
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("fp6", ["mxfp8, nvfp4", "'fp6'"]),
+        ("nvfp4:rows", ["row_scaled, block", "'rows'"]),
+        ("nvfp4:block=1x8", ["block", "(1, 8)"]),
+        ("mxfp8:dtype=e3m4", ["e4m3 or e5m2", "'e3m4'"]),
+        ("fp8_block:pow2_scales=no", ["true or false", "'no'"]),
+    ],
+)
+def test_texts_of_no_record_raise_and_say_why(text, words):
+    with pytest.raises(ValueError) as caught:
+        parse(text)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("fmt", EVERY, ids=str)
+def test_records_say_what_consumers_ask(fmt):
+    level = fmt.second_level
+    assert fmt.columnwise in ("transposed", "untransposed")
+    assert fmt.k_multiple % (16 * 8 // fmt.element.bits // 2) == 0
+    assert (fmt.columnwise_level is None) == (level is None)
+    assert level is None or fmt.level(columnwise=True).per == "group"
+    assert {name.removesuffix("_t") for name in fmt.buffer_names(True)} == set(
+        fmt.buffer_names(False)
+    )

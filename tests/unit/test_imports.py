@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 #: A module may import modules of lower layers and of its own subpackage. ``cute_kernels`` itself,
 #: which only gathers the public names, and its other top-level modules are the layer "front".
 LAYERS = {
+    "host": 0,
     "formats": 0,
     "layout": 0,
     "capability": 1,

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 
 #include "api.h"
 #include "machine.h"
@@ -40,6 +41,12 @@ std::string position() {
   return "\n  in kernel " + m.program->name + "\n  " + where + "PTX line " +
          std::to_string(m.instruction->line) + ": " +
          m.program->text[m.instruction - all.data()].substr(0, 1000);
+}
+
+// Takes what a fork left of a launch in another thread out of sight: it may be in any state.
+template <class T>
+void abandon(T& value) {
+  new (&value) T();
 }
 
 void reset_machine() {
@@ -108,6 +115,11 @@ void emu_set_error(const char* text) { last_error = text; }
 void emu_stats(u64* out) { memcpy(out, &total, sizeof total); }
 int emu_num_stats() { return sizeof(Stats) / sizeof(u64); }
 void emu_reset_stats() { total = Stats(); }
+void emu_forget_launch() {
+  abandon(machine.resident);
+  abandon(machine.events);
+  reset_machine();
+}
 
 int emu_launch(const char* key, const u32* grid, const u32* block, const u32* cluster,
                int explicit_cluster, u32 dynamic_smem, void** args) {

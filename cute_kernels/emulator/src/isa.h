@@ -33,7 +33,8 @@ using i64 = int64_t;
                                   X(CP_ASYNC_COMMIT) X(CP_ASYNC_WAIT)                             \
                                       X(CP_ASYNC_MBAR) X(BULK_G2S) X(BULK_S2G) X(BULK_S2S)        \
                                           X(TMA_G2S) X(TMA_S2G) X(BULK_COMMIT) X(BULK_WAIT)       \
-                                              X(TMAP_REPLACE) X(TMAP_CP) X(LDMATRIX) X(STMATRIX)  \
+                                              X(TMAP_REPLACE) X(TMAP_CP) X(TMAP_ADDRESS) \
+                                              X(LDMATRIX) X(STMATRIX)                         \
                                                   X(WGMMA) X(WGMMA_FENCE) X(WGMMA_COMMIT)         \
                                                       X(WGMMA_WAIT) X(TC_ALLOC) X(TC_DEALLOC)     \
                                                           X(TC_RELINQUISH) X(TC_LD) X(TC_ST)      \

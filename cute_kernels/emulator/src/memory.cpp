@@ -11,6 +11,7 @@ Status execute_memory(Warp& w, const Instruction& in, u32 mask) {
     case STMATRIX: return matrix_load_store(w, in, mask);
     case FENCE_PROXY_ASYNC: proxy_fence(w, mask); return OK;
     case TMAP_REPLACE: tensor_map_replace(w, in, mask); return OK;
+    case TMAP_ADDRESS: tensor_map_address(w, in, mask); return OK;
     case TMAP_CP: return tensor_map_copy(w, in, mask);
   }
   if (in.op >= MBAR_INIT && in.op <= MBAR_PENDING) return execute_mbarrier(w, in, mask);

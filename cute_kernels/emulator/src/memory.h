@@ -53,6 +53,7 @@ Status execute_bulk_copy(Warp& w, const Instruction& in, u32 mask);  // bulk_cop
 void tma_load(Warp& w, const Instruction& in, u32 mask);             // tma.cpp
 void tma_store(Warp& w, const Instruction& in, u32 mask);            // tma.cpp
 void tensor_map_replace(Warp& w, const Instruction& in, u32 mask);   // tensor_map.cpp
+void tensor_map_address(Warp& w, const Instruction& in, u32 mask);   // tensor_map.cpp
 Status tensor_map_copy(Warp& w, const Instruction& in, u32 mask);    // tensor_map.cpp
 CopyGroupPtr open_bulk_group(Warp& w, int lane);                     // bulk_copy.cpp
 // The reading half, then the writing half, of a store from shared to global memory.

@@ -1,5 +1,5 @@
 // Tensor maps in the hardware's format: address, (kind 2 | rank - 1 | element type | swizzle),
-// strides / 16, dimensions - 1, box - 1.
+// strides / 16 (the low 32 bits of four, then their highest four bits), dimensions - 1, box - 1.
 #include <cstdio>
 #include <cstring>
 
@@ -10,6 +10,7 @@ constexpr u32 MAP_BYTES = 128, MAP_ALIGNMENT = 64, MAP_KIND = 2;
 constexpr u32 TYPE_SHIFT = 7, SWIZZLE_SHIFT = 13, KNOWN_FLAGS = 0x67ff;
 constexpr u8 FIRST_UNPACKED_TYPE = 13;
 constexpr u32 MAX_BOX = 256;
+constexpr u64 ADDRESS_ALIGNMENT = 16, STRIDE_LIMIT = 1ull << 40;
 constexpr u32 SWIZZLE_SPAN[] = {1u << 30, 32, 64, 128};
 // By hardware code: u8 u16 u32 s32 u64 s64 f16 f32 f32.ftz f64 bf16 u4 tf32 u4-in-u8 u6-in-u8
 constexpr u8 ELEMENT_BITS[16] = {8, 16, 32, 32, 64, 64, 16, 32, 32, 64, 16, 4, 32, 4, 6, 32};
@@ -61,7 +62,8 @@ bool tensor_map_decode(const void* memory, TensorMap* map) {
   map->swizzle = (words[2] >> SWIZZLE_SHIFT) & 3;
   map->other_flags = words[2] & ~KNOWN_FLAGS;
   if (map->rank > 5) return false;
-  for (int i = 0; i < 4; i++) map->stride[i] = (u64)words[3 + i] << 4;
+  for (int i = 0; i < 4; i++)
+    map->stride[i] = ((u64)(words[7] >> 4 * i & 0xf) << 32 | words[3 + i]) << 4;
   for (int i = 0; i < 5; i++) map->last[i] = words[8 + i];
   map->box[0] = (words[13] >> 24) + 1;
   for (int i = 1; i < 5; i++) map->box[i] = ((words[14] >> (8 * (i - 1))) & 0xff) + 1;
@@ -74,7 +76,10 @@ void tensor_map_encode(const TensorMap& map, void* memory) {
   words[1] = (u32)(map.address >> 32);
   words[2] = MAP_KIND | (map.rank - 1) << 4 | map.type << TYPE_SHIFT |
              map.swizzle << SWIZZLE_SHIFT | map.other_flags;
-  for (int i = 0; i < 4; i++) words[3 + i] = (u32)(map.stride[i] >> 4);
+  for (int i = 0; i < 4; i++) {
+    words[3 + i] = (u32)(map.stride[i] >> 4);
+    words[7] |= (u32)(map.stride[i] >> 36 & 0xf) << 4 * i;
+  }
   for (int i = 0; i < 5; i++) words[8 + i] = map.last[i];
   words[13] = (u32)(map.box[0] - 1) << 24;
   for (int i = 1; i < 5; i++) words[14] |= (u32)((map.box[i] - 1) & 0xff) << (8 * (i - 1));
@@ -87,13 +92,18 @@ static const u8* map_memory(Warp& w, u64 address) {
   return (const u8*)address;
 }
 
+static void check_global_address(const char* what, u64 address) {
+  if (address % ADDRESS_ALIGNMENT)
+    fail("%s: the global address %#llx is not a multiple of %llu bytes, as a tensor map's must be",
+         what, (unsigned long long)address, (unsigned long long)ADDRESS_ALIGNMENT);
+}
+
 TensorMap tensor_map_at(Warp& w, u64 address) {
   if (address % 64) fail("tensor map at %#llx is not 64-byte aligned", (unsigned long long)address);
   TensorMap map;
   if (!tensor_map_decode(map_memory(w, address), &map))
     fail("TMA through memory that holds no tensor map (%#llx)", (unsigned long long)address);
-  if (map.address % 16)
-    fail("TMA: global address %#llx is not 16-byte aligned", (unsigned long long)map.address);
+  check_global_address("TMA", map.address);
   if (map.type >= FIRST_UNPACKED_TYPE)
     fail("TMA: unpacked 4- and 6-bit element types are not modelled");
   const u32 inner = map.box[0] * map.element_bits() / 8;
@@ -108,7 +118,7 @@ static void replace_field(TensorMap& map, const Instruction& in, u64 value) {
   const int index = (int)in.aux;
   switch (in.sub) {
     case GLOBAL_ADDRESS:
-      if (value % 16) fail("tensormap.replace: global address is not 16-byte aligned");
+      check_global_address("tensormap.replace", value);
       map.address = value;
       return;
     case RANK:
@@ -125,8 +135,9 @@ static void replace_field(TensorMap& map, const Instruction& in, u64 value) {
       map.last[index] = (u32)value - 1;
       return;
     case GLOBAL_STRIDE:
-      if (value % 16)
-        fail("tensormap.replace: stride %llu is not a multiple of 16", (unsigned long long)value);
+      if (value % 16 || value >= STRIDE_LIMIT)
+        fail("tensormap.replace: stride %d of %llu bytes is not a multiple of 16 below 2^40", index,
+             (unsigned long long)value);
       map.stride[index] = value;
       return;
     case ELEMENT_STRIDE:
@@ -164,6 +175,16 @@ void tensor_map_replace(Warp& w, const Instruction& in, u32 mask) {
   }
 }
 
+// A kernel that makes a tensor map by itself keeps the address bits that the format has room for, by
+// an AND (see lower_alu.py).  What it drops would be read from elsewhere without a word.
+void tensor_map_address(Warp& w, const Instruction& in, u32 mask) {
+  FOR_LANES (lane, mask) {
+    const u64 address = value_of(w, operand(in, 1), lane);
+    check_global_address("tensor map made by the kernel", address);
+    target(w, operand(in, 0))[lane] = address & value_of(w, operand(in, 2), lane);
+  }
+}
+
 // tensormap.cp_fenceproxy [global], [shared]: one copy by the whole warp.
 Status tensor_map_copy(Warp& w, const Instruction& in, u32 mask) {
   if (Status s = need_full_warp(w, mask, "tensormap.cp_fenceproxy")) return s;
@@ -185,7 +206,7 @@ extern "C" const char* emu_tensor_map_encode(void* out, int type, u32 rank, u64 
   if (interleave) return "interleaved layouts are not modelled";
   if (swizzle < 0 || swizzle > 3) return "this swizzle mode is not modelled";
   if (fill) return "NaN fill is not modelled";
-  if (address % 16) return "the global address must be 16-byte aligned";
+  if (address % ADDRESS_ALIGNMENT) return "the global address must be 16-byte aligned";
   if ((u64)out % MAP_ALIGNMENT) return "the tensor map must be 64-byte aligned";
   TensorMap map;
   map.address = address;
@@ -200,7 +221,7 @@ extern "C" const char* emu_tensor_map_encode(void* out, int type, u32 rank, u64 
     map.last[i] = (u32)(dims[i] - 1);
     map.box[i] = box[i];
     if (i == 0) continue;
-    if (strides[i - 1] % 16 || strides[i - 1] >= (1ull << 40))
+    if (strides[i - 1] % 16 || strides[i - 1] >= STRIDE_LIMIT)
       return "strides must be multiples of 16 below 2^40";
     map.stride[i - 1] = strides[i - 1];
   }

@@ -1,0 +1,243 @@
+"""What every format record says, and the one text that stands for a record.
+
+A format says *what* is stored, never *how* it is computed: the element, the block scale, the level
+of scaling above the blocks, and how the columnwise copy lies. Whoever handles quantized bytes asks
+the record for these facts, so a format is added by its record and its codecs.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+
+__all__ = [
+    "E2M1",
+    "E4M3",
+    "E5M2",
+    "E8M0",
+    "F32",
+    "FP8_ELEMENTS",
+    "BlockScale",
+    "ElementType",
+    "Format",
+    "SecondLevel",
+    "check_choice",
+    "check_flags",
+    "parse",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class ElementType:
+    """One number as it is stored.
+
+    Attributes:
+        name: its name in kernels and in the text of a record.
+        bits: its width.
+        max: its largest finite magnitude.
+        dtype: the dtype of buffers that hold it; uint8 where several share a byte, the even index
+            in the low bits.
+    """
+
+    name: str
+    bits: int
+    max: float
+    dtype: torch.dtype
+
+    @property
+    def per_byte(self) -> int:
+        """Elements packed into one byte, the even index in the low bits."""
+        return 8 // self.bits
+
+
+E2M1 = ElementType("e2m1", 4, 6.0, torch.uint8)
+E4M3 = ElementType("e4m3", 8, 448.0, torch.float8_e4m3fn)
+E5M2 = ElementType("e5m2", 8, 57344.0, torch.float8_e5m2)
+#: A power of two; byte ``e`` is 2^(e - 127).
+E8M0 = ElementType("e8m0", 8, 2.0**127, torch.float8_e8m0fnu)
+F32 = ElementType("f32", 32, torch.finfo(torch.float32).max, torch.float32)
+
+#: The FP8 element types by the dtype that users name them by.
+FP8_ELEMENTS = {e.dtype: e for e in (E4M3, E5M2)}
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockScale:
+    """The scale that the elements of one block share.
+
+    Attributes:
+        element: the number type of the scale.
+        vec_size: elements of a block along the blocked direction.
+        layout: ``"tiles_128x4"``, bytes in 512-byte tiles of 128 rows by 4 scales, the order that
+            Blackwell's block-scaled MMA reads; or ``"mn_major"``, one row of scales for each block
+            along the blocked direction.
+    """
+
+    element: ElementType
+    vec_size: int
+    layout: Literal["tiles_128x4", "mn_major"]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the buffer."""
+        return torch.uint8 if self.layout == "tiles_128x4" else self.element.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class SecondLevel:
+    """The scaling above the blocks, in fp32: a value is code * block scale * (level * factor).
+
+    Attributes:
+        per: whether each group or each row has one.
+        buffers: the vectors that are kept for it, the first of which decodes.
+        factor: what the first buffer is multiplied by to decode, rounded to fp32.
+        is_shared: both directions read the same vectors; otherwise each has its own.
+    """
+
+    per: Literal["group", "row"]
+    buffers: tuple[str, ...]
+    factor: float = 1.0
+    is_shared: bool = False
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        listed = " or ".join(str(c) for c in choices)
+        raise ValueError(f"{name} must be {listed}, got {value!r}")
+
+
+def check_flags(record: object, *names: str) -> None:
+    """Raise TypeError unless the fields ``names`` are bools."""
+    for name in names:
+        if not isinstance(getattr(record, name), bool):
+            raise TypeError(f"{name} must be a bool, got {getattr(record, name)!r}")
+
+
+class Format(abc.ABC):
+    """Base of the format records: frozen dataclasses, hashable, validated when made.
+
+    Records are safe to use as dictionary keys, ``torch.compile`` guards and members of a recipe.
+
+    Attributes:
+        name: the name of the format, the first word of its text.
+        element: what a code is.
+        scale: the scale of a block; None where there are no blocks.
+        second_level: the scaling above the blocks of the rowwise copy; None where there is none.
+        columnwise: whether the columnwise copy is the transpose of the rows of each group, in slot
+            columns, or keeps their orientation, in slot rows.
+        k_multiple: what the last dimension of a tensor must be a multiple of.
+    """
+
+    name: ClassVar[str]
+    scale: ClassVar[BlockScale | None]
+    columnwise: ClassVar[Literal["transposed", "untransposed"]]
+    k_multiple: ClassVar[int]
+
+    @property
+    @abc.abstractmethod
+    def element(self) -> ElementType:
+        """What a code is."""
+
+    @property
+    @abc.abstractmethod
+    def second_level(self) -> SecondLevel | None:
+        """The scaling above the blocks of the rowwise copy."""
+
+    @property
+    def columnwise_level(self) -> SecondLevel | None:
+        """The scaling above the blocks of the columnwise copy, which no row has for itself."""
+        level = self.second_level
+        return level and dataclasses.replace(level, per="group")
+
+    def level(self, columnwise: bool) -> SecondLevel | None:
+        """The scaling above the blocks of one direction."""
+        return self.columnwise_level if columnwise else self.second_level
+
+    @property
+    def is_2d(self) -> bool:
+        """Whether one scale covers a square block, so that both directions hold equal values."""
+        block: tuple[int, int] = getattr(self, "block", (1, 1))
+        return block[0] > 1
+
+    def buffer_names(self, columnwise: bool) -> tuple[str, ...]:
+        """The buffers of one direction: codes, block scales, and the vectors of the second level.
+
+        Those of the columnwise copy end in ``_t``, unless both directions share them.
+        """
+        own = ["codes"] if self.scale is None else ["codes", "scales"]
+        level = self.second_level
+        shared = list(level.buffers) if level is not None else []
+        if level is not None and not level.is_shared:
+            own, shared = own + shared, []
+        return (*(f"{name}_t" if columnwise else name for name in own), *shared)
+
+    @property
+    def text(self) -> str:
+        """The one text of this record, such as ``"nvfp4:row_scaled"``; ``parse`` reads it."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        changed = [f for f in fields if getattr(self, f.name) != f.default]
+        facts = ",".join(_field_text(f.name, getattr(self, f.name)) for f in changed)
+        return f"{self.name}:{facts}" if facts else self.name
+
+
+F = TypeVar("F", bound=type[Format])
+_RECORDS: dict[str, type[Format]] = {}
+_DTYPE_NAMES = {e.name: e.dtype for e in (E4M3, E5M2)}
+
+
+def record(cls: F) -> F:
+    """Class decorator: ``parse`` makes records of this class."""
+    _RECORDS[cls.name] = cls
+    return cls
+
+
+@functools.lru_cache(maxsize=256)
+def parse(text: str) -> Format:
+    """The record that ``Format.text`` stands for.
+
+    Raises:
+        ValueError: there is no such format, or it has no such field or value.
+    """
+    name, _, facts = text.partition(":")
+    if name not in _RECORDS:
+        raise ValueError(f"format must be one of {', '.join(_RECORDS)}, got {text!r}")
+    cls = _RECORDS[name]
+    defaults = {f.name: f.default for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for fact in facts.split(",") if facts else ():
+        field, is_given, value = fact.partition("=")
+        if field not in defaults:
+            raise ValueError(
+                f"format {name} has the fields {', '.join(defaults)}, got {field!r} in {text!r}"
+            )
+        values[field] = _field_value(defaults[field], value) if is_given else True
+    return cls(**values)
+
+
+def _field_text(name: str, value: object) -> str:
+    if value is True:
+        return name
+    if isinstance(value, torch.dtype):
+        value = FP8_ELEMENTS[value].name
+    elif isinstance(value, tuple):
+        value = "x".join(map(str, value))
+    elif value is False:
+        value = "false"
+    return f"{name}={value}"
+
+
+def _field_value(default: Any, text: str) -> Any:
+    if isinstance(default, bool):
+        check_choice("a flag", text, ("true", "false"))
+        return text == "true"
+    if isinstance(default, torch.dtype):
+        check_choice("dtype", text, tuple(_DTYPE_NAMES))
+        return _DTYPE_NAMES[text]
+    if isinstance(default, tuple):
+        return tuple(map(int, text.split("x")))
+    return type(default)(text)

@@ -1,0 +1,52 @@
+"""FP8 with one fp32 scale per group: TransformerEngine's current and delayed scaling."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import torch
+
+from cute_kernels.formats.base import (
+    FP8_ELEMENTS,
+    ElementType,
+    Format,
+    SecondLevel,
+    check_choice,
+    record,
+)
+
+__all__ = ["FP8"]
+
+
+@record
+@dataclasses.dataclass(frozen=True)
+class FP8(Format):
+    """FP8 codes with one fp32 scale per group.
+
+    Args:
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        scaling: ``"current"`` takes the scale from this tensor's amax, ``"delayed"`` from a
+            history of earlier ones.
+    """
+
+    dtype: torch.dtype = torch.float8_e4m3fn
+    scaling: Literal["current", "delayed"] = "current"
+
+    name: ClassVar[str] = "fp8"
+    scale: ClassVar[None] = None
+    #: A value is code * scale_inv.
+    second_level: ClassVar[SecondLevel] = SecondLevel(
+        "group", ("scale_inv", "scale", "amax"), is_shared=True
+    )
+    columnwise: ClassVar[Literal["transposed"]] = "transposed"
+    k_multiple: ClassVar[int] = 16
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
+        check_choice("scaling", self.scaling, ("current", "delayed"))
+
+    @property
+    def element(self) -> ElementType:
+        """The FP8 element type."""
+        return FP8_ELEMENTS[self.dtype]

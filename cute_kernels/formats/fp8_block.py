@@ -1,0 +1,59 @@
+"""FP8 with fp32 scales of 1x128 or 128x128 blocks, as DeepSeek-V3 trains."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import torch
+
+from cute_kernels.formats.base import (
+    F32,
+    FP8_ELEMENTS,
+    BlockScale,
+    ElementType,
+    Format,
+    check_choice,
+    check_flags,
+    record,
+)
+
+__all__ = ["FP8Block"]
+
+
+@record
+@dataclasses.dataclass(frozen=True)
+class FP8Block(Format):
+    """FP8 codes with one fp32 scale per 1x128 or 128x128 block.
+
+    Args:
+        block: (1, 128) for activations and gradients, (128, 128) for weights.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        pow2_scales: scales are rounded down to powers of two.
+        amax_epsilon: lower bound of a block's amax.
+    """
+
+    block: tuple[int, int] = (1, 128)
+    dtype: torch.dtype = torch.float8_e4m3fn
+    pow2_scales: bool = True
+    amax_epsilon: float = 0.0
+
+    name: ClassVar[str] = "fp8_block"
+    scale: ClassVar[BlockScale] = BlockScale(F32, 128, "mn_major")
+    second_level: ClassVar[None] = None
+    columnwise: ClassVar[Literal["transposed"]] = "transposed"
+    k_multiple: ClassVar[int] = 16
+    blocks: ClassVar[tuple[tuple[int, int], ...]] = ((1, 128), (128, 128))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", tuple(self.block))
+        check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
+        check_choice("block", self.block, self.blocks)
+        check_flags(self, "pow2_scales")
+        if not 0.0 <= self.amax_epsilon < float("inf"):
+            raise ValueError(f"amax_epsilon must be finite and >= 0, got {self.amax_epsilon}")
+
+    @property
+    def element(self) -> ElementType:
+        """The FP8 element type."""
+        return FP8_ELEMENTS[self.dtype]

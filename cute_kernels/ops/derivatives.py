@@ -1,0 +1,86 @@
+"""What autograd is told of an op, and what ops say where they would lose a derivative."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["not_differentiable", "refuse_derivatives", "register_autograd"]
+
+
+def refuse_derivatives(op: str, tensors: Iterable[tuple[str, object]], remedy: str) -> None:
+    """Raise where writing into a given tensor would lose a derivative, as torch's functions do.
+
+    Args:
+        op: what writes, for the message.
+        tensors: operands and outputs by name; what is no tensor is passed over.
+        remedy: what to do instead of detaching.
+
+    Raises:
+        RuntimeError: one of ``tensors`` requires a gradient, or a level of forward-mode AD is open,
+            whose tangents cannot all be seen from here (those of ``torch.func.jvp`` cannot).
+    """
+    if forward_ad._current_level >= 0:
+        raise RuntimeError(f"{op} has no derivative in forward mode: {remedy}, or leave the level")
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise RuntimeError(
+                f"{op} has no derivative, but {name} requires a gradient: detach it, or {remedy}"
+            )
+
+
+def _refuse_tangents(name: str, args: Iterable[object]) -> None:
+    if forward_ad._current_level < 0:
+        return
+    for a in args:
+        if isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None:
+            raise NotImplementedError(
+                f"{name} has no forward-mode derivative, so the tangent would be lost: use the "
+                "backward mode, or detach the input"
+            )
+
+
+def register_autograd(
+    name: str,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None] | None,
+    library: torch.library.Library,
+) -> None:
+    """``torch.library.register_autograd``, and an error for operands that carry a tangent.
+
+    PyTorch's own kernel passes over tangents, so forward-mode AD would take the op for a constant.
+
+    Args:
+        name: an op of ``library`` without namespace.
+        backward: as there.
+        setup_context: as there.
+        library: where the op is defined.
+    """
+    op = getattr(getattr(torch.ops, library.ns), name).default
+    kernel = make_autograd_impl(op, Info(backward, setup_context))
+
+    def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_tangents(name, args)
+        return kernel(keyset, *args, **kwargs)
+
+    library.impl(name, autograd, "Autograd", with_keyset=True)
+
+
+def not_differentiable(name: str) -> Callable[..., Any]:
+    """The backward pass of an op that has none."""
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"{name} has no derivative; train through grouped.nn, or detach its input"
+        )
+
+    return backward

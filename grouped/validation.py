@@ -1,0 +1,108 @@
+"""What a GroupedTensor may be made of, and the format of one that comes from a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+from cute_kernels.capability import require
+from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
+from cute_kernels.layout.buffers import buffers
+from cute_kernels.ops.checks import (
+    INPUT_DTYPES,
+    check_dtype,
+    check_multiple,
+    check_offs,
+    check_tensor,
+    same_device,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+    from grouped.members import QuantizedCopy
+
+__all__ = ["check_parts", "saved_format", "version"]
+
+_FORMATS: dict[str, type[Any]] = {f.name: f for f in (NVFP4, MXFP8, FP8Block, FP8)}
+
+
+def check_parts(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    fmt: Format,
+    offs: Tensor | None,
+    rowwise: QuantizedCopy | None,
+    columnwise: QuantizedCopy | None,
+) -> None:
+    """Check that the plain tensors are those of a quantized tensor of this shape and format.
+
+    Raises:
+        TypeError: a dtype that does not fit, or ``fmt`` is no format record.
+        ValueError: a shape or a device that does not fit.
+        cute_kernels.UnsupportedError: a format that is not built yet.
+    """
+    if not isinstance(fmt, Format):
+        raise TypeError(f"fmt must be a format record such as NVFP4(), got {fmt!r}")
+    require("grouped_quantize", fmt, "reference")
+    wanted = "(G, N, K) without offs" if offs is None else "(T, K) with offs"
+    if len(shape) != (3 if offs is None else 2):
+        raise ValueError(f"shape must be {wanted}, got {tuple(shape)}")
+    if offs is None and shape[0] < 1:
+        raise ValueError(f"shape must have at least one group, got {tuple(shape)}")
+    check_multiple("K", shape[-1], fmt.k_multiple, f"shape is {wanted}")
+    check_dtype("dtype", dtype, INPUT_DTYPES)
+    if offs is not None:
+        check_offs(offs)
+        if getattr(fmt, "prepacked", False):
+            raise ValueError(f"prepacked weights are uniform, but offs is given for {fmt}")
+    num_groups = None if offs is None else offs.shape[0]
+    tensors = {}
+    for direction, held in (("rowwise", rowwise), ("columnwise", columnwise)):
+        if held is None:
+            continue
+        is_columnwise = direction == "columnwise"
+        specs = buffers(fmt, shape, num_groups, rowwise=not is_columnwise, columnwise=is_columnwise)
+        for tensor, (name, spec) in zip(held, specs.items(), strict=True):
+            label = f"{direction} {name.removesuffix('_t')}"
+            check_tensor(label, tensor, dtypes=(spec.dtype,), shape=spec.shape)
+            tensors[label] = tensor
+    first, tensor = next(iter(tensors.items()))
+    same_device(first, tensor.device, offs=offs, **tensors)
+
+
+@functools.cache
+def version() -> str:
+    """The version of this package."""
+    try:
+        return importlib.metadata.version("grouped-kernels")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def saved_format(name: str, fields: dict[str, Any], written_by: str) -> Format:
+    """The format record of a file.
+
+    Args:
+        name: the format's name.
+        fields: the fields of its record.
+        written_by: the version of this package that wrote the file.
+
+    Raises:
+        ValueError: this version knows no such format or field.
+    """
+    both = f"the file was written by grouped-kernels {written_by}, this is {version()}"
+    if name not in _FORMATS:
+        raise ValueError(f"format must be one of {', '.join(_FORMATS)}, got {name!r}: {both}")
+    cls = _FORMATS[name]
+    known = {f.name for f in dataclasses.fields(cls)}
+    unknown = ", ".join(repr(field) for field in fields if field not in known)
+    if unknown:
+        raise ValueError(f"{cls.__name__} has no field {unknown}: {both}")
+    fmt: Format = cls(**fields)
+    return fmt

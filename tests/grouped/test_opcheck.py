@@ -1,0 +1,92 @@
+"""``torch.library.opcheck`` of the ops that take GroupedTensors."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import grouped
+from tests.grouped.cases import FORMATS, WEIGHT_FORMAT, weight
+from tests.helpers import offsets, sample
+
+OFFS = offsets((5, 0, 8))
+ROWS, K, N = 15, 64, 48  # two rows of tail
+BF16 = torch.bfloat16
+ops = torch.ops.grouped
+
+
+def ragged(cols=K, fmt=FORMATS["1x16"]):
+    return grouped.quantize(sample(ROWS, cols), fmt, offs=OFFS, columnwise=True)
+
+
+def uniform(grad=False):
+    return grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True).requires_grad_(grad)
+
+
+def leaf(*shape, dtype=BF16):
+    return sample(*shape, dtype=dtype).requires_grad_()
+
+
+#: Op, case, arguments.
+CASES = [
+    ("dequantize", "ragged", lambda: (ragged(), None, None)),
+    ("dequantize", "columnwise", lambda: (ragged(), torch.float32, "columnwise")),
+    ("dequantize", "uniform, of a parameter", lambda: (uniform(True), torch.float16, "rowwise")),
+    ("gemm", "fprop", lambda: (ragged(), uniform(), None, None, False, BF16)),
+    (
+        "gemm",
+        "dgrad with everything",
+        lambda: (
+            *(ragged(N, FORMATS["row-scaled"]), uniform()),
+            *(torch.rand(3, K), torch.rand(3), True, torch.float32),
+        ),
+    ),
+    ("gemm", "wgrad", lambda: (ragged(N), ragged(K), None, None, False, torch.float32)),
+    (
+        "gemm_out",
+        "fprop",
+        lambda: (ragged(), uniform(), None, None, False, False, sample(ROWS, N)),
+    ),
+    (
+        "gemm_out",
+        "wgrad that adds",
+        lambda: (ragged(N), ragged(K), None, torch.rand(3), False, True, torch.rand(3, N, K)),
+    ),
+    (
+        "gemm_w4a16",
+        "fprop",
+        lambda: (leaf(ROWS, K), uniform(True), OFFS, leaf(3, N), None, False, BF16),
+    ),
+    (
+        "gemm_w4a16",
+        "dgrad",
+        lambda: (
+            *(leaf(ROWS, N, dtype=torch.float16), uniform(), OFFS),
+            *(None, torch.rand(3), True, torch.float32),
+        ),
+    ),
+    (
+        "gemm_w4a16_out",
+        "fprop",
+        lambda: (sample(ROWS, K), uniform(), OFFS, None, None, False, True, sample(ROWS, N)),
+    ),
+    ("quantize_out", "ragged", lambda: (sample(ROWS, K), OFFS, None, ragged())),
+    ("quantize_out", "uniform", lambda: (weight(), None, torch.ones(3), uniform())),
+]
+
+
+def registered():
+    names = torch._C._dispatch_get_all_op_names()
+    return {n.split("::")[1] for n in names if n.startswith("grouped::")}
+
+
+def test_every_op_has_a_case():
+    assert {name for name, _, _ in CASES} == registered()
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [(name, make) for name, _, make in CASES],
+    ids=[f"{name}: {case}" for name, case, _ in CASES],
+)
+def test_op(name, make):
+    opcheck(getattr(ops, name).default, make())

@@ -1,0 +1,259 @@
+"""What a GroupedTensor may be made of, what files may hold, and errors that name the alternative."""
+
+import io
+import pickle
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import grouped
+from cute_kernels import UnsupportedError
+from grouped import GroupedTensor
+from tests.grouped.cases import FORMATS, bytes_of
+from tests.helpers import assert_same_bytes, sample
+
+BF16, U8 = torch.bfloat16, torch.uint8
+
+
+def ragged(fmt=FORMATS["row-scaled"]):
+    return grouped.quantize(sample(36, 64), fmt, offs=[7, 7, 33], columnwise=True)
+
+
+def uniform(fmt=FORMATS["16x16"]):
+    return grouped.quantize(sample(3, 48, 64), fmt, columnwise=True)
+
+
+def parts(x):
+    return [x.shape, x.dtype, x.format, x.offs, x.rowwise, x.columnwise]
+
+
+@pytest.mark.parametrize("make", [ragged, uniform])
+@pytest.mark.parametrize("directions", [(True, True), (True, False), (False, True)])
+def test_the_parts_of_a_tensor_make_it_again(make, directions):
+    x = make()
+    arguments = parts(x)
+    for i, is_held in zip((4, 5), directions, strict=True):
+        arguments[i] = arguments[i] if is_held else None
+    again = GroupedTensor(*arguments)
+    for name, value in bytes_of(again).items():
+        assert_same_bytes(value, bytes_of(x)[name], name)
+    assert GroupedTensor(*arguments, requires_grad=True).requires_grad
+    prepacked = uniform().prepack()
+    assert GroupedTensor(*parts(prepacked)).format == prepacked.format
+
+
+SHAPE, DTYPE, FORMAT, OFFS, ROWWISE, COLUMNWISE = range(6)
+#: (make, which argument, what it becomes, error, message).
+WRONG = {
+    "another shape": (ragged, SHAPE, lambda x: (37, 64), ValueError, "rowwise codes must have"),
+    "another K": (ragged, SHAPE, lambda x: (36, 80), ValueError, "rowwise codes must have"),
+    "K of no blocks": (ragged, SHAPE, lambda x: (36, 8), ValueError, "multiple of 16"),
+    "shape of a uniform one": (
+        ragged,
+        SHAPE,
+        lambda x: (3, 12, 64),
+        ValueError,
+        r"\(T, K\) with offs, got \(3, 12, 64\)",
+    ),
+    "shape of a ragged one": (
+        uniform,
+        SHAPE,
+        lambda x: (144, 64),
+        ValueError,
+        r"\(G, N, K\) without offs, got \(144, 64\)",
+    ),
+    "no groups": (uniform, SHAPE, lambda x: (0, 48, 64), ValueError, "at least one group"),
+    "dtype": (ragged, DTYPE, lambda x: torch.float64, TypeError, "dtype must be bfloat16"),
+    "a class as format": (ragged, FORMAT, type, TypeError, "fmt must be a format record"),
+    "second level": (ragged, FORMAT, lambda f: grouped.NVFP4(), ValueError, "rowwise amax must"),
+    "row-scaled": (
+        uniform,
+        FORMAT,
+        lambda f: FORMATS["row-scaled"],
+        ValueError,
+        "rowwise amax must have 2 dimensions",
+    ),
+    "a format of other buffers": (
+        ragged,
+        FORMAT,
+        lambda f: grouped.MXFP8(),
+        UnsupportedError,
+        "MXFP8 is not built yet",
+    ),
+    "a flag that is not built": (
+        uniform,
+        FORMAT,
+        lambda f: grouped.NVFP4(hadamard=True),
+        UnsupportedError,
+        r"NVFP4\(hadamard=True\) is not built yet",
+    ),
+    "prepacked activations": (
+        lambda: ragged(FORMATS["1x16"]),
+        FORMAT,
+        lambda f: grouped.NVFP4(prepacked=True),
+        ValueError,
+        "prepacked weights are uniform",
+    ),
+    "offs dtype": (ragged, OFFS, torch.Tensor.long, TypeError, "offs must be int32"),
+    "offs of another G": (
+        ragged,
+        OFFS,
+        lambda o: o[1:],
+        ValueError,
+        r"rowwise scales must have size 2 in dimension 0, got shape \(3, 1, 512\)",
+    ),
+    "offs device": (ragged, OFFS, lambda o: o.to("meta"), ValueError, "offs must be on the device"),
+    "codes": (
+        ragged,
+        ROWWISE,
+        lambda h: h._replace(codes=h.codes[:, :-1]),
+        ValueError,
+        "rowwise codes must have size 32 in dimension 1",
+    ),
+    "codes dtype": (
+        ragged,
+        ROWWISE,
+        lambda h: h._replace(codes=h.codes.view(torch.int8)),
+        TypeError,
+        "rowwise codes must be uint8, got int8",
+    ),
+    "scales dtype": (
+        uniform,
+        ROWWISE,
+        lambda h: h._replace(scales=h.scales.view(torch.float8_e4m3fn)),
+        TypeError,
+        "rowwise scales must be uint8",
+    ),
+    "columnwise codes": (
+        uniform,
+        COLUMNWISE,
+        lambda h: h._replace(codes=h.codes[:, :48]),
+        ValueError,
+        "columnwise codes must have size 64 in dimension 1",
+    ),
+    "columnwise scales": (
+        ragged,
+        COLUMNWISE,
+        lambda h: h._replace(scales=h.scales[:, :1]),
+        ValueError,
+        "columnwise scales must have size",
+    ),
+    "columnwise amax": (
+        ragged,
+        COLUMNWISE,
+        lambda h: h._replace(amax=h.amax.double()),
+        TypeError,
+        "columnwise amax must be float32, got float64",
+    ),
+    "device": (
+        uniform,
+        COLUMNWISE,
+        lambda h: h._replace(amax=h.amax.to("meta")),
+        ValueError,
+        r"columnwise amax must be on the device of rowwise codes \(cpu\), got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "index", "change", "error", "match"), WRONG.values(), ids=WRONG)
+def test_parts_that_do_not_fit_are_refused(make, index, change, error, match):
+    arguments = parts(make())
+    arguments[index] = change(arguments[index])
+    with pytest.raises(error, match=match):
+        GroupedTensor(*arguments)
+
+
+# ------------------------------------------------------------------------------------- files
+
+
+def reduced(**changes):
+    """What a file holds of a tensor, with changes by position."""
+    rebuild, arguments = ragged().__reduce_ex__(2)
+    arguments = list(arguments)
+    for name, value in changes.items():
+        names = ("shape", "dtype", "name", "fields", "inner", "grad", "parameter", "version")
+        arguments[names.index(name)] = value
+    return rebuild, arguments
+
+
+def test_a_file_of_a_newer_version_says_which_field_it_has():
+    rebuild, arguments = reduced(version="9.9")
+    arguments[3] = {**arguments[3], "swizzle": 7}
+    with pytest.raises(ValueError, match=r"NVFP4 has no field 'swizzle'.*kernels 9\.9, this is"):
+        rebuild(*arguments)
+    rebuild, arguments = reduced(name="nvfp5", version="9.9")
+    with pytest.raises(ValueError, match=r"got 'nvfp5'.*written by grouped-kernels 9\.9"):
+        rebuild(*arguments)
+    rebuild, arguments = reduced(version="9.9")
+    arguments[4] = {**arguments[4], "_zeros": torch.zeros(3)}
+    with pytest.raises(ValueError, match=r"no field _zeros.*9\.9, this is"):
+        rebuild(*arguments)
+    rebuild, arguments = reduced(version="9.9")
+    with pytest.raises(ValueError, match=r"no field 'more'.*9\.9, this is"):
+        rebuild(*arguments, "more")
+
+
+def test_a_file_without_a_version_is_read():
+    x = ragged()
+    rebuild, arguments = x.__reduce_ex__(2)
+    for name, value in bytes_of(rebuild(*arguments[:7])).items():
+        assert_same_bytes(value, bytes_of(x)[name], name)
+
+
+def test_a_file_whose_parts_do_not_fit_is_refused():
+    x = ragged()
+    x._codes = x._codes[:5]
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    with pytest.raises(ValueError, match="rowwise codes must have size 36"):
+        torch.load(file, weights_only=False)
+    with pytest.raises(ValueError, match="rowwise codes must have size 36"):
+        pickle.loads(pickle.dumps(x))
+
+
+# -------------------------------------------------------------------- the alternative is named
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda w: w[0],
+        lambda w: w[-1, 2],
+        lambda w: w[:2],
+        lambda w: w[torch.tensor([0, 2])],
+        lambda w: torch.unbind(w),
+        lambda w: w.split(1),
+        lambda w: w.narrow(0, 0, 1),
+        lambda w: w.index_select(0, torch.tensor([1])),
+    ],
+)
+def test_indexing_names_member(take):
+    with pytest.raises(TypeError, match=r"member\(g\) and unbind\(\).*dequantize"):
+        take(uniform())
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        lambda x, w: F.linear(x, w),
+        lambda x, w: F.linear(x, w, torch.zeros(3)),
+        lambda x, w: torch.matmul(x, w),
+        lambda x, w: torch.bmm(x.expand(3, -1, -1), w.mT),
+        lambda x, w: w.mT,
+    ],
+)
+def test_products_name_grouped_gemm(multiply, inference):
+    w = uniform()
+    with torch.inference_mode(inference), pytest.raises(TypeError, match=r"grouped\.grouped_gemm"):
+        multiply(sample(36, 64), w)
+
+
+def test_vmap_over_quantize_names_the_batch_that_there_is():
+    x, offs = sample(2, 36, 64), torch.tensor([7, 36], dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"vmap over grouped.quantize.*\(G, N, K\)"):
+        torch.vmap(lambda rows: grouped.quantize(rows, FORMATS["1x16"], offs=offs).dequantize())(x)
+    with pytest.raises(TypeError, match="vmap over grouped.quantize"):
+        torch.vmap(lambda w: grouped.quantize(w, FORMATS["1x16"]).amax)(sample(2, 3, 48, 64))

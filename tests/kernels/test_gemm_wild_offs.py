@@ -1,0 +1,90 @@
+"""End rows that break every rule: no GEMM leaves its buffers, on either architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cute_kernels import emulator
+from cute_kernels.gemm.config import GemmConfig
+from tests.kernels import test_gemm_hopper as sm90
+from tests.kernels import test_gemm_nvfp4 as sm100
+from tests.kernels import test_gemm_plain as sm100_plain
+from tests.kernels.gemm_support import k_grouped, m_grouped
+from tests.kernels.op_support import ends
+
+SMALLEST, LARGEST = -(2**31), 2**31 - 1
+#: For groups of 130, 10 and 60 rows in a buffer of 211.
+WILD = {
+    "negative": ends(-5, -1, -300),
+    "falling": ends(200, 60, 10),
+    "falls and rises": ends(150, 20, 211),
+    "past the buffer": ends(212, 1000, 2000),
+    "largest": ends(LARGEST, LARGEST, LARGEST),
+    "smallest": ends(SMALLEST, SMALLEST, SMALLEST),
+    "smallest, then largest": ends(SMALLEST, LARGEST, 211),
+    "largest, then smallest": ends(LARGEST, SMALLEST, LARGEST),
+}
+#: One configuration for each way to find a tile's rows.
+CONFIGS = {
+    "sm_90a nvfp4": sm90.FPROP_ALL,
+    "sm_90a cluster": sm90.CLUSTER,
+    "sm_90a fitted": sm90.FITTED,
+    "sm_90a zeroed tail": dataclasses.replace(
+        sm90.FPROP,
+        out_dtype="float32",
+        bias_dtype="bfloat16",
+        zero_tail=True,
+        tile=sm90.M_TILES["256x32"],
+    ),
+    "sm_90a bf16": sm90.PLAIN,
+    "sm_90a w4a16": sm90.W4A16,
+    "sm_90a wgrad": sm90.WGRAD_ADD,
+    "sm_90a bf16 wgrad": sm90.PLAIN_WGRAD,
+    "sm_100a nvfp4": sm100.FPROP_ALL,
+    "sm_100a two CTAs": sm100.TILED["256x256 tails"],
+    "sm_100a swapped": sm100.TILED["swapped 128x32"],
+    "sm_100a zeroed tail": dataclasses.replace(
+        sm100.FPROP_FP32, zero_tail=True, tile=sm100.TILED["swapped 128x32"].tile
+    ),
+    "sm_100a bf16": sm100_plain.FPROP,
+    "sm_100a wgrad": sm100.WGRAD_ADD,
+    "sm_100a bf16 wgrad": sm100_plain.WGRAD,
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_wild_end_rows_do_no_harm(config: GemmConfig) -> None:
+    sizes, tail = [130, 10, 60], 11
+    if config.grouping == "k_grouped":
+        product = k_grouped(config, sizes, 40, 72, tail=tail)
+    else:
+        product = m_grouped(config, sizes, 72, 96, tail=tail)
+    # Storage of the buffers alone: that is what is watched.
+    out = product.before.clone()
+    tensors = product.prepared(out, 2)
+    (at,) = (i for i, t in enumerate(tensors) if t is product.offs)
+    for offs in WILD.values():
+        tensors[at] = offs
+        try:
+            emulator.watch(*(t for t in tensors if t is not None), out)
+            product.launch(out, tensors, 2)
+        finally:
+            emulator.unwatch()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_rows_that_no_group_has_stay(config: GemmConfig) -> None:
+    """End rows that are not above 0, or all empty groups: nothing to write; zeros in wgrad."""
+    if config.grouping == "k_grouped":
+        product = k_grouped(config, [0, 0, 0], 40, 72, tail=200)
+    else:
+        product = m_grouped(config, [0, 0, 0], 72, 96, tail=200)
+    keeps = config.accumulate or config.grouping == "m_grouped" and not config.zero_tail
+    want = product.before if keeps else 0
+    for offs in (ends(0, 0, 0), WILD["negative"], WILD["smallest"]):
+        product.offs = offs
+        out = product.run(2)
+        assert torch.equal(out, torch.zeros_like(out) + want)

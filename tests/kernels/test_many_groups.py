@@ -1,0 +1,137 @@
+"""Launches cost what their rows cost, however many groups there are.
+
+As counts of the emulator's instructions on one SM, for the same rows in the same groups with more
+and more empty ones between them. Searching among G end rows takes log G steps, and the schedulers
+of the GEMMs read all of them once a CTA, 32 at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import cute_kernels
+from cute_kernels import emulator
+from cute_kernels.gemm.config import TileShape
+from cute_kernels.gemm.hopper.config import HopperTile
+from cute_kernels.ops.gemm_kernels import force_tile
+from tests.helpers import ops, sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+pytest.importorskip("cutlass")
+
+SIZES = (40, 1, 128, 30, 7, 200, 64, 10)
+ROWS, K, N = sum(SIZES), 512, 64
+#: Tiles must not follow the number of groups.
+TILES = {
+    "sm_90a": HopperTile(256, 32, swap_ab=True, consumers=4),
+    "sm_100a": TileShape(128, 32, swap_ab=True),
+}
+BF16 = torch.bfloat16
+
+
+def among(groups: int) -> Tensor:
+    """End rows of ``SIZES`` among so many groups."""
+    sizes = torch.zeros(groups, dtype=torch.int64)
+    sizes[:: groups // len(SIZES)] = torch.tensor(SIZES)
+    return sizes.cumsum(0).int()
+
+
+def quantized(x: Tensor, offs: Tensor | None) -> tuple[Tensor, ...]:
+    with cute_kernels.backend("reference"):
+        return ops.grouped_quantize_nvfp4(x, offs, None, False, False, True, True)
+
+
+def weights(groups: int) -> Tensor:
+    return sample(1, N, K).repeat(groups, 1, 1)
+
+
+def quantized_weights(groups: int) -> list[Tensor]:
+    parts = quantized(sample(1, N, K), None)[:3]
+    return [t.repeat(groups, *[1] * (t.dim() - 1)) for t in parts]
+
+
+#: Op, its arguments for (x, offs), and how much more than with 64
+#: groups it may cost with 2048.
+READERS: dict[str, tuple[str, Callable[[Tensor, Tensor], tuple[Any, ...]], float]] = {
+    "amax": ("grouped_amax", lambda x, offs: (x, offs), 1.4),
+    "rows": ("grouped_quantize_nvfp4", lambda x, offs: (x, offs, None, True), 1.05),
+    "tiles": (
+        "grouped_quantize_nvfp4",
+        lambda x, offs: (x, offs, torch.ones(len(offs)), False, False, True, True),
+        1.5,
+    ),
+    "dequantize": (
+        "grouped_dequantize_nvfp4",
+        lambda x, offs: (*quantized(x, offs)[:3], offs, ROWS, BF16),
+        1.2,
+    ),
+    "dequantize columns": (
+        "grouped_dequantize_nvfp4",
+        lambda x, offs: (*quantized(x, offs)[3:], offs, ROWS, BF16, False, True),
+        1.2,
+    ),
+    "nvfp4 gemm": (
+        "m_grouped_gemm_nvfp4",
+        lambda x, offs: (*quantized(x, offs)[:3], *quantized_weights(len(offs)), offs),
+        1.2,
+    ),
+    "bf16 gemm": ("m_grouped_gemm", lambda x, offs: (x, weights(len(offs)), offs), 1.15),
+    "w4a16 gemm": (
+        "m_grouped_gemm_w4a16",
+        lambda x, offs: (x, *quantized_weights(len(offs)), offs),
+        1.05,
+    ),
+}
+#: Ops that write something for each group.
+WRITERS: dict[str, tuple[str, Callable[[Tensor, Tensor], tuple[Any, ...]]]] = {
+    "dbias": ("grouped_dbias", lambda x, offs: (x, offs)),
+    "nvfp4 wgrad": (
+        "k_grouped_gemm_nvfp4",
+        lambda x, offs: (*quantized(x[:, :16], offs)[3:], *quantized(x[:, :32], offs)[3:], offs),
+    ),
+    "bf16 wgrad": (
+        "k_grouped_gemm",
+        lambda x, offs: (x[:, :16].contiguous(), x[:, :32].contiguous(), offs),
+    ),
+}
+
+
+def cost(arch: str, op: str, arguments: tuple[Any, ...]) -> int:
+    """Warp instructions of a call."""
+    forced = op.startswith("m_grouped")
+    with (
+        cute_kernels.backend(f"emulated:{arch}", num_sms=1),
+        force_tile(TILES[arch]) if forced else contextlib.nullcontext(),
+    ):
+        emulator.reset_stats()
+        getattr(ops, op)(*arguments)
+        return emulator.stats()["warp_insns"]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("name", READERS)
+def test_empty_groups_cost_nothing(name: str, arch: str) -> None:
+    op, make, most = READERS[name]
+    if (name, arch) == ("w4a16 gemm", "sm_100a"):
+        pytest.skip("no such kernel")
+    x = sample(ROWS, K)
+    few, many = (cost(arch, op, make(x, among(groups))) for groups in (64, 2048))
+    assert few < many <= most * few
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_empty_groups_that_get_zeros_cost_the_same_each(name: str, arch: str) -> None:
+    op, make = WRITERS[name]
+    x = sample(ROWS, 64)
+    first, second, third = (cost(arch, op, make(x, among(groups))) for groups in (8, 64, 512))
+    each = (second - first) / (64 - 8)
+    assert (third - second) / (512 - 64) <= 1.1 * each
