@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.shapes import PIECE_K, TILE_ROWS, ceil_div, scale_tiles
+from cute_kernels.layout.pieces import DECODED_SCALE, in_pieces
+from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, scale_tiles
 from cute_kernels.reference.codecs import codec_of
 from cute_kernels.reference.conversions import f32
 from cute_kernels.reference.quantize import linear_column_scales, linear_row_scales
@@ -93,14 +94,6 @@ def _dot_blocks(a: Tensor, b: Tensor, block: int) -> Tensor:
     for start in range(0, a.shape[1], block):
         acc += a[:, start : start + block] @ b[:, start : start + block].T
     return acc
-
-
-def _hopper_order(values: Tensor) -> Tensor:
-    """Values (R, K) in the order in which kernels for sm_90a contract them, K padded."""
-    values = torch.nn.functional.pad(values, (0, -values.shape[1] % PIECE_K))
-    # The factors of K: pieces, blocks as j and p, elements as w, e // 4, h and e % 2.
-    split: Tensor = values.unflatten(1, (-1, 4, 2, 2, 2, 2, 2))
-    return split.permute(0, 1, 3, 4, 6, 2, 5, 7).flatten(1)
 
 
 def _dot(a: _Rows, b: _Rows, tensor_core: str | None, decoded: Literal["a", "b"]) -> Tensor:

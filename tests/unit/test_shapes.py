@@ -63,8 +63,6 @@ def test_each_scale_has_a_byte_of_its_own_and_they_fill_the_tiles(row_tiles, til
 
 
 def test_places_of_scales_by_hand():
-    linear = torch.arange(256 * 12).view(256, 12)
-    flat = tile_scales(linear).flatten()
     # One tile is 32 lines of 16 bytes; a line holds rows i, i + 32, i + 64, i + 96, 4 scales each.
     assert scale_offset(0, 0, 3) == 0
     assert scale_offset(0, 3, 3) == 3
