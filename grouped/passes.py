@@ -32,8 +32,8 @@ class Copies(NamedTuple):
     columnwise: list[Tensor] | None = None
 
 
-#: What the gradients read: of x and of the weight one tensor if plain, all of the columnwise copy
-#: if quantized; None where no gradient is wanted.
+#: What the gradients read: of x and of the weight the first tensor if plain, all of the columnwise
+#: copy if quantized; None where no gradient is wanted.
 Kept: TypeAlias = "tuple[list[Tensor] | None, list[Tensor] | None]"
 
 
@@ -193,7 +193,11 @@ def forward(
         low = x if is_grouped else _low(x)
         low_weight = weight if is_grouped else weight.to(low.dtype)
         y = _plain_product(low, low_weight, bias, offs, False, x.dtype)
-        return y, ([low] if need_dweight else None, [low_weight] if need_dx else None)
+        of_weight = [low_weight]
+        if isinstance(weight, GroupedTensor):
+            # So that autograd sees a write to one of its parts through another wrapper.
+            of_weight += [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
+        return y, ([low] if need_dweight else None, of_weight if need_dx else None)
     if isinstance(weight, GroupedTensor):
         copies = _copies_of(weight)
     elif copies is None and weight is not None:
@@ -243,8 +247,7 @@ def _plain_gradients(
     low = dy.to(torch.float16 if call.dtype == torch.float16 else torch.bfloat16)
     dx = dweight = None
     if needs[0] and weight is not None:
-        (b,) = weight
-        b = b if isinstance(b, GroupedTensor) else b.to(low.dtype)
+        b = weight[0] if isinstance(weight[0], GroupedTensor) else weight[0].to(low.dtype)
         dx = _plain_product(low, b, None, offs, True, call.dtype)
     if needs[1] and x is not None:
         dweight = ops.k_grouped_gemm(low, x[0].to(low.dtype), offs, None, call.weight_dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from cute_kernels.capability import UnsupportedError
 from cute_kernels.formats import NVFP4, BlockScale, Format
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_COLS
 
@@ -168,6 +169,13 @@ OPERANDS = {
 _BY_FACTS = {(kind.fmt.element, kind.fmt.scale): kind for kind in OPERANDS.values() if kind.fmt}
 
 
-def operand_of(fmt: Format) -> OperandKind | None:
-    """The kind of a format's operands; None if no kernel multiplies them."""
-    return _BY_FACTS.get((fmt.element, fmt.scale))
+def operand_of(fmt: Format) -> OperandKind:
+    """The kind of a format's operands.
+
+    Raises:
+        UnsupportedError: no kernel multiplies them.
+    """
+    kind = _BY_FACTS.get((fmt.element, fmt.scale))
+    if kind is None:
+        raise UnsupportedError(f"no grouped GEMM kernel multiplies operands of {fmt.text}")
+    return kind

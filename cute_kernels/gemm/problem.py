@@ -110,7 +110,8 @@ class GemmProblem:
 class GemmArguments(NamedTuple):
     """Arguments of a grouped GEMM kernel, in its order; a stream follows where it is traced.
 
-    Their shapes are with ``__call__`` of the kernels, which have parameters of these names.
+    Their shapes are with ``__call__`` of the kernels, which have parameters of these names; there
+    ``offs`` goes on to the scheduler.
     """
 
     a: Any

@@ -242,7 +242,18 @@ class Op(abc.ABC):
         """``plan``, from the cache if a call with the same metadata went before."""
         choice = chosen_backend()
         key = plan_key(type(self), choice, vars(self).values())
-        return _plans.get(key) or _plans.add(key, self.plan(resolve_backend(choice, self.device)))
+        return _plans.get(key) or _plans.add(key, self._new_plan(choice))
+
+    def _new_plan(self, choice: Any) -> _Plan:
+        if self.device.type == "meta":
+            # There is nothing to compute, and no backend that would.
+            self.check()
+            return _Plan(self, self.outputs(), _run_nothing)
+        return self.plan(resolve_backend(choice, self.device))
+
+
+def _run_nothing(op: Op, outputs: Sequence[Tensor | None], **options: Any) -> None:
+    """Leave outputs that have no data as they are."""
 
 
 def _run_reference(op: Op, outputs: Sequence[Tensor], **options: Any) -> None:

@@ -63,6 +63,18 @@ def _columnwise_only(fmt: Format) -> Format:
     return dataclasses.replace(fmt, row_scaled=False)  # type: ignore[call-arg]
 
 
+def _takes_copies(
+    config: DequantizeConfig | RowsConfig | TileConfig, problem: QuantizeProblem, columnwise: bool
+) -> Support:
+    """Whether kernels handle how copies of the format lie, and ``_takes``."""
+    fmt = parse(config.format)
+    if fmt.scale is not None and fmt.scale.layout != "tiles_128x4":
+        return Support(False, f"block scales of {config.format} do not lie in 128x4 tiles")
+    if columnwise and fmt.columnwise != "transposed":
+        return Support(False, f"the columnwise copy of {config.format} is not transposed")
+    return _takes(config, problem, fmt.k_multiple)
+
+
 def _takes(
     config: AmaxConfig | DequantizeConfig | RowsConfig | TileConfig,
     problem: QuantizeProblem,
@@ -106,8 +118,9 @@ class RowsConfig:
 
     #: The compiled function takes (x, offs, amax, codes, scales, scale_inv, scale, num_sms): x
     #: (T, K) or (G, N, K) contiguous; offs (G,) int32, None when uniform; amax (T,) fp32 where it
-    #: is computed, else (G,); codes and scales as ``layout.buffers`` says, scales None where blocks
-    #: have none; scale_inv and scale (G,) fp32 results where the format keeps them, else None.
+    #: is computed, (G,) where given, None where there is no second level; codes and scales as
+    #: ``layout.buffers`` says, scales None where blocks have none; scale_inv and scale (G,) fp32
+    #: results where the format keeps them, else None.
     kernel: ClassVar[str] = "cute_kernels.quantize.rows:RowsQuantizer"
     #: Warps that convert; one more loads.
     num_compute_warps: ClassVar[int] = 16
@@ -123,6 +136,11 @@ class RowsConfig:
     def computes_amax(self) -> bool:
         """Whether the second level is per row, and a result."""
         return _is_per_row(self.format)
+
+    @property
+    def takes_amax(self) -> bool:
+        """Whether the second level is per group, and given."""
+        return parse(self.format).second_level is not None and not self.computes_amax
 
     @property
     def is_preferred(self) -> bool:
@@ -163,7 +181,7 @@ class RowsConfig:
             return Support(False, "only a team of one warp holds several rows")
         if parse(self.format).is_2d:
             return Support(False, f"{self.format} has blocks of several rows")
-        supported = _takes(self, problem, parse(self.format).k_multiple)
+        supported = _takes_copies(self, problem, columnwise=False)
         if supported and problem.cols > self.max_cols:
             return Support(
                 False, f"K = {problem.cols} exceeds the {self.max_cols} that a team holds"
@@ -264,6 +282,8 @@ class TileConfig:
     @property
     def uses_group_amax(self) -> bool:
         """Whether there are amaxes of groups; those of the columnwise copy always are."""
+        if parse(self.format).second_level is None:
+            return False
         return self.columnwise or not self.uses_row_amax
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
@@ -272,7 +292,7 @@ class TileConfig:
             return Support(False, "neither direction is asked for")
         if self.uses_row_amax and not self.rowwise:
             return Support(False, f"{self.format} is about the rowwise copy")
-        return _takes(self, problem, parse(self.format).k_multiple)
+        return _takes_copies(self, problem, self.columnwise)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,9 +405,9 @@ class DequantizeConfig:
 
     #: The compiled function takes (codes, scales, level, offs, out, fresh, num_sms): codes and
     #: scales as the quantizers write them, rowwise or columnwise, no scales where blocks have none;
-    #: level (T,) fp32, or (G,): the amax, or scale_inv where the format keeps one; offs (G,) int32,
-    #: None when uniform; out (T, K) or (G, N, K) contiguous; fresh, not 0 to write zeros to the
-    #: tail.
+    #: level (T,) fp32, or (G,): the amax, or scale_inv where the format keeps one, None where there
+    #: is no second level; offs (G,) int32, None when uniform; out (T, K) or (G, N, K) contiguous;
+    #: fresh, not 0 to write zeros to the tail.
     kernel: ClassVar[str] = "cute_kernels.quantize.dequantize:Dequantizer"
 
     @classmethod
@@ -409,4 +429,4 @@ class DequantizeConfig:
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
         """Whether the kernel takes ``problem``, whose dtype is the result's."""
-        return _takes(self, problem, parse(self.format).k_multiple)
+        return _takes_copies(self, problem, self.columnwise)

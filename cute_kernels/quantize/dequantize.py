@@ -44,11 +44,11 @@ _COLUMN_STRIP = 64
 
 
 class Copy(NamedTuple):
-    """The buffers of the copy that is read; no scales where blocks have none."""
+    """The buffers of the copy that is read; None for what the format does not have."""
 
     codes: cute.Tensor
     scales: cute.Tensor | None
-    level: cute.Tensor
+    level: cute.Tensor | None
 
 
 class SlotTile(NamedTuple):
@@ -69,7 +69,7 @@ class RowPlaces(NamedTuple):
         scales: address of the scale tile; None where blocks have no scales.
         selector: for ``prmt``: of the words of two rows, the byte of the lane's block each.
         levels: address of the first row's second level, where rows have one.
-        level: the second level of the group, where they have not.
+        level: the second level of the group, where there is one.
         out: address of the first row of the result.
         out_pitch: elements from one row of the result to the next.
         count: rows that exist.
@@ -109,7 +109,7 @@ class Dequantizer:
         self,
         codes: cute.Tensor,
         scales: cute.Tensor | None,
-        level: cute.Tensor,
+        level: cute.Tensor | None,
         offs: cute.Tensor | None,
         out: cute.Tensor,
         fresh: Int32,
@@ -127,7 +127,7 @@ class Dequantizer:
         self,
         codes: cute.Tensor,
         scales: cute.Tensor | None,
-        level: cute.Tensor,
+        level: cute.Tensor | None,
         offs: cute.Tensor | None,
         out: cute.Tensor,
         fresh: Int32,
@@ -181,6 +181,10 @@ class Dequantizer:
         for i in range(0, len(words), 4):
             store_global(address + 4 * i, words[i : i + 4])
 
+    def group_level(self, levels: cute.Tensor | None, group: Int32) -> Float32 | None:
+        """The second level of a group; None where the format has none."""
+        return None if levels is None else levels[group]
+
     # ------------------------------------------------------------------ rowwise
 
     @cute.jit
@@ -214,7 +218,7 @@ class Dequantizer:
         if self.config.row_level:
             levels = copy.level.iterator.toint() + Int64(place.first) * 4
         else:
-            level = copy.level[place.group]
+            level = self.group_level(copy.level, place.group)
         return RowPlaces(codes, pitch, scales, selector, levels, level, out, cols, place.count)
 
     @cute.jit
@@ -245,7 +249,7 @@ class Dequantizer:
         lines = [load_global(at.scales + (j + u) * quarters, 4) for u in range(_UNROLL)]
         return [word for line in lines for word in line]
 
-    def load_levels(self, at: RowPlaces, rows: list[Int32]) -> list[Float32]:
+    def load_levels(self, at: RowPlaces, rows: list[Int32]) -> list[Float32 | None]:
         """The second level of each row."""
         if not self.config.row_level:
             return [at.level] * len(rows)
@@ -310,13 +314,19 @@ class Dequantizer:
         return at + (column % 32 * 16 + column % SF_TILE_ROWS // 32 * 4 + quarter % 2 * 2)
 
     def column_factors(
-        self, levels: cute.Tensor, scales_at: Int64 | None, cols: Int32, column: Int32, group: Int32
+        self,
+        levels: cute.Tensor | None,
+        scales_at: Int64 | None,
+        cols: Int32,
+        column: Int32,
+        group: Int32,
     ) -> list[list[Float32]]:
         """What the codes of each of a lane's columns are multiplied by, block by block."""
         if scales_at is None:
-            return [[self.codec.decode_factor(None, levels[group])]] * _LANE_COLS
+            factor = self.codec.decode_factor(None, self.group_level(levels, group))
+            return [[factor]] * _LANE_COLS
         pairs = [load_global_if(scales_at + c * 16, 2, column, cols)[0] for c in range(_LANE_COLS)]
-        level = levels[group]
+        level = self.group_level(levels, group)
         return [
             [self.codec.decode_factor(s, level) for s in self.codec.decode_scales(pair)]
             for pair in pairs

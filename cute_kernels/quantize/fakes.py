@@ -80,7 +80,9 @@ class FakeBuffers:
         return make_fake_compact_tensor(Int32, (self.groups,), assumed_align=4)
 
     def level(self, per_row: bool = False) -> Any:
-        """(G,) fp32, or one a row."""
+        """(G,) fp32, or one a row; None if the format has no second level."""
+        if self.fmt is not None and self.fmt.second_level is None:
+            return None
         # Uniform groups have G * N rows; no symbol says that.
         extent = (cute.sym_int() if self.uniform else self.rows) if per_row else self.groups
         return make_fake_compact_tensor(Float32, (extent,), assumed_align=4)

@@ -25,7 +25,7 @@ class LevelWriter:
     @cute.jit
     def write(
         self,
-        amax: cute.Tensor,
+        amax: cute.Tensor | None,
         scale_inv: cute.Tensor | None,
         scale: cute.Tensor | None,
         thread: Int32,
@@ -34,7 +34,7 @@ class LevelWriter:
         """Write them, if the format keeps any.
 
         Args:
-            amax: (G,) fp32.
+            amax: (G,) fp32; None where there is no second level.
             scale_inv: (G,) fp32, None where not kept.
             scale: likewise.
             thread: which of the threads that write this is.

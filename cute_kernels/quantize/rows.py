@@ -67,9 +67,9 @@ class SharedMemory(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The buffers of the copy; ``amax`` is an input where it is per group."""
+    """The buffers of the copy; ``amax`` is an input where it is per group, and may be missing."""
 
-    amax: cute.Tensor
+    amax: cute.Tensor | None
     codes: cute.Tensor
     scales: cute.Tensor | None
 
@@ -152,7 +152,7 @@ class RowsQuantizer:
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
-        amax: cute.Tensor,
+        amax: cute.Tensor | None,
         codes: cute.Tensor,
         scales: cute.Tensor | None,
         scale_inv: cute.Tensor | None,
@@ -169,7 +169,7 @@ class RowsQuantizer:
         self,
         x: cute.Tensor,
         offs: cute.Tensor | None,
-        amax: cute.Tensor,
+        amax: cute.Tensor | None,
         codes: cute.Tensor,
         scales: cute.Tensor | None,
         scale_inv: cute.Tensor | None,
@@ -332,7 +332,7 @@ class RowsQuantizer:
         """A packet that has rows; gives the next stage, its phase and the next ``parity``."""
         config = self.config
         g = Float32(0.0)
-        if cutlass.const_expr(not config.computes_amax):
+        if cutlass.const_expr(config.takes_amax):
             g = out.amax[packet.group]
         for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
             row = packet.row(r + lane.part)

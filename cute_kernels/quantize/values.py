@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.decode import fp16_values, scales_as_fp16
+from cute_kernels.device.codecs.nvfp4_fp16 import fp16_values, scales_as_fp16
 from cute_kernels.device.memory import store_global, transpose_four
 from cute_kernels.device.ptx import select
 from cute_kernels.layout.shapes import PIECE_K

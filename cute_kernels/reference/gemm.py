@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.shapes import PIECE_K, TILE_ROWS, ceil_div, scale_tiles
+from cute_kernels.layout.pieces import DECODED_SCALE, in_pieces
+from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, scale_tiles
 from cute_kernels.reference.codecs import codec_of
 from cute_kernels.reference.conversions import f32
 from cute_kernels.reference.quantize import linear_column_scales, linear_row_scales
@@ -44,10 +45,6 @@ if TYPE_CHECKING:
     from cute_kernels.reference.groups import Groups
 
 __all__ = ["Operand", "k_grouped_gemm", "m_grouped_gemm"]
-
-#: By the type that is multiplied, what kernels for sm_90a multiply the values of the side by that
-#: they decode.
-_HOPPER_DECODED = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-7}
 
 
 class Operand(NamedTuple):
@@ -99,14 +96,6 @@ def _dot_blocks(a: Tensor, b: Tensor, block: int) -> Tensor:
     return acc
 
 
-def _hopper_order(values: Tensor) -> Tensor:
-    """Values (R, K) in the order in which kernels for sm_90a contract them, K padded."""
-    values = torch.nn.functional.pad(values, (0, -values.shape[1] % PIECE_K))
-    # The factors of K: pieces, blocks as j and p, elements as w, e // 4, h and e % 2.
-    split: Tensor = values.unflatten(1, (-1, 4, 2, 2, 2, 2, 2))
-    return split.permute(0, 1, 3, 4, 6, 2, 5, 7).flatten(1)
-
-
 def _dot(a: _Rows, b: _Rows, tensor_core: str | None, decoded: Literal["a", "b"]) -> Tensor:
     """A (M, K) @ B (N, K)^T, block scales included, fp32.
 
@@ -141,8 +130,8 @@ def _dot_block_scaled(a: _Rows, b: _Rows, tensor_core: str) -> Tensor:
 
 def _dot_hopper(other: Tensor, decoded: Tensor, dtype: torch.dtype) -> Tensor:
     """``other`` (M, K) @ ``decoded`` (N, K)^T of fp32 values as kernels for sm_90a add them."""
-    scale = _HOPPER_DECODED[dtype]
-    left, right = _hopper_order(other), _hopper_order(decoded) * scale
+    scale = DECODED_SCALE[str(dtype).removeprefix("torch.")]
+    left, right = in_pieces(other), in_pieces(decoded) * scale
     return tensor_core_gemm("sm_90a", left.to(dtype), right.to(dtype)) / scale
 
 

@@ -80,12 +80,25 @@ def test_on_kernels(name, backend):
             assert_reached(run(PROPAGATING[name], place), place, name == "row-scaled")
 
 
-@pytest.mark.parametrize("place", REACHED)
+@pytest.mark.parametrize("place", ["x", "weight"])
 def test_compiled(place):
     torch._dynamo.reset()
     got = run(PROPAGATING["row-scaled"], place, compiled=True)
     assert_reached(got, place, row_scaled=True)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", PROPAGATING)
+def test_where_an_operand_is_quantized_on_the_way(name):
+    """Without gradients of the weight no product reads a columnwise copy."""
+    layer = GroupedLinear(3, K, N, recipe=PROPAGATING[name]).requires_grad_(False)
+    x, dy = with_nan(40, K), with_nan(40, N)
+    with torch.no_grad():
+        y = layer(x, ENDS)
+    assert_all_or_none(y, ROWS == 3 if name == "row-scaled" else FIRST)
+    leaf = sample(40, K).requires_grad_()
+    layer(leaf, ENDS).backward(dy)
+    assert_all_or_none(leaf.grad, FIRST)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -175,8 +188,10 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("name", "place"), FOUND)
+@pytest.mark.parametrize(
+    ("name", "place", "compiled"),
+    [(*case, False) for case in FOUND] + [("row-scaled", "x", True), ("bf16", "dy", True)],
+)
 def test_where_it_is_found(name, place, compiled):
     """It stays found when good batches follow; the tails hold NaN and are passed over."""
     torch._dynamo.reset()

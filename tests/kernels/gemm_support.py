@@ -167,15 +167,15 @@ class Product:
 
     def run_into(self, out: Tensor, num_sms: int = NUM_SMS) -> None:
         """Launch on an output of the caller's, where that is."""
-        self.launch(out, self.prepared(out, num_sms), num_sms)
+        self.launch(self.prepared(out, num_sms))
 
-    def launch(self, out: Tensor, tensors: list[Tensor | None], num_sms: int = NUM_SMS) -> None:
+    def launch(self, arguments: GemmArguments) -> None:
         """Launch the GEMM alone, on what ``prepared`` gave."""
-        kernel = compiled(self.config, arch_of(self.config), out.device.type)
-        kernel(*tensors, out, num_sms)
+        kernel = compiled(self.config, arch_of(self.config), arguments.out.device.type)
+        kernel(*arguments)
 
-    def prepared(self, out: Tensor, num_sms: int = NUM_SMS) -> list[Tensor | None]:
-        """The GEMM's inputs where the output is: operands as it takes them, offs, bias, alpha."""
+    def prepared(self, out: Tensor, num_sms: int = NUM_SMS) -> GemmArguments:
+        """The GEMM's arguments where the output is, operands as it takes them."""
         arch, device = arch_of(self.config), out.device.type
         offs, bias, alpha = (on_device_of(out, t) for t in (self.offs, self.bias, self.alpha))
         sides = {"a": self.a, "b": self.b}
@@ -200,8 +200,7 @@ class Product:
                 expand(codes, scales, offs if is_ragged else None, values, num_sms)
                 codes, scales = values, None
             tensors += [codes, scales, amax]
-        rest = {"offs": offs, "bias": bias, "alpha": alpha, "out": out, "num_sms": num_sms}
-        compiled(self.config, arch, device)(*GemmArguments(*tensors, **rest))
+        return GemmArguments(*tensors, offs=offs, bias=bias, alpha=alpha, out=out, num_sms=num_sms)
 
     def expected(self) -> Tensor:
         """What a tensor core of the configuration's architecture gives, to the bit."""

@@ -8,7 +8,7 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.quantize import AmaxConfig, OffsetsConfig
 from cute_kernels.reference.reductions import absmax, compute_offsets, grouped_amax
-from tests.helpers import DTYPES
+from tests.helpers import DTYPES, ends
 from tests.kernels.op_support import MODES
 from tests.kernels.quantize_support import Problem, compiled, random_input, special_input
 
@@ -31,21 +31,21 @@ def check(config: AmaxConfig, problem: Problem, num_sms: int = 2) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_and_groups(dtype: str) -> None:
     config = AmaxConfig(dtype, per_row=True)
-    for rows, cols, ends in (
-        (300, 80, [0, 3, 3, 130, 130, 290]),
-        (100, 16, [0, 0, 0]),
-        (40, 2064, [1, 2, 40]),
-        (1, 16, [1]),
+    for rows, cols, offs in (
+        (300, 80, ends(0, 3, 3, 130, 130, 290)),
+        (100, 16, ends(0, 0, 0)),
+        (40, 2064, ends(1, 2, 40)),
+        (1, 16, ends(1)),
     ):
         x = special_input(rows, cols, DTYPES[dtype])
-        check(config, Problem(x, torch.tensor(ends, dtype=torch.int32)))
+        check(config, Problem(x, offs))
 
 
 @pytest.mark.parametrize("per_row", [False, True])
 def test_one_of_the_two(per_row: bool) -> None:
     config = AmaxConfig("bfloat16", per_row=per_row, per_group=not per_row)
     x = random_input((90, 48), torch.bfloat16)
-    check(config, Problem(x, torch.tensor([30, 30, 71], dtype=torch.int32)))
+    check(config, Problem(x, ends(30, 30, 71)))
 
 
 def test_uniform_groups() -> None:
@@ -56,8 +56,8 @@ def test_uniform_groups() -> None:
 
 def test_many_groups_in_chaos_and_races() -> None:
     generator = torch.Generator().manual_seed(2)
-    ends = torch.randint(0, 3, (1100,), generator=generator).cumsum(0).int()
-    problem = Problem(random_input((int(ends[-1]) + 9, 16), torch.bfloat16), ends)
+    offs = torch.randint(0, 3, (1100,), generator=generator).cumsum(0).int()
+    problem = Problem(random_input((int(offs[-1]) + 9, 16), torch.bfloat16), offs)
     config = AmaxConfig("bfloat16", per_row=True)
     check(config, problem, num_sms=1)
     for mode in MODES:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from cute_kernels.gemm.hopper.config import ArrangeConfig, ExpandConfig
 from torch import Tensor
 
 from cute_kernels import emulator
+from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
+from tests.helpers import ends
 from tests.kernels.gemm_support import compiled, quantize, randn
-from tests.kernels.op_support import ends
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 
+from cute_kernels.capability import UnsupportedError
 from cute_kernels.formats import FP8, MXFP8, NVFP4
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.operands import OPERANDS, OperandKind, operand_of
@@ -64,7 +65,9 @@ def test_what_the_kinds_of_operands_say() -> None:
 def test_a_format_finds_its_kind_by_element_and_scale() -> None:
     for fmt in (NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))):
         assert operand_of(fmt) is OPERANDS["nvfp4"]
-    assert operand_of(MXFP8()) is None and operand_of(FP8()) is None
+    for fmt in (MXFP8(), FP8()):
+        with pytest.raises(UnsupportedError, match=f"multiplies operands of {fmt.name}"):
+            operand_of(fmt)
 
 
 @pytest.mark.parametrize("cls", [Sm90GemmConfig, Sm100GemmConfig])

@@ -37,8 +37,8 @@ TILED = {
     "256x128": dataclasses.replace(WGRAD_ADD, tile=Sm100Tile(256, 128, 2)),
     "256x256": dataclasses.replace(FPROP, tile=Sm100Tile(256, 256, 2)),
     "256x256 fp32": dataclasses.replace(WGRAD, tile=Sm100Tile(256, 256, 2)),
-    "256x256 tails": dataclasses.replace(FPROP, tile=Sm100Tile(256, 256, 2, swap_partial=True)),
-    "128x128 tails": dataclasses.replace(FPROP_FP32, tile=Sm100Tile(128, 128, swap_partial=True)),
+    "256x256 partial": dataclasses.replace(FPROP, tile=Sm100Tile(256, 256, 2, swap_partial=True)),
+    "128x128 partial": dataclasses.replace(FPROP_FP32, tile=Sm100Tile(128, 128, swap_partial=True)),
     "swapped 128x64": dataclasses.replace(FPROP, tile=Sm100Tile(128, 64, swap_ab=True)),
     "swapped 128x32": dataclasses.replace(
         FPROP_ALL, out_dtype="float32", tile=Sm100Tile(128, 32, swap_ab=True)
@@ -49,8 +49,8 @@ TILED = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "config",
-    [FPROP, FPROP_ALL, FPROP_FP32, TILED["256x256 tails"]],
-    ids=["row-scaled", "all", "fp32", "tails"],
+    [FPROP, FPROP_ALL, FPROP_FP32, TILED["256x256 partial"]],
+    ids=["row-scaled", "all", "fp32", "partial"],
 )
 def test_fprop(config: Sm100GemmConfig, shape: str) -> None:
     sizes, n, k, tail = SHAPES[shape]
@@ -59,7 +59,7 @@ def test_fprop(config: Sm100GemmConfig, shape: str) -> None:
 
 
 @pytest.mark.parametrize("k", [32, 144, 320])
-@pytest.mark.parametrize("config", [FPROP, TILED["256x256 tails"]], ids=["direct", "tails"])
+@pytest.mark.parametrize("config", [FPROP, TILED["256x256 partial"]], ids=["direct", "partial"])
 def test_dgrad_reads_a_columnwise_copy(config: Sm100GemmConfig, k: int) -> None:
     product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
     assert_same_bytes(product.run(), product.expected())
@@ -85,19 +85,19 @@ def tiled_products(name: str) -> list[tuple[Product, int]]:
     ]
 
 
-#: Rows of groups around every boundary of a tile that swaps the operands of tails: the steps of
+#: Rows of groups around every boundary of a tile that swaps operands if it is partial: the steps of
 #: an instruction, the blocks of loads and stores, the halves of a pair of CTAs, the whole tile.
 TAILS = [1, 15, 16, 17, 0, 31, 33, 95, 97, 112, 127, 128, 129, 0, 160, 240, 241, 255, 256, 257, 447]
 
 
-@pytest.mark.parametrize("name", ["256x256 tails", "128x128 tails", "swapped 128x64"])
+@pytest.mark.parametrize("name", ["256x256 partial", "128x128 partial", "swapped 128x64"])
 def test_tails_of_every_length(name: str) -> None:
-    # One cluster works on tails and whole tiles by turns.
+    # One cluster works on partial and whole tiles by turns.
     product = m_grouped(TILED[name], TAILS, 264, 96, tail=3)
     assert_same_bytes(product.run(product.config.tile.num_ctas), product.expected())
 
 
-@pytest.mark.parametrize("name", ["256x256 tails", "128x128 tails"])
+@pytest.mark.parametrize("name", ["256x256 partial", "128x128 partial"])
 def test_no_two_accesses_of_shared_memory_want_the_same_bank(name: str) -> None:
     product = m_grouped(TILED[name], [256, 0, 200], 264, 64)
     emulator.reset_stats()
@@ -107,7 +107,7 @@ def test_no_two_accesses_of_shared_memory_want_the_same_bank(name: str) -> None:
 
 
 def test_tails_add_to_the_output_of_two_ctas() -> None:
-    config = dataclasses.replace(FPROP_ALL, tile=TILED["256x256 tails"].tile)
+    config = dataclasses.replace(FPROP_ALL, tile=TILED["256x256 partial"].tile)
     product = m_grouped(config, [300, 0, 70, 256], 392, 160, tail=5)
     assert_same_bytes(product.run(4), product.expected())
 
@@ -135,7 +135,7 @@ def test_more_than_a_thousand_groups() -> None:
     for group, rows in ((0, 1), (31, 2), (32, 130), (500, 3), (1099, 4)):
         sizes[group] = rows
     # It accumulates, so a tile that is worked on twice shows.
-    for tile in (FPROP_ALL.tile, TILED["128x128 tails"].tile):
+    for tile in (FPROP_ALL.tile, TILED["128x128 partial"].tile):
         product = m_grouped(dataclasses.replace(FPROP_ALL, tile=tile), sizes, 8, 32)
         assert_same_bytes(product.run(), product.expected())
 
@@ -165,7 +165,7 @@ def test_the_tail_can_be_zeroed(tile: Sm100Tile) -> None:
 def test_bits_do_not_depend_on_the_grid(num_sms: int) -> None:
     for product in (
         m_grouped(FPROP, [100, 0, 128, 5, 200], 136, 64, tail=11),
-        m_grouped(TILED["128x128 tails"], [100, 0, 128, 5, 200], 136, 64, tail=11),
+        m_grouped(TILED["128x128 partial"], [100, 0, 128, 5, 200], 136, 64, tail=11),
         k_grouped(WGRAD, [100, 0, 128, 5], 136, 136),
     ):
         assert_same_bytes(product.run(num_sms), product.expected())
@@ -179,8 +179,8 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
         (m_grouped(FPROP_ALL, [1, 140], 136, 32, tail=1), 2),
         (k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
         tiled_products("256x256")[0],
-        tiled_products("256x256 tails")[0],
-        (m_grouped(TILED["128x128 tails"], [128, 150, 0, 33], 136, 288, tail=1), 1),
+        tiled_products("256x256 partial")[0],
+        (m_grouped(TILED["128x128 partial"], [128, 150, 0, 33], 136, 288, tail=1), 1),
         tiled_products("swapped 128x32")[1],
     ):
         want = product.expected()
@@ -224,7 +224,7 @@ def test_grouped_equals_each_group_alone() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [FPROP, FPROP_ALL, dataclasses.replace(FPROP, tile=TILED["128x128 tails"].tile)],
+    [FPROP, FPROP_ALL, dataclasses.replace(FPROP, tile=TILED["128x128 partial"].tile)],
     ids=["overwrite", "accumulate", "tails"],
 )
 def test_only_rows_of_groups_are_touched(config: Sm100GemmConfig) -> None:
@@ -253,7 +253,7 @@ def test_end_rows_past_the_buffer_are_clamped() -> None:
 
 
 @pytest.mark.parametrize("ends", [[30, 10, 20], [-5, 2**31 - 1, -(2**31)]], ids=["falling", "wild"])
-@pytest.mark.parametrize("config", [FPROP, TILED["256x256 tails"]], ids=["direct", "tails"])
+@pytest.mark.parametrize("config", [FPROP, TILED["256x256 partial"]], ids=["direct", "partial"])
 def test_end_rows_that_break_the_rules_do_no_harm(config: Sm100GemmConfig, ends: list[int]) -> None:
     product = m_grouped(config, [10, 10, 10], 16, 32)
     product.offs = torch.tensor(ends, dtype=torch.int32)
@@ -275,7 +275,7 @@ def test_offsets_past_2_to_the_31(config: Sm100GemmConfig) -> None:
     assert_same_bytes(out.contiguous(), product.expected())
 
 
-@pytest.mark.parametrize("config", [FPROP, TILED["256x256 tails"]], ids=["direct", "tails"])
+@pytest.mark.parametrize("config", [FPROP, TILED["256x256 partial"]], ids=["direct", "partial"])
 def test_infinite_and_nan_factors_stay_in_their_rows(config: Sm100GemmConfig) -> None:
     product = m_grouped(config, [40, 9], 16, 32)
     product.a.amax[3], product.a.amax[41] = float("inf"), float("nan")

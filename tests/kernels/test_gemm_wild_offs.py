@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from cute_kernels import emulator
-from tests.kernels import test_gemm_hopper as sm90
+from tests.helpers import ends
 from tests.kernels import test_gemm_nvfp4 as sm100
 from tests.kernels import test_gemm_plain as sm100_plain
+from tests.kernels import test_gemm_sm90 as sm90
 from tests.kernels.gemm_support import k_grouped, m_grouped
-from tests.kernels.op_support import ends
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.config import GemmConfig
+    from cute_kernels.gemm.problem import GemmConfig
 
 SMALLEST, LARGEST = -(2**31), 2**31 - 1
 #: For groups of 130, 10 and 60 rows in a buffer of 211.
@@ -47,7 +47,7 @@ CONFIGS = {
     "sm_90a wgrad": sm90.WGRAD_ADD,
     "sm_90a bf16 wgrad": sm90.PLAIN_WGRAD,
     "sm_100a nvfp4": sm100.FPROP_ALL,
-    "sm_100a two CTAs": sm100.TILED["256x256 tails"],
+    "sm_100a two CTAs": sm100.TILED["256x256 partial"],
     "sm_100a swapped": sm100.TILED["swapped 128x32"],
     "sm_100a zeroed tail": dataclasses.replace(
         sm100.FPROP_FP32, zero_tail=True, tile=sm100.TILED["swapped 128x32"].tile
@@ -67,13 +67,12 @@ def test_wild_end_rows_do_no_harm(config: GemmConfig) -> None:
         product = m_grouped(config, sizes, 72, 96, tail=tail)
     # Storage of the buffers alone: that is what is watched.
     out = product.before.clone()
-    tensors = product.prepared(out, 2)
-    (at,) = (i for i, t in enumerate(tensors) if t is product.offs)
+    prepared = product.prepared(out, 2)
     for offs in WILD.values():
-        tensors[at] = offs
+        arguments = prepared._replace(offs=offs)
         try:
-            emulator.watch(*(t for t in tensors if t is not None), out)
-            product.launch(out, tensors, 2)
+            emulator.watch(*(t for t in arguments if isinstance(t, torch.Tensor)))
+            product.launch(arguments)
         finally:
             emulator.unwatch()
 

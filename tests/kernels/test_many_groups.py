@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from cute_kernels.gemm.config import TileShape
-from cute_kernels.gemm.hopper.config import HopperTile
-from cute_kernels.ops.launch.gemm import force_tile
 
 import cute_kernels
 from cute_kernels import emulator
+from cute_kernels.gemm.sm90.config import Sm90Tile
+from cute_kernels.gemm.sm100.config import Sm100Tile
+from cute_kernels.ops.launch.gemm import force_tile
 from tests.helpers import (
     dequantize_arguments,
     k_grouped_arguments,
@@ -37,8 +37,8 @@ SIZES = (40, 1, 128, 30, 7, 200, 64, 10)
 ROWS, K, N = sum(SIZES), 512, 64
 #: Tiles must not follow the number of groups.
 TILES = {
-    "sm_90a": HopperTile(256, 32, swap_ab=True, consumers=4),
-    "sm_100a": TileShape(128, 32, swap_ab=True),
+    "sm_90a": Sm90Tile(256, 32, swap_ab=True, consumers=4),
+    "sm_100a": Sm100Tile(128, 32, swap_ab=True),
 }
 BF16 = torch.bfloat16
 

@@ -11,6 +11,7 @@ import torch
 from cute_kernels.formats import NVFP4
 from cute_kernels.quantize import (
     AmaxConfig,
+    DequantizeConfig,
     OffsetsConfig,
     QuantizeProblem,
     RowsConfig,
@@ -19,7 +20,7 @@ from cute_kernels.quantize import (
 from perf.compiled import compile_for_emulator
 from perf.count_quantize import count
 from perf.cubin import read_resources
-from tests.helpers import DTYPES
+from tests.helpers import DTYPES, ends
 from tests.kernels.quantize_support import ARCH
 
 BY_ROW = NVFP4(row_scaled=True)
@@ -68,7 +69,7 @@ def test_counted_cost(name: str) -> None:
     config, instructions, bytes_read = BUDGETS[name]
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(512, 4096, generator=generator).bfloat16()
-    counts = count(config, ARCH, x, torch.tensor([256, 512], dtype=torch.int32))
+    counts = count(config, ARCH, x, ends(256, 512))
     assert counts.instructions <= instructions
     assert counts.bytes_read <= bytes_read
     assert counts.store_sectors >= 0.98
@@ -112,5 +113,14 @@ def test_configurations_say_what_they_take() -> None:
     assert "16" in square.can_implement(problem).reason
     columns = TileConfig(ROW_SCALED, "bfloat16", rowwise=False, columnwise=True)
     assert "rowwise" in columns.can_implement(problem).reason
+    # What no skeleton is made for, with the reason.
+    for config in (RowsConfig, TileConfig, DequantizeConfig):
+        refused = config("fp8_block", "bfloat16").can_implement(problem)
+        assert "128x4" in refused.reason
+    for config in (TileConfig, DequantizeConfig):
+        refused = config("mxfp8", "bfloat16", columnwise=True).can_implement(problem)
+        assert "not transposed" in refused.reason
+    odd = QuantizeProblem("bfloat16", 48)
+    assert "32" in RowsConfig("mxfp8", "bfloat16").can_implement(odd).reason
     assert not AmaxConfig("float64").can_implement(QuantizeProblem("float64", 64))
     assert not OffsetsConfig("int16", "int32").can_implement("int16", "int32")

@@ -12,7 +12,7 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.quantize import RowsConfig, TileConfig
-from tests.helpers import DTYPES
+from tests.helpers import DTYPES, ends
 from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.quantize_support import (
     NO_RESULTS,
@@ -33,13 +33,13 @@ ROW_SCALED, SQUARE = NVFP4(row_scaled=True).text, NVFP4(block=(16, 16)).text
 Rows = functools.partial(RowsConfig, ROW_SCALED, dtype="bfloat16")
 #: (rows of the buffer, K, end rows).
 RAGGED = {
-    "one group": (256, 128, [256]),
-    "one row": (1, 16, [1]),
-    "odd rows, K past a scale tile": (300, 80, [7, 136, 137, 300]),
-    "empty first, middle, last": (200, 48, [0, 0, 65, 65, 65, 190, 200, 200]),
-    "all empty": (64, 32, [0, 0, 0]),
-    "tail": (260, 144, [3, 131, 259 - 40]),
-    "tile boundaries": (513, 64, [127, 255, 384, 513]),
+    "one group": (256, 128, ends(256)),
+    "one row": (1, 16, ends(1)),
+    "odd rows, K past a scale tile": (300, 80, ends(7, 136, 137, 300)),
+    "empty first, middle, last": (200, 48, ends(0, 0, 65, 65, 65, 190, 200, 200)),
+    "all empty": (64, 32, ends(0, 0, 0)),
+    "tail": (260, 144, ends(3, 131, 259 - 40)),
+    "tile boundaries": (513, 64, ends(127, 255, 384, 513)),
 }
 UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two tiles": (2, 129, 16)}
 #: Arguments of ``tiles``.
@@ -60,10 +60,10 @@ def tiles(dtype: str = "bfloat16", grouping: str = "ragged", **changes: Any) -> 
 
 
 def ragged(case: str, dtype: str = "bfloat16", seed: int = 0) -> Problem:
-    rows, cols, ends = RAGGED[case]
+    rows, cols, offs = RAGGED[case]
     x = random_input((rows, cols), DTYPES[dtype], seed)
-    x[ends[-1] :] = float("nan")
-    return Problem(x, torch.tensor(ends, dtype=torch.int32))
+    x[int(offs[-1]) :] = float("nan")
+    return Problem(x, offs)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -112,9 +112,9 @@ def test_several_rows_a_warp(dtype: str, rows: int) -> None:
     generator = torch.Generator().manual_seed(7)
     for cols in (16, config.max_cols - 48, config.max_cols):
         # Ends that leave the last packets of a tile with each number of rows.
-        ends = torch.randint(0, 120, (6,), generator=generator).cumsum(0).int()
-        x = random_input((int(ends[-1]) + 3, cols), DTYPES[dtype])
-        check_rows(config, Problem(x, ends))
+        offs = torch.randint(0, 120, (6,), generator=generator).cumsum(0).int()
+        x = random_input((int(offs[-1]) + 3, cols), DTYPES[dtype])
+        check_rows(config, Problem(x, offs))
 
 
 @pytest.mark.parametrize("warps", [4, 8, 16])
@@ -122,7 +122,7 @@ def test_rows_of_larger_teams(warps: int) -> None:
     config = Rows(warps_per_row=warps)
     problem = Problem(
         random_input((40, config.max_cols - 16), torch.bfloat16),
-        torch.tensor([3, 38], dtype=torch.int32),
+        ends(3, 38),
     )
     check_rows(config, problem)
 
@@ -132,7 +132,7 @@ def test_rows_up_to_16384() -> None:
         config = Rows(dtype=dtype, warps_per_row=8 if dtype == "bfloat16" else 16)
         assert config.max_cols == 16384
         x = random_input((10, 16384), DTYPES[dtype])
-        check_rows(config, Problem(x, torch.tensor([9, 10], dtype=torch.int32)))
+        check_rows(config, Problem(x, ends(9, 10)))
 
 
 def test_rows_of_uniform_groups() -> None:
@@ -147,8 +147,8 @@ def test_special_values(dtype: str) -> None:
     # The last group is all tiny: its S_enc is clamped to FMAX.
     tiny = torch.full((20, 128), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
     tiny[:, ::3] *= -0.5
-    ends = torch.tensor([1, 2, 3, 40, 60, 150, 170], dtype=torch.int32)
-    problem = Problem(torch.cat([x, tiny]), ends)
+    offs = ends(1, 2, 3, 40, 60, 150, 170)
+    problem = Problem(torch.cat([x, tiny]), offs)
     check_tiles(tiles(dtype, columnwise=True), problem)
     check_tiles(tiles(dtype, format=SQUARE, columnwise=True), problem)
     check_rows(Rows(dtype=dtype, warps_per_row=1), problem)
@@ -168,8 +168,8 @@ def test_more_than_a_thousand_groups(kind: str) -> None:
     sizes = torch.randint(0, 2, (1500,), generator=generator)
     sizes[700:1400] = 0
     sizes[1450] = 130
-    ends = sizes.cumsum(0).int()
-    problem = Problem(random_input((int(ends[-1]) + 5, 16), torch.bfloat16), ends)
+    offs = sizes.cumsum(0).int()
+    problem = Problem(random_input((int(offs[-1]) + 5, 16), torch.bfloat16), offs)
     if kind == "rows":
         check_rows(Rows(warps_per_row=1), problem)
     else:
@@ -182,7 +182,7 @@ def test_tiles_in_any_order(variant: str, mode: dict) -> None:
     config = tiles("bfloat16", compute_amax=True, **VARIANTS[variant])
     # Two more column tiles than stages for one CTA, and partial tiles.
     x = random_input((300, 1040), torch.bfloat16)
-    problem = Problem(x, torch.tensor([0, 130, 131, 290], dtype=torch.int32))
+    problem = Problem(x, ends(0, 130, 131, 290))
     with emulator.options(**mode):
         check_tiles(config, problem)
 
@@ -191,8 +191,8 @@ def test_tiles_in_any_order(variant: str, mode: dict) -> None:
 def test_bands_without_rows(arch: str) -> None:
     """Bands of slot tiles of which all are empty, some, or only the first ones."""
     band = TileConfig.band
-    ends = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
-    problem = Problem(random_input((1600, 272), torch.bfloat16), torch.tensor(ends).int())
+    offs = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
+    problem = Problem(random_input((1600, 272), torch.bfloat16), ends(*offs))
     config = tiles("bfloat16", columnwise=True, arch=arch)
     want = expected(problem, NVFP4(), True, True)
     for num_sms in (1, 3):
@@ -206,7 +206,7 @@ def test_loads_that_land_out_of_order(dtype: str) -> None:
     config = tiles(dtype, compute_amax=True)
     problem = Problem(
         random_input((520, 528), DTYPES[dtype]),
-        torch.tensor([6, 6, 134, 262, 390, 519], dtype=torch.int32),
+        ends(6, 6, 134, 262, 390, 519),
     )
     want = expected(problem, NVFP4(), True, False)
     for seed in range(12):
@@ -219,7 +219,7 @@ def test_loads_that_land_out_of_order(dtype: str) -> None:
 def test_rows_in_any_order(warps: int, rows: int, mode: dict) -> None:
     config = Rows(warps_per_row=warps, rows_per_warp=rows)
     x = random_input((300, 496), torch.bfloat16)
-    problem = Problem(x, torch.tensor([0, 130, 131, 290], dtype=torch.int32))
+    problem = Problem(x, ends(0, 130, 131, 290))
     with emulator.options(**mode):
         check_rows(config, problem)
 
@@ -255,13 +255,13 @@ def test_only_the_live_rows_are_touched(kind: str) -> None:
 def test_bad_offsets_stay_in_the_buffer() -> None:
     """Ends outside the buffer are clamped to it; decreasing ones give empty groups, not a fault."""
     x = random_input((140, 64), torch.bfloat16)
-    clamped = Problem(x, torch.tensor([0, 20, 140, 140], dtype=torch.int32))
+    clamped = Problem(x, ends(0, 20, 140, 140))
     config, rows = tiles("bfloat16", columnwise=True), Rows()
-    wild = Problem(x, torch.tensor([-5, 20, 1000, 2**31 - 1], dtype=torch.int32))
+    wild = Problem(x, ends(-5, 20, 1000, 2**31 - 1))
     assert_same_buffers(run_tiles(config, wild), expected(clamped, NVFP4(), True, True))
     fmt = NVFP4(row_scaled=True)
     assert_same_buffers(run_rows(rows, wild), expected(clamped, fmt, True, False))
-    falling = Problem(x, torch.tensor([100, 20, -7, 130], dtype=torch.int32))
+    falling = Problem(x, ends(100, 20, -7, 130))
     out = falling.buffers(fmt, True, True)
     names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
     try:

@@ -15,7 +15,7 @@ from cute_kernels.reference.conversions import encode_e2m1, pack_codes
 from perf.compiled import compile_for_emulator
 from perf.count_quantize import count
 from perf.cubin import read_resources
-from tests.helpers import DTYPES
+from tests.helpers import DTYPES, ends
 from tests.kernels import test_amax as test_amax_module
 from tests.kernels.quantize_support import (
     Problem,
@@ -55,7 +55,7 @@ def test_teams_go_from_tile_to_tile_of_a_group(variant: str) -> None:
     config = Tiles("bfloat16", **VARIANTS[variant])
     x = random_input((670, 560), torch.bfloat16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
     x[400:530] *= 2.0**115
-    problem = Problem(x, torch.tensor([400, 400, 530, 660], dtype=torch.int32))
+    problem = Problem(x, ends(400, 400, 530, 660))
     with emulator.options(num_sms=1):
         check_tiles(config, problem)
 
@@ -86,8 +86,8 @@ def test_special_values(dtype: str) -> None:
     x[8::7, 48:64] = -float("nan")
     tiny = torch.full((20, 128), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
     tiny[:, ::3] *= -0.5
-    ends = torch.tensor([1, 2, 3, 40, 60, 150, 170], dtype=torch.int32)
-    problem = Problem(torch.cat([x, tiny]), ends)
+    offs = ends(1, 2, 3, 40, 60, 150, 170)
+    problem = Problem(torch.cat([x, tiny]), offs)
     check_tiles(Tiles(dtype, columnwise=True), problem)
     check_tiles(Tiles(dtype, format=SQUARE, columnwise=True), problem)
     check_rows(Rows(dtype, warps_per_row=1), problem)
@@ -96,7 +96,7 @@ def test_special_values(dtype: str) -> None:
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_any_order(mode: dict) -> None:
     x = random_input((300, 528), torch.bfloat16)
-    problem = Problem(x, torch.tensor([0, 130, 131, 290], dtype=torch.int32))
+    problem = Problem(x, ends(0, 130, 131, 290))
     with emulator.options(**mode):
         check_tiles(Tiles("bfloat16", columnwise=True, compute_amax=True), problem)
         check_rows(Rows("bfloat16", warps_per_row=4), problem)
@@ -106,7 +106,7 @@ def test_any_order(mode: dict) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_amax(dtype: str) -> None:
     x = special_input(300, 80, DTYPES[dtype])
-    problem = Problem(x, torch.tensor([0, 3, 3, 130, 130, 290], dtype=torch.int32))
+    problem = Problem(x, ends(0, 3, 3, 130, 130, 290))
     test_amax_module.check(AmaxConfig(dtype, per_row=True, arch="sm_90a"), problem)
 
 
@@ -175,7 +175,7 @@ BUDGETS = {
 def test_counted_cost(name: str) -> None:
     config, instructions = BUDGETS[name]
     x = torch.randn(256, 4096).bfloat16()
-    counts = count(config, "sm_90a", x, torch.tensor([128, 256], dtype=torch.int32))
+    counts = count(config, "sm_90a", x, ends(128, 256))
     assert counts.instructions <= instructions
     assert counts.bytes_read <= 2.1
     assert counts.store_sectors >= (0.98 if isinstance(config, TileConfig) else 0.85)

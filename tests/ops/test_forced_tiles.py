@@ -71,9 +71,9 @@ def problem(grouping, arch):
 
 
 def cases():
-    for arch, grouping in itertools.product(TILES, PRODUCTS):
+    for arch, grouping in itertools.product(CONFIGS, PRODUCTS):
         base = CONFIGS[arch]("nvfp4", grouping, tile=CONFIGS[arch].any_tile(grouping))
-        for tile in filter(base.takes, TILES[arch]):
+        for tile in filter(base.takes, CONFIGS[arch].tile_shapes):
             yield pytest.param(arch, grouping, tile, id=f"{arch} {grouping} {tile}")
 
 

@@ -169,9 +169,7 @@ CALLS = {
     ),
     "w4a16": (
         "m_grouped_gemm",
-        lambda: m_grouped_arguments(
-            x(), quantized(w(), None), OFFS, bias=bias(), alpha=alpha()
-        ),
+        lambda: m_grouped_arguments(x(), quantized(w(), None), OFFS, bias=bias(), alpha=alpha()),
     ),
     "quantizing fprop": ("m_grouped_quantize_gemm", lambda: quantizing(bias(), alpha())),
 }

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from cute_kernels.ops.fused import MGroupedQuantizeGemmNVFP4
 
 import cute_kernels
 import grouped

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from cute_kernels.layout import shapes
 from cute_kernels.layout.buffers import code_pitch
 from cute_kernels.reference.groups import Groups, tile_scales, untile_scales
-from tests.reference.oracle import scale_byte
 
 sizes = st.integers(0, 1 << 40)
 splits_of_rows = st.lists(st.one_of(st.just(0), st.integers(0, 700)), min_size=1, max_size=20)
@@ -57,17 +56,13 @@ def scale_offset(row, block, tiles_along_k):
 def test_each_scale_has_a_byte_of_its_own_and_they_fill_the_tiles(row_tiles, tiles_along_k):
     rows, blocks = row_tiles * shapes.SF_TILE_ROWS, tiles_along_k * shapes.SF_TILE_COLS
     seen = {
-        scale_offset(row, block, tiles_along_k)
-        for row in range(rows)
-        for block in range(blocks)
+        scale_offset(row, block, tiles_along_k) for row in range(rows) for block in range(blocks)
     }
     assert seen == set(range(rows * blocks))
     assert shapes.SF_TILE_BYTES * row_tiles * tiles_along_k == rows * blocks
 
 
 def test_places_of_scales_by_hand():
-    linear = torch.arange(256 * 12).view(256, 12)
-    flat = tile_scales(linear).flatten()
     # One tile is 32 lines of 16 bytes; a line holds rows i, i + 32, i + 64, i + 96, 4 scales each.
     assert scale_offset(0, 0, 3) == 0
     assert scale_offset(0, 3, 3) == 3

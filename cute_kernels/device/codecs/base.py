@@ -124,10 +124,10 @@ class Codec(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no block scales")
 
     @abc.abstractmethod
-    def decode_factor(self, scale: Float32 | None, level: Float32) -> Float32:
+    def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:
         """What codes are multiplied by.
 
         Args:
             scale: the block's scale, None if blocks have none.
-            level: the first of the buffers that the record has for the second level.
+            level: of the first buffer of the record's second level; None if it has no level.
         """

@@ -167,7 +167,7 @@ class NVFP4Codec(Codec):
         """E4M3 scales as numbers, see ``Codec``."""
         return decode_e4m3_pair(pair)
 
-    def decode_factor(self, scale: Float32 | None, level: Float32) -> Float32:
+    def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:
         """fl(fl(scale * amax) * fl(1/2688)), see ``Codec``."""
         return (scale * level) * Float32(self.fmt.second_level.factor)
 

@@ -24,8 +24,8 @@ from cute_kernels.gemm.problem import (
     GemmProblem,
     TileShape,
 )
-from cute_kernels.gemm.sm90.fp4.config import DECODED_SCALE
 from cute_kernels.gemm.sm90.heuristics import estimated_cycles
+from cute_kernels.layout.pieces import DECODED_SCALE
 from cute_kernels.layout.shapes import PIECE_K
 
 __all__ = ["SM90_TILES", "WARPGROUP_M", "Sm90GemmConfig", "Sm90Tile"]

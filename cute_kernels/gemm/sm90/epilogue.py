@@ -17,13 +17,13 @@ from cute_kernels.device.ptx import asm, asm_volatile, bits_as_f32, f32_as_bits
 from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, out_offset
 from cute_kernels.gemm.scheduler import WorkTile
 from cute_kernels.gemm.sm90.config import WARPGROUP_M
-from cute_kernels.gemm.sm90.fp4.config import DECODED_SCALE
 from cute_kernels.gemm.sm90.warp_schedule import (
     FIRST_EPILOGUE_BARRIER,
     FIRST_PING_PONG_BARRIER,
     WARPGROUP_SIZE,
 )
 from cute_kernels.gemm.views import DSL_TYPES
+from cute_kernels.layout.pieces import DECODED_SCALE
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.sm90.config import Sm90GemmConfig

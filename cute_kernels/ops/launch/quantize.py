@@ -123,16 +123,16 @@ def quantize(op: GroupedQuantize, launch: Launcher) -> Runner:
 def _rows(op: GroupedQuantize, config: RowsConfig, launch: Launcher) -> Runner:
     """Rows to codes in one read; amaxes of rows too, those of groups before if not given."""
     kernel = launch.kernel(config)
-    computes_amax, amax_kernel, names = config.computes_amax, None, tuple(op.specs())
-    if not (computes_amax or op.amax is not None):
+    takes_amax, amax_kernel, names = config.takes_amax, None, tuple(op.specs())
+    if takes_amax and op.amax is None:
         amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch))
 
     def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
         out = dict(zip(names, outputs, strict=True))
-        x, offs, amax = readable(op.x), dense(op.offs), out["amax"]
+        x, offs, amax = readable(op.x), dense(op.offs), out.get("amax")
         if amax_kernel is not None:
             amax_kernel(x, offs, None, amax, launch.num_sms)
-        elif not computes_amax and op.amax is not None:
+        elif takes_amax and op.amax is not None:
             _give(op.amax, amax)
         scales = map(out.get, ("scales", "scale_inv", "scale"))
         kernel(x, offs, _flat(amax), out["codes"], *scales, launch.num_sms)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-__all__ = ["DECODED_SCALE", "ArrangeConfig", "ExpandConfig"]
-
-#: Values decoded to this type are this much smaller than what they stand for, see ``decode``.
-DECODED_SCALE = {"float16": 2.0**-14, "bfloat16": 2.0**-7}
+__all__ = ["ArrangeConfig", "ExpandConfig"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,16 +10,17 @@ A thread has rows r and r + 8 of a fragment, and of each four elements for one i
 lane j of a quad are elements 2 j, 2 j + 1, 2 j + 8 and 2 j + 9. It reads 32 neighbouring codes of a
 row at once, blocks 2 j and 2 j + 1 of the eight blocks of a piece of K, and feeds them to eight
 instructions. So one instruction takes four elements each of four blocks. Operand N has its
-elements in the same order, which ``reference.gemm`` states too: the bits of the sum depend on it.
+elements in the same order, that of ``layout.pieces``: the bits of the sum depend on it.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from cutlass import Int32, Uint16, Uint32, cute
 
-from cute_kernels.device.decode import (
+from cute_kernels.device.codecs.nvfp4_fp16 import (
     high_bytes,
     scales_as_fp16,
     times_scale,
@@ -41,7 +42,7 @@ _LANE_BYTES = 16
 _LANE_SCALES = 2
 #: From a row of a fragment to the second one of the same thread.
 _NEXT_ROW = 8
-#: Codes t and t + 4 of a prepacked word, t = 0 .. 3, as two fp16: see ``prepack.PREPACKED_BITS``.
+#: Codes t and t + 4 of a prepacked word, t = 0 .. 3, as two fp16: see ``layout.prepack``.
 _PREPACKED_PAIRS = (
     "and.b32 $0, $1, 0x8E008E00;",
     "{ .reg .b32 x; and.b32 x, $1, 0x40384038; mul.lo.u32 x, x, 66; and.b32 $0, x, 0x8E008E00; }",
@@ -90,6 +91,50 @@ def scales_as_bf16(pair: Uint32) -> Uint32:
     return asm(_BF16_SCALES, [Uint32], [pair])
 
 
+class _Fp16Codes:
+    """Codes one after another, to fp16.
+
+    Args:
+        words: how many words are in use at a time, numbered ``at``.
+    """
+
+    dtype = "f16"
+    scales = staticmethod(scales_as_fp16)
+
+    def __init__(self, words: int):
+        #: High bytes of each word, of its even and its odd codes.
+        self.high = cute.make_rmem_tensor((2, words), Uint32)
+
+    def pair(self, codes: Uint32, t: int, at: int) -> Uint32:
+        """Codes t and t + 4 of a word, t = 0 .. 3, in ascending order."""
+        half, is_odd = divmod(t, 2)
+        if half == 0:
+            self.high[is_odd, at] = high_bytes(codes, is_odd == 1)
+        return two_halves(self.high[is_odd, at], half)
+
+
+class _PrepackedCodes:
+    """Codes in the order of bits of ``layout.prepack``, to fp16."""
+
+    dtype = "f16"
+    scales = staticmethod(scales_as_fp16)
+
+    def pair(self, codes: Uint32, t: int, at: int) -> Uint32:
+        """Codes t and t + 4 of a word."""
+        return asm(_PREPACKED_PAIRS[t], [Uint32], [codes])
+
+
+class _Bf16Codes:
+    """Codes one after another, to bf16."""
+
+    dtype = "bf16"
+    scales = staticmethod(scales_as_bf16)
+
+    def pair(self, codes: Uint32, t: int, at: int) -> Uint32:
+        """Codes t and t + 4 of a word."""
+        return asm(_BF16_PAIRS[t], [Uint32], [codes])
+
+
 class FragmentDecoder:
     """Makes a consumer thread's fragments of operand M.
 
@@ -100,37 +145,51 @@ class FragmentDecoder:
     """
 
     def __init__(self, config: Sm90GemmConfig, codes: cute.Tensor, scales: cute.Tensor):
+        self.stage_bytes = config.m_stage_bytes
+        #: Rows from one fragment to the thread's next, and how many it has.
+        self.step = config.consumers * WARPGROUP_M
+        self.repeats = config.tile.m // self.step
+        #: Instructions of a group, and groups of a piece of K.
+        self.group_blocks = config.k_blocks // config.k_groups
+        self.groups_of_piece = config.k_groups // config.pieces
+        #: Bytes of codes of a row and of all rows of a piece.
+        self.row_bytes = PIECE_K * config.kind.bits // 8
+        self.piece_bytes = config.tile.m * self.row_bytes
+        #: Bytes of scale tiles of 128 rows: of a piece, and of a stage.
+        self.piece_scale_bytes = PIECE_K // config.kind.scale_tile_k * SF_TILE_BYTES
+        self.scale_row_bytes = config.pieces * self.piece_scale_bytes
         thread = cute.arch.thread_idx()[0]
         lane, quad_lane = thread % 32, thread % 4
         row = thread // WARPGROUP_SIZE * WARPGROUP_M
         row += thread % WARPGROUP_SIZE // 32 * 16 + lane // 4
-        self.is_bf16 = config.multiplied == "bfloat16"
-        self.stage_bytes = config.m_stage_bytes
-        self.step = config.consumers * WARPGROUP_M
-        self.repeats = config.tile.m // self.step
-        self.is_prepacked = config.prepacked
-        self.group_blocks = config.k_blocks // config.k_groups
-        self.groups_of_piece = config.k_groups // config.pieces
-        self.row_bytes = PIECE_K * config.kind.bits // 8
-        self.piece_bytes = config.tile.m * self.row_bytes
-        # Rows follow each other without a swizzle: eight lanes read 128 neighbouring bytes.
-        self.codes_address = codes.iterator.toint() + row * self.row_bytes + quad_lane * _LANE_BYTES
-        #: Bytes of scale tiles that follow each other along K in a stage.
-        self.piece_scale_bytes = PIECE_K // config.kind.scale_tile_k * SF_TILE_BYTES
-        self.scale_row_bytes = config.pieces * self.piece_scale_bytes
+        self.codes_address = codes.iterator.toint() + self.codes_offset(row, quad_lane)
+        self.scale_address = scales.iterator.toint() + self.scale_offset(row, quad_lane)
+        self.words = cute.make_rmem_tensor((_LANE_BYTES // 4, 2, self.repeats), Uint32)
+        self.scales = cute.make_rmem_tensor((2, self.repeats), Uint32)
+        if config.multiplied == "bfloat16":
+            self.codes = _Bf16Codes()
+        elif config.prepacked:
+            self.codes = _PrepackedCodes()
+        else:
+            self.codes = _Fp16Codes(2 * self.repeats)
+
+    def codes_offset(self, row: Int32, quad_lane: Int32) -> Int32:
+        """The thread's first codes in a stage.
+
+        Rows follow each other without a swizzle: eight lanes read 128 neighbouring bytes.
+        """
+        return row * self.row_bytes + quad_lane * _LANE_BYTES
+
+    def scale_offset(self, row: Int32, quad_lane: Int32) -> Int32:
+        """The thread's first block scales in a stage."""
         lanes_of_tile = SF_TILE_COLS // _LANE_SCALES
-        self.scale_address = (
-            scales.iterator.toint()
-            + row // SF_TILE_ROWS * self.scale_row_bytes
+        return (
+            row // SF_TILE_ROWS * self.scale_row_bytes
             + quad_lane // lanes_of_tile * SF_TILE_BYTES
             + row % 32 * 16
             + row % SF_TILE_ROWS // 32 * SF_TILE_COLS
             + quad_lane % lanes_of_tile * _LANE_SCALES
         )
-        self.words = cute.make_rmem_tensor((_LANE_BYTES // 4, 2, self.repeats), Uint32)
-        self.scales = cute.make_rmem_tensor((2, self.repeats), Uint32)
-        #: High bytes of the word in use, of its even and its odd codes.
-        self.high = cute.make_rmem_tensor((2, 2, self.repeats), Uint32)
 
     def load(self, stage: Int32, piece: int) -> None:
         """Read the thread's codes and block scales of a piece of a stage."""
@@ -143,9 +202,7 @@ class FragmentDecoder:
                 for i, word in enumerate(load_shared(at, _LANE_BYTES // 4)):
                     self.words[i, row, repeat] = word
                 at = scales + repeat * (self.step // SF_TILE_ROWS) * self.scale_row_bytes
-                pair = _load_u16(at + row * _NEXT_ROW * 16)
-                as_float = scales_as_bf16 if self.is_bf16 else scales_as_fp16
-                self.scales[row, repeat] = as_float(pair)
+                self.scales[row, repeat] = self.codes.scales(_load_u16(at + row * _NEXT_ROW * 16))
 
     def decode(self, fragment: cute.Tensor, stage: Int32, group: int) -> None:
         """Write the fragment of a stage's group of instructions, ((2, 2, 2), repeats, blocks)."""
@@ -158,22 +215,9 @@ class FragmentDecoder:
         for i in range(self.group_blocks):
             # Two instructions for each word of eight codes, four words, two of them a block.
             word, half = divmod(group * self.group_blocks + i, 2)
-            for repeat in range(self.repeats):
-                for row in range(2):
-                    scale = self.scales[row, repeat]
-                    for is_odd in range(2):
-                        pair = self._pair(word, half, is_odd, row, repeat)
-                        dtype = "bf16" if self.is_bf16 else "f16"
-                        value = times_scale(pair, scale, word // 2, dtype)
-                        target[2 * is_odd + row, repeat, i] = value
-
-    def _pair(self, word: int, half: int, is_odd: int, row: int, repeat: int) -> Uint32:
-        """Codes t = 2 half + is_odd and t + 4 of a word as two floats."""
-        codes = self.words[word, row, repeat]
-        if self.is_prepacked:
-            return asm(_PREPACKED_PAIRS[2 * half + is_odd], [Uint32], [codes])
-        if self.is_bf16:
-            return asm(_BF16_PAIRS[2 * half + is_odd], [Uint32], [codes])
-        if half == 0:
-            self.high[is_odd, row, repeat] = high_bytes(codes, is_odd == 1)
-        return two_halves(self.high[is_odd, row, repeat], half)
+            for repeat, row, is_odd in itertools.product(range(self.repeats), range(2), range(2)):
+                codes = self.words[word, row, repeat]
+                pair = self.codes.pair(codes, 2 * half + is_odd, row + 2 * repeat)
+                scale = self.scales[row, repeat]
+                value = times_scale(pair, scale, word // 2, self.codes.dtype)
+                target[2 * is_odd + row, repeat, i] = value

@@ -1,9 +1,8 @@
 """NVFP4 codes and block scales to fp16 values in global memory, for operand N of the GEMM.
 
-The values come in the order in which instructions contract them, see ``decode``. In each 128
-elements of K, instruction 4 p + 2 w + h takes elements e = 8 w + 2 h + {0, 4, 1, 5} of blocks
-2 j + p: {0, 4} of j = 0 .. 3 first, then {1, 5}. Missing elements up to a multiple of 128 are
-zeros.
+The values come in the order in which instructions contract them, see ``layout.pieces``: of the
+elements e + {0, 4, 1, 5} of four blocks 2 j + p, {0, 4} of j = 0 .. 3 first, then {1, 5}. Missing
+elements up to a multiple of 128 are zeros.
 
 A warp takes a row, a quad of lanes 128 elements of it. All four lanes read the codes; each decodes
 what goes into 16 bytes of every 64 that the quad stores together.
@@ -17,8 +16,8 @@ import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
+from cute_kernels.device.codecs.nvfp4_fp16 import high_bytes, scales_as_fp16, times_scale
 from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.decode import high_bytes, scales_as_fp16, times_scale
 from cute_kernels.device.groups import Grouping, group_start
 from cute_kernels.device.memory import load_global_if, store_global
 from cute_kernels.device.ptx import asm
