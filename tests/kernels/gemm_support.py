@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from torch import Tensor
 
 from cute_kernels import reference
@@ -16,20 +15,16 @@ from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.problem import GemmArguments
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
+from cute_kernels.layout.buffers import buffers
 from cute_kernels.layout.prepack import prepack
-from cute_kernels.layout.shapes import (
-    ceil_div,
-    code_pitch,
-    num_slot_tiles,
-    scale_tiles,
-    uniform_tiles,
-)
+from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime import architecture, compile_kernel
 from tests.helpers import DTYPES, offsets
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.problem import GemmConfig
+    from cute_kernels.layout.buffers import BufferSpec
 
 ARCH = "sm_100a"
 NUM_SMS = 4
@@ -50,7 +45,7 @@ WGRAD_SHAPES = {
     "tails": ([100, 0, 128, 5, 200, 300], 136, 200, 11),
     "all empty": ([0, 0], 8, 16, 3),
 }
-#: NaN as an E4M3 scale; as two codes, finite.
+#: NaN as an E4M3 scale and as an amax; as two codes, finite.
 _POISON = 0xFF
 
 if importlib.util.find_spec("cutlass") is None:
@@ -74,11 +69,23 @@ def compiled(config: Any, arch: str = ARCH, device: str = "cpu") -> Any:
 
 @dataclasses.dataclass
 class Operand:
-    """One direction of a quantized tensor, or a plain matrix as codes."""
+    """One direction of a quantized tensor, or a plain matrix as codes.
+
+    Attributes:
+        codes, scales, amax: what kernels take of it.
+        fmt: its format; None if plain.
+        per_row: the amaxes are those of rows.
+    """
 
     codes: Tensor
     scales: Tensor | None = None
     amax: Tensor | None = None
+    fmt: NVFP4 | None = None
+    per_row: bool = False
+
+    def read(self) -> reference.Operand:
+        """The same for the reference."""
+        return reference.Operand(self.codes, self.fmt, self.scales, self.amax, self.per_row)
 
 
 #: Tensors of an operand, in the order in which kernels take them.
@@ -94,39 +101,23 @@ def on_device_of(like: Tensor, tensor: Tensor | None) -> Tensor | None:
     return padded[..., : tensor.shape[-1]].copy_(tensor)
 
 
-def _poison(*shape: int) -> Tensor:
-    return torch.full(shape, _POISON, dtype=torch.uint8)
+def _poisoned(spec: BufferSpec) -> Tensor:
+    out = spec.allocate(torch.device("cpu"), zeroed=False)
+    out.untyped_storage().fill_(_POISON)
+    return out
 
 
 def quantize(
     x: Tensor, offs: Tensor | None, *, row_scaled: bool = False, columnwise: bool = False
 ) -> Operand:
-    """Quantize (T, K) with offs or (G, N, K) by the reference into poisoned buffers."""
-    fmt, matrix = NVFP4(row_scaled=row_scaled), x.flatten(0, -2)
-    rows, cols = matrix.shape
-    if offs is None:
-        groups = Groups.uniform(x.shape[0], x.shape[1], x.device)
-        lead, tiles = (x.shape[0],), uniform_tiles(x.shape[1])
-    else:
-        groups = Groups.ragged(offs, rows)
-        lead, tiles = (), num_slot_tiles(rows, len(offs))
-    amax = torch.full((rows if fmt.row_scaled else len(groups),), float("nan"))
-    out: dict[str, Tensor | None] = dict.fromkeys(
-        ("codes", "scales", "amax", "codes_t", "scales_t", "amax_t")
-    )
-    if columnwise:
-        codes = _poison(*lead, cols, 64 * tiles)
-        scales = _poison(*lead, ceil_div(cols, 128), 2 * tiles, 512)
-        out |= {"codes_t": codes, "scales_t": scales, "amax_t": amax}
-    else:
-        codes = _poison(*x.shape[:-1], code_pitch(cols // 2))[..., : cols // 2]
-        scales = _poison(*lead, tiles, scale_tiles(cols, 16), 512)
-        flat = codes.view(rows, -1) if codes.is_contiguous() else codes.reshape(rows, -1)
-        out |= {"codes": flat, "scales": scales.view(-1, *scales.shape[-2:]), "amax": amax}
-    quantize_nvfp4(matrix, groups, fmt, given_amax=None, **out)
-    if not columnwise and not codes.is_contiguous():
-        codes.copy_(out["codes"].view(codes.shape))
-    return Operand(codes, scales, amax)
+    """One direction of (T, K) with offs or (G, N, K), by the reference into poisoned buffers."""
+    fmt = NVFP4(row_scaled=row_scaled)
+    directions = {"rowwise": not columnwise, "columnwise": columnwise}
+    specs = buffers(fmt, x.shape, None if offs is None else len(offs), **directions)
+    out = {name: _poisoned(spec) for name, spec in specs.items()}
+    reference.quantize(x, Groups.of(x.shape, offs, x.device), fmt, out)
+    codes, scales, amax = out.values()
+    return Operand(codes, scales, amax, fmt, per_row=row_scaled and not columnwise)
 
 
 def randn(*shape: int, seed: int) -> Tensor:
@@ -211,16 +202,10 @@ class Product:
             "accumulate": config.accumulate,
             "tensor_core": arch_of(config),
         }
-        quantized = self.a.scales is not None
-        suffix = "_nvfp4" if quantized else "" if self.b.scales is None else "_w4a16"
         if config.grouping == "m_grouped":
-            options["bias"] = self.bias
-            if quantized:
-                options["row_scaled"] = config.row_scaled
-            elif self.b.scales is None:
-                options["transpose_b"] = config.transpose_b
-        run = getattr(reference, f"{config.grouping}_gemm{suffix}")
-        run(*(t for t in self.tensors() if t is not None), groups, out, **options)
+            options |= {"bias": self.bias, "transpose_b": config.transpose_b}
+        run = getattr(reference, f"{config.grouping}_gemm")
+        run(self.a.read(), self.b.read(), groups, out, **options)
         return out
 
     def tensors(self) -> list[Tensor | None]:

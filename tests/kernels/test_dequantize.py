@@ -12,7 +12,7 @@ from torch import Tensor
 
 import cute_kernels
 from cute_kernels import emulator
-from cute_kernels.formats import parse
+from cute_kernels.formats import NVFP4, parse
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.quantize import DequantizeConfig, QuantizeProblem
 from perf.compiled import compile_for_emulator
@@ -42,9 +42,9 @@ UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two til
 def arguments(
     shape: tuple[int, ...], offs: Tensor | None, kind: str, dtype: str = "bfloat16"
 ) -> list[Any]:
-    """Codes, scales, amax, offs, rows, dtype, text and direction for (T, K) with offs, or (G, N, K).
+    """Codes, scales, amax, offs, rows, dtype, text and direction.
 
-    Random bytes, second levels of all sizes. Half of the numbers are finite in any dtype.
+    Of (T, K) with offs, or (G, N, K): random bytes, second levels of all sizes. Half of the numbers are finite in any dtype.
     """
     text, columnwise = KINDS[kind]
     *lead, cols = shape

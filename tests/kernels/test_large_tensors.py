@@ -19,7 +19,8 @@ from torch import Tensor
 
 from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
-from cute_kernels.layout.shapes import ceil_div, code_pitch, scale_tiles
+from cute_kernels.layout.buffers import code_pitch
+from cute_kernels.layout.shapes import ceil_div, scale_tiles
 from cute_kernels.quantize import (
     AmaxConfig,
     DbiasConfig,
@@ -28,7 +29,7 @@ from cute_kernels.quantize import (
     TileConfig,
 )
 from perf.compiled import compile_for_emulator
-from tests.helpers import assert_same_bytes, ends, ops
+from tests.helpers import assert_same_bytes, dequantize_arguments, ends, ops
 from tests.kernels.quantize_support import ARCH, NO_RESULTS, Problem, expected, random_input
 
 if TYPE_CHECKING:

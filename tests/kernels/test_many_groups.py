@@ -89,9 +89,7 @@ READERS: dict[str, tuple[str, Callable[[Tensor, Tensor], tuple[Any, ...]], float
     ),
     "nvfp4 gemm": (
         "m_grouped_gemm",
-        lambda x, offs: m_grouped_arguments(
-            quantized(x, offs), quantized_weights(len(offs)), offs
-        ),
+        lambda x, offs: m_grouped_arguments(quantized(x, offs), quantized_weights(len(offs)), offs),
         1.2,
     ),
     "bf16 gemm": ("m_grouped_gemm", lambda x, offs: (x, weights(len(offs)), offs), 1.15),

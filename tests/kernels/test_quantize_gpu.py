@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,6 +14,9 @@ from cute_kernels import UnsupportedError, ops, support
 from cute_kernels.formats import parse
 from cute_kernels.runtime.arch import device_architecture
 from tests.helpers import NVFP4_TEXTS, assert_same_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def _reason() -> str:

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 import cute_kernels
+from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.ops import registry
-from cute_kernels.ops.registry import Allocator, OutputSpec
+from cute_kernels.ops.registry import Allocator
 from cute_kernels.runtime import backend, launch
 from cute_kernels.runtime.arch import _index_architecture
 from tests.helpers import ops
@@ -82,15 +84,18 @@ def all_subclasses(cls):
 
 
 OPS = {cls.name: cls for cls in all_subclasses(registry.Op) if hasattr(cls, "name")}
-#: On sm_100a there is no kernel, or the op calls two others.
-ONLY_SM90 = ("m_grouped_gemm_w4a16", "m_grouped_quantize_gemm_nvfp4")
+
+
+def is_only_on_sm90(op):
+    """Whether there is no kernel on sm_100a, or the op calls two others."""
+    return op.name == "m_grouped_quantize_gemm" or op.capability()[0] == "grouped_gemm_w4a16"
 
 
 @pytest.mark.parametrize(("name", "make"), CALLS.values(), ids=CALLS)
 def test_plans_workspaces_and_launches(kernels, name, make):
-    if kernels.arch == "sm_100a" and name in ONLY_SM90:
+    op = OPS[name](*tree_map(on_second, make()))
+    if kernels.arch == "sm_100a" and is_only_on_sm90(op):
         pytest.skip("no kernel of its own")
-    op = OPS[name](*map(on_second, make()))
     assert op.device == SECOND
     chosen = backend.active_backend(op.device)
     assert (chosen.name, chosen.arch) == ("cuda", kernels.arch)
@@ -104,7 +109,7 @@ def test_plans_workspaces_and_launches(kernels, name, make):
 
 def test_fresh_tensors_are_made_where_they_belong(kernels, monkeypatch):
     """Inductor's allocator makes them on the current device, so it serves that one alone."""
-    spec = OutputSpec((2, 3), torch.float32)
+    spec = BufferSpec((2, 3), torch.float32)
     (out,) = Allocator([spec], SECOND).make()
     assert out.device == SECOND and out.shape == (2, 3)
     made = []
@@ -118,15 +123,16 @@ def test_fakes_are_on_the_device_of_the_operands(name, make):
     with cute_kernels.backend("reference"):
         arguments = make()
     with FakeTensorMode():
-        fakes = [
-            torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=SECOND)
-            if isinstance(a, torch.Tensor)
-            else a
-            for a in arguments
-        ]
+        fakes = tree_map(
+            lambda a: (
+                torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=SECOND)
+                if isinstance(a, torch.Tensor)
+                else a
+            ),
+            arguments,
+        )
         results = getattr(ops, name)(*fakes)
-    results = results if isinstance(results, tuple) else (results,)
-    assert {t.device for t in results} == {SECOND}
+    assert {t.device for t in tree_leaves(results)} == {SECOND}
 
 
 def test_operands_of_two_devices_are_refused():
