@@ -13,7 +13,7 @@ from torch import Tensor
 import cute_kernels  # noqa: F401  (registers the ops)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     #: A plain operand, or the buffers of one direction of a quantized one, codes first.
     Operand: TypeAlias = "Tensor | Sequence[Tensor]"
@@ -23,6 +23,7 @@ __all__ = [
     "NVFP4_TEXTS",
     "SENTINEL",
     "SPLITS",
+    "assert_same_buffers",
     "assert_same_bytes",
     "dequantize_arguments",
     "dtype_ulp",
@@ -210,3 +211,15 @@ def assert_same_bytes(
             f"(bytes {a[at].tolist()}), want {want.flatten()[at].item()!r} "
             f"(bytes {b[at].tolist()})"
         )
+
+
+def assert_same_buffers(
+    got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | None]
+) -> None:
+    """Bitwise equality of buffers by name; of one that is None in ``want`` nothing is asked."""
+    assert got.keys() == want.keys()
+    for name, buffer in want.items():
+        if buffer is not None:
+            found = got[name]
+            assert found is not None, name
+            assert_same_bytes(found, buffer, name)

@@ -19,7 +19,7 @@ from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.compile import compile_kernel
 from perf.compiled import compile_for_emulator
-from tests.helpers import assert_same_bytes, poisoned
+from tests.helpers import assert_same_buffers, poisoned
 
 if TYPE_CHECKING:
     from cute_kernels.quantize import RowsConfig, TileConfig
@@ -196,12 +196,3 @@ def special_input(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     x[6::17] = -0.0
     x[7::17] = smallest
     return x
-
-
-def assert_same_buffers(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> None:
-    """Compare outputs byte for byte."""
-    for name, value in want.items():
-        if value is not None:
-            found = got[name]
-            assert found is not None, name
-            assert_same_bytes(found, value, name)

@@ -42,9 +42,9 @@ UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two til
 def arguments(
     shape: tuple[int, ...], offs: Tensor | None, kind: str, dtype: str = "bfloat16"
 ) -> list[Any]:
-    """Codes, scales, amax, offs, rows, dtype, text and direction.
+    """Codes, scales, amax, offs, rows, dtype, text and direction of (T, K) with offs or (G, N, K).
 
-    Of (T, K) with offs, or (G, N, K): random bytes, second levels of all sizes. Half of the numbers are finite in any dtype.
+    Random bytes, and second levels of all sizes. Half of the numbers are finite in any dtype.
     """
     text, columnwise = KINDS[kind]
     *lead, cols = shape

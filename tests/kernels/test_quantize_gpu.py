@@ -13,7 +13,7 @@ from torch import Tensor
 from cute_kernels import UnsupportedError, ops, support
 from cute_kernels.formats import parse
 from cute_kernels.runtime.arch import device_architecture
-from tests.helpers import NVFP4_TEXTS, assert_same_bytes
+from tests.helpers import NVFP4_TEXTS, assert_same_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,16 +74,11 @@ def inputs(seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tens
     return x.to(dtype), offs
 
 
-def assert_same_buffers(
-    got: dict[str, Tensor], want: dict[str, Tensor], offs: Tensor | None = None
-) -> None:
+def assert_same_live(got: dict[str, Tensor], want: dict[str, Tensor], offs: Tensor) -> None:
     """Compare results; what no group owns may hold anything."""
-    assert got.keys() == want.keys()
-    for name, b in want.items():
-        a = got[name].cpu()
-        if offs is not None:
-            a, b = (owned(name, t, offs) for t in (a, b))
-        assert_same_bytes(a, b, name)
+    assert_same_buffers(
+        *({name: owned(name, t.cpu(), offs) for name, t in found.items()} for found in (got, want))
+    )
 
 
 def owned(name: str, buffer: Tensor, offs: Tensor) -> Tensor:
@@ -115,7 +110,7 @@ def test_bytes_of_the_reference(variant: Variant) -> None:
         there = x.cuda(), offs.cuda()
         with no_synchronization():
             got = quantize(*there, variant)
-        assert_same_buffers(got, quantize(x, offs, variant), offs)
+        assert_same_live(got, quantize(x, offs, variant), offs)
 
 
 def test_uniform_groups() -> None:
@@ -124,7 +119,7 @@ def test_uniform_groups() -> None:
     for variant in VARIANTS:
         with no_synchronization():
             got = quantize(there, None, variant)
-        assert_same_buffers(got, quantize(x, None, variant))
+        assert_same_buffers({name: t.cpu() for name, t in got.items()}, quantize(x, None, variant))
 
 
 def test_amax_and_offsets() -> None:
@@ -138,7 +133,7 @@ def test_amax_and_offsets() -> None:
     assert torch.equal(ends.cpu(), offs)
 
 
-@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[2], VARIANTS[4]], ids=str)
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[2], VARIANTS[-1]], ids=str)
 def test_graph_replay_with_other_offsets(variant: Variant) -> None:
     x, offs = (t.cuda() for t in inputs(3))
     quantize(x, offs, variant)
@@ -151,7 +146,7 @@ def test_graph_replay_with_other_offsets(variant: Variant) -> None:
         x.copy_(new_x)
         offs.copy_(new_offs)
         graph.replay()
-        assert_same_buffers(got, quantize(new_x, new_offs, variant), new_offs)
+        assert_same_live(got, quantize(new_x, new_offs, variant), new_offs)
 
 
 def test_two_streams() -> None:
@@ -169,4 +164,4 @@ def test_two_streams() -> None:
                     got.append(quantize(*arguments, both))
     torch.cuda.synchronize()
     for result, (x, offs) in zip(got, problems, strict=True):
-        assert_same_buffers(result, quantize(x, offs, both), offs)
+        assert_same_live(result, quantize(x, offs, both), offs)

@@ -9,7 +9,7 @@ import cute_kernels
 from cute_kernels.formats import parse
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.runtime.backend import BACKENDS
-from tests.helpers import NVFP4_TEXTS, assert_same_bytes, offsets, ops, sample
+from tests.helpers import NVFP4_TEXTS, assert_same_buffers, offsets, ops, sample
 
 NAMES = [name for name in BACKENDS if name == "reference" or name.startswith("emulated")]
 if importlib.util.find_spec("cutlass") is None:
@@ -35,12 +35,6 @@ def on(name, call, x, offs, amax):
     fmt = parse(text)
     names = fmt.buffer_names(False) * rowwise + fmt.buffer_names(True) * columnwise
     return dict(zip(names, found, strict=True))
-
-
-def assert_same_buffers(got, want):
-    assert got.keys() == want.keys()
-    for name, buffer in want.items():
-        assert_same_bytes(got[name], buffer, name)
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

@@ -11,6 +11,7 @@ from tests.helpers import (
     SPLITS,
     assert_same_bytes,
     end_rows,
+    ends,
     offsets,
     ops,
     poisoned,
@@ -74,7 +75,7 @@ def test_amax_of_uniform_groups():
 
 def test_amax_passes_over_nan():
     x = torch.tensor([[torch.nan, -3.0], [torch.nan, torch.nan], [1.0, -torch.inf]])
-    got = ops.grouped_amax(x, torch.tensor([1, 2, 3], dtype=torch.int32))
+    got = ops.grouped_amax(x, ends(1, 2, 3))
     assert got.tolist() == [3.0, 0.0, torch.inf]
     assert x[0, 0].isnan()
 
