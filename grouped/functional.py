@@ -132,7 +132,7 @@ def quantize(
         ends = ends.clone()
     if out is None:
         buffers = ops.grouped_quantize(x, fmt.text, ends, amax, rowwise, columnwise)
-        out = assemble(x.shape, x.dtype, fmt, ends, buffers, rowwise, columnwise)
+        out = assemble(x.shape, x.dtype, fmt.text, ends, buffers, rowwise, columnwise)
     else:
         _check_reused(out, fmt, x, ends, rowwise, columnwise)
         refuse_derivatives("quantize(out=)", [("out", out)], "write it under torch.no_grad()")

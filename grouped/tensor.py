@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from cute_kernels import prepack, unpack
+from cute_kernels.formats import parse
 from grouped.members import GroupedMember, GroupSpan, QuantizedCopy, group_spans, member
 from grouped.validation import check_parts, saved_format, version
 
@@ -435,13 +436,17 @@ torch.serialization.add_safe_globals([_rebuild])
 def assemble(
     shape: Sequence[int],
     dtype: torch.dtype,
-    fmt: Format,
+    text: str,
     offs: Tensor | None,
     buffers: Sequence[Tensor],
     rowwise: bool,
     columnwise: bool,
 ) -> GroupedTensor:
-    """Make a tensor from the outputs of the quantize op; a compiled graph calls it as one node."""
+    """Make a tensor from the outputs of the quantize op; a compiled graph calls it as one node.
+
+    It takes the format's text, for a node cannot be given a record that the compiled code makes.
+    """
+    fmt = parse(text)
     if torch._C._functorch.is_batchedtensor(buffers[0]):
         raise TypeError(
             "vmap over grouped.quantize: a GroupedTensor has its groups as the batch; stack x to "

@@ -7,11 +7,14 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from cute_kernels.reference.nvfp4 import block_values, linear_column_scales, linear_row_scales
 from torch import Tensor
 
+from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.problem import GemmProblem
-from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, num_slot_tiles, scale_tiles
+from cute_kernels.layout.buffers import BufferSpec, buffers
+from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, num_slot_tiles
+from cute_kernels.reference.codecs import codec_of
+from cute_kernels.reference.quantize import linear_column_scales, linear_row_scales
 from perf.routing import split_rows
 
 if TYPE_CHECKING:
@@ -19,7 +22,11 @@ if TYPE_CHECKING:
 
     Parts = tuple[Tensor, Tensor, Tensor]
 
-__all__ = ["CASES", "PRODUCTS", "Case"]
+__all__ = ["A_FORMAT", "B_FORMAT", "CASES", "PRODUCTS", "Case"]
+
+#: Of NVFP4 rows, and of what is multiplied by them; both operands of wgrad are as ``B_FORMAT``.
+A_FORMAT, B_FORMAT = NVFP4(row_scaled=True), NVFP4()
+_CODEC = codec_of(B_FORMAT)
 
 #: (experts, N, K) of layers.
 CASES = {
@@ -55,13 +62,18 @@ class Case:
         self.generator = torch.Generator("cuda").manual_seed(self.seed)
         #: Columns of the output and what is contracted, of an m_grouped product.
         self.cols, self.depth = self.n, self.k
-        if self.product == "dgrad":
+        if self.is_dgrad:
             self.cols, self.depth = self.k, self.n
 
     @property
     def is_wgrad(self) -> bool:
         """Whether the product is k_grouped."""
         return self.product == "wgrad"
+
+    @property
+    def is_dgrad(self) -> bool:
+        """Whether the product contracts over the rows of the weights."""
+        return self.product == "dgrad"
 
     @property
     def flops(self) -> float:
@@ -90,28 +102,50 @@ class Case:
         out: Tensor = torch.randint(low, high, shape, dtype=torch.uint8, **options)
         return out
 
-    def _parts(self, codes: tuple[int, ...], tiles: tuple[int, ...], amax: int) -> Parts:
-        """Random codes, block scales between 2^-2 and 2^6, and amaxes."""
+    def _parts(self, specs: dict[str, BufferSpec]) -> Parts:
+        """Random codes, block scales between 2^-2 and 2^6, and amaxes of one direction."""
+        codes, scales, amax = (spec.shape for spec in specs.values())
         second = torch.rand(amax, device="cuda", generator=self.generator) + 0.5
-        return self._bytes(0, 256, *codes), self._bytes(0x28, 0x68, *tiles, 512), second
+        return self._bytes(0, 256, *codes), self._bytes(0x28, 0x68, *scales), second
 
     def nvfp4(self) -> tuple[Parts, Parts]:
         """Codes, block scales and amaxes of both operands."""
-        tiles = self.slot_tiles
+        columns = {"rowwise": False, "columnwise": True}
         if self.is_wgrad:
             first, second = (
-                self._parts((cols, 64 * tiles), (ceil_div(cols, 128), 2 * tiles), self.groups)
+                self._parts(buffers(B_FORMAT, (self.rows, cols), self.groups, **columns))
                 for cols in (self.n, self.k)
             )
             for codes in (first[0], second[0]):
                 codes &= self._slot_mask()
             return first, second
-        k_tiles = scale_tiles(self.depth, 16)
-        b_tiles = (self.groups, ceil_div(self.cols, 128), k_tiles)
+        weight = (self.groups, self.n, self.k)
         return (
-            self._parts((self.rows, self.depth // 2), (tiles, k_tiles), self.rows),
-            self._parts((self.groups, self.cols, self.depth // 2), b_tiles, self.groups),
+            self._parts(buffers(A_FORMAT, (self.rows, self.depth), self.groups)),
+            self._parts(buffers(B_FORMAT, weight, None, **columns if self.is_dgrad else {})),
         )
+
+    def call(
+        self, a: Tensor | Parts, b: Parts, prepacked: bool = False
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The out form of the op that multiplies these operands, and its arguments.
+
+        Args:
+            a: NVFP4 parts, or a plain tensor beside NVFP4 weights.
+            b: NVFP4 parts.
+            prepacked: the codes of ``b`` are.
+        """
+        ops: Any = torch.ops.cute_kernels
+        b_text = B_FORMAT.text
+        if self.is_wgrad:
+            scales = (list(a[1:]), list(b[1:]), b_text, b_text)
+            return ops.k_grouped_gemm_out, (a[0], b[0], self.offs, None, torch.bfloat16, *scales)
+        options = (self.offs, None, None, self.is_dgrad, torch.bfloat16)
+        codes, a_scales, a_text = a, None, None
+        if not isinstance(a, Tensor):
+            codes, a_scales, a_text = a[0], list(a[1:]), A_FORMAT.text
+        formats = (a_scales, list(b[1:]), a_text, b_text, prepacked)
+        return ops.m_grouped_gemm_out, (codes, b[0], *options, *formats)
 
     def _slot_mask(self) -> Tensor:
         """For each byte of columnwise codes the bits of slots with rows; the others are zeros."""
@@ -172,7 +206,8 @@ class Case:
             else:
                 slot = start // TILE_ROWS * TILE_ROWS + group * TILE_ROWS
                 slots = torch.arange(slot, slot + size, device="cuda")
-                left = block_values(a[0][part], linear_row_scales(a[1], slots, self.depth))
+                scales = linear_row_scales(A_FORMAT.scale, a[1], slots, self.depth)
+                left = _CODEC.values(a[0][part], scales)
                 right = self._weights(b, group)
                 factor = (a[2][part, None] / 2688) * (b[2][group] / 2688)
                 at = part
@@ -194,8 +229,8 @@ class Case:
     def _weights(self, b: Parts, group: int) -> Tensor:
         """A group's matrix of B, code times block scale."""
         rows = torch.arange(self.cols, device="cuda")
-        scales = linear_row_scales(b[1][group], rows, self.depth)
-        return block_values(b[0][group], scales)
+        scales = linear_row_scales(B_FORMAT.scale, b[1][group], rows, self.depth)
+        return _CODEC.values(b[0][group], scales)
 
     def _slots(self, codes: Tensor, scales: Tensor, group: int) -> Tensor:
         """A group's values of a columnwise copy, (columns, rows of the group)."""
@@ -203,5 +238,7 @@ class Case:
         tile = (self.ends[group] - size) // TILE_ROWS + group
         tiles = slice(tile, tile + ceil_div(size, TILE_ROWS))
         codes = codes[:, 64 * tiles.start : 64 * tiles.stop]
-        linear = linear_column_scales(codes, scales[:, 2 * tiles.start : 2 * tiles.stop])
-        return block_values(codes, linear)[:, :size]
+        scales = scales[:, 2 * tiles.start : 2 * tiles.stop]
+        slots = (tiles.stop - tiles.start) * TILE_ROWS
+        linear = linear_column_scales(B_FORMAT.scale, scales, len(codes), slots)
+        return _CODEC.values(codes, linear)[:, :size]

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cute_kernels.layout.shapes import ceil_div, num_slot_tiles, scale_tiles, slot_tile
+from cute_kernels.formats import NVFP4
+from cute_kernels.layout.buffers import BufferSpec, buffers
+from cute_kernels.layout.shapes import slot_tile
 from cute_kernels.reference.groups import untile_scales
 from cute_kernels.reference.tensor_core import tensor_core_gemm
 
@@ -84,23 +86,17 @@ class Operands:
     def random(cls, sizes: list[int], n: int, k: int) -> Operands:
         """Operands of groups of ``sizes`` rows."""
         generator = torch.Generator().manual_seed(0)
-        rows, groups = sum(sizes), len(sizes)
+        groups = len(sizes)
+        tokens = buffers(NVFP4(row_scaled=True), (sum(sizes), k), groups)
+        weights = buffers(NVFP4(), (groups, n, k), None)
 
-        def codes(*shape: int) -> torch.Tensor:
-            return torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+        def bytes_of(spec: BufferSpec, low: int, high: int) -> torch.Tensor:
+            return torch.randint(low, high, spec.shape, dtype=spec.dtype, generator=generator)
 
-        def scales(*shape: int) -> torch.Tensor:
-            # E4M3 from 1/8 to 16.
-            return torch.randint(0x20, 0x58, shape, dtype=torch.uint8, generator=generator)
-
-        k_tiles = scale_tiles(k, 16)
-        return cls(
-            codes(rows, k // 2),
-            scales(num_slot_tiles(rows, groups), k_tiles, 512),
-            codes(groups, n, k // 2),
-            scales(groups, ceil_div(n, 128), k_tiles, 512),
-            torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32),
-        )
+        # In this order, for the sake of the same numbers; scales are E4M3 from 1/8 to 16.
+        a, a_scales = bytes_of(tokens["codes"], 0, 256), bytes_of(tokens["scales"], 0x20, 0x58)
+        b, b_scales = bytes_of(weights["codes"], 0, 256), bytes_of(weights["scales"], 0x20, 0x58)
+        return cls(a, a_scales, b, b_scales, torch.tensor(sizes).cumsum(0).int())
 
     @property
     def useful_flops(self) -> float:

@@ -28,7 +28,7 @@ from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 from cute_kernels.layout.shapes import PIECE_K, ceil_div
 from cute_kernels.runtime.backend import active_backend
 from cute_kernels.runtime.launch import launcher
-from perf.gemm_cases import CASES, PRODUCTS, Case
+from perf.gemm_cases import A_FORMAT, B_FORMAT, CASES, PRODUCTS, Case
 from perf.measure import machine_facts, relative_error, sustained
 from perf.routing import ROUTINGS
 
@@ -120,18 +120,15 @@ class Bench:
         """The op, also with prepacked weights; the GEMM with each tile; the expand pass."""
         out = torch.zeros(case.out_shape, dtype=torch.bfloat16, device=self.device)
         a, b = case.nvfp4()
-        op = torch.ops.cute_kernels.m_grouped_gemm_nvfp4_out
-        args: tuple[Any, ...] = (*a, *b, case.offs, None, None, True, torch.bfloat16)
-        if case.is_wgrad:
-            op = torch.ops.cute_kernels.k_grouped_gemm_nvfp4_out
-            args = (*a, *b, case.offs, None, torch.bfloat16)
+        op, args = case.call(a, b)
         op(*args, out=out)
         errors = [relative_error(out[at], want) for at, want in case.expected_nvfp4(a, b)]
         assert max(errors) < 4e-3, f"{case}: relative errors {errors}"
         got = torch.zeros_like(out)
         contenders = [Contender("nvfp4 op", lambda: op(*args, out=got), {"error": max(errors)})]
         if not case.is_wgrad:
-            packed_args = (*a, cute_kernels.prepack(b[0]), *b[1:], *args[6:], True)
+            packed_weights = (cute_kernels.prepack(b[0]), *b[1:])
+            _, packed_args = case.call(a, packed_weights, prepacked=True)
             op(*packed_args, out=got)
             assert torch.equal(got, out), "prepacked weights give other bits"
 
@@ -171,12 +168,12 @@ class Bench:
         options: dict[str, Any] = {"device": "cuda", "generator": case.generator}
         x = torch.randn(case.rows, case.depth, **options).bfloat16()
         out = torch.zeros(case.out_shape, dtype=torch.bfloat16, device=self.device)
-        op = torch.ops.cute_kernels.m_grouped_gemm_w4a16_out
-        op(x, *b, case.offs, out=out)
+        op, args = case.call(x, b)
+        op(*args, out=out)
         errors = [relative_error(out[at], want) for at, want in case.expected_w4a16(x, b)]
         assert max(errors) < 4e-3, f"{case}: relative errors {errors}"
         facts = {"error": max(errors)}
-        return [Contender("w4a16 op", lambda: op(x, *b, case.offs, out=out), facts)]
+        return [Contender("w4a16 op", lambda: op(*args, out=out), facts)]
 
     def fused(self, case: Case) -> list[Contender]:
         """Quantizing bf16 activations row by row and multiplying: in one op, and in two."""
@@ -188,17 +185,19 @@ class Bench:
         both, out = (
             torch.zeros(case.out_shape, dtype=torch.bfloat16, device=self.device) for _ in range(2)
         )
-        ops = torch.ops.cute_kernels
-        parts = ops.grouped_quantize_nvfp4(x, case.offs, None, True)[:3]
-        buffers = dict(zip(("out_codes", "out_scales", "out_amax"), parts, strict=True))
-        flags = (case.offs, None, None, True)
+        ops: Any = torch.ops.cute_kernels
+        quantized = (x, A_FORMAT.text, case.offs)
+        parts = ops.grouped_quantize(*quantized)
+        multiply, args = case.call(parts, b)
+        texts = (A_FORMAT.text, B_FORMAT.text)
+        fused = (x, b[0], case.offs, list(b[1:]), *texts, None, None, case.is_dgrad)
 
         def run_steps() -> None:
-            ops.grouped_quantize_nvfp4_out(x, case.offs, None, True, **buffers)
-            ops.m_grouped_gemm_nvfp4_out(*parts, *b, *flags, out=both)
+            ops.grouped_quantize_out(*quantized, out=parts)
+            multiply(*args, out=both)
 
         def run_fused() -> None:
-            ops.m_grouped_quantize_gemm_nvfp4_out(x, *b, *flags, out=out)
+            ops.m_grouped_quantize_gemm_out(*fused, out=out)
 
         run_steps()
         run_fused()

@@ -24,6 +24,7 @@ import torch
 
 import cute_kernels
 from cute_kernels import ops
+from cute_kernels.formats import NVFP4
 from cute_kernels.ops import registry
 from cute_kernels.runtime.launch import launcher
 from perf.measure import machine_facts
@@ -81,25 +82,26 @@ def cases(device: str) -> dict[str, Callable[[], object]]:
     x = torch.randn(256, 2048, device=device).bfloat16()
     offs = torch.tensor([80, 128, 128, 256], dtype=torch.int32, device=device)
     weight = torch.randn(4, 1024, 2048, device=device).bfloat16()
-    a = ops.grouped_quantize_nvfp4(x, offs, None, True, False, True, True)
-    b = ops.grouped_quantize_nvfp4(weight, None, None, False, True)
+    by_row, square = NVFP4(row_scaled=True).text, NVFP4(block=(16, 16)).text
+    a = ops.grouped_quantize(x, by_row, offs, None, True, True)
+    b = ops.grouped_quantize(weight, square)
     flat: Any = torch.ops.cute_kernels
-    quantize = ops.grouped_quantize_nvfp4
+    quantize = ops.grouped_quantize
     bf16 = torch.bfloat16
+    # As modules do: lists and options are made for each call.
+    options = (None, None, False, bf16)
     calls: dict[str, Callable[[], object]] = {
-        "quantize, row-scaled": lambda: quantize(x, offs, None, True),
-        "quantize, rowwise": lambda: quantize(x, offs),
-        "quantize, row-scaled + columnwise": lambda: quantize(
-            x, offs, None, True, False, True, True
+        "quantize, row-scaled": lambda: quantize(x, by_row, offs),
+        "quantize, rowwise": lambda: quantize(x, "nvfp4", offs),
+        "quantize, row-scaled + columnwise": lambda: quantize(x, by_row, offs, None, True, True),
+        "quantize, row-scaled, dispatched": lambda: flat.grouped_quantize(x, by_row, offs),
+        "dequantize": lambda: ops.grouped_dequantize(a[0], a[1:3], by_row, 256, bf16, offs),
+        "m_grouped_gemm nvfp4": lambda: ops.m_grouped_gemm(
+            a[0], b[0], offs, *options, a[1:3], b[1:], by_row, square
         ),
-        "quantize, row-scaled, dispatched": lambda: flat.grouped_quantize_nvfp4(
-            x, offs, None, True
+        "k_grouped_gemm nvfp4": lambda: ops.k_grouped_gemm(
+            a[3], a[3], offs, None, bf16, a[4:], a[4:], by_row, by_row
         ),
-        "dequantize": lambda: ops.grouped_dequantize_nvfp4(*a[:3], offs, 256, bf16, True),
-        "m_grouped_gemm_nvfp4": lambda: ops.m_grouped_gemm_nvfp4(
-            *a[:3], *b[:3], offs, None, None, True
-        ),
-        "k_grouped_gemm_nvfp4": lambda: ops.k_grouped_gemm_nvfp4(*a[3:], *a[3:], offs),
         "m_grouped_gemm bf16": lambda: ops.m_grouped_gemm(x, weight, offs),
         "grouped_dbias": lambda: ops.grouped_dbias(x, offs),
         "compute_offsets": lambda: ops.compute_offsets(offs),

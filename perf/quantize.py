@@ -17,13 +17,13 @@ import functools
 import json
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from cute_kernels.reference.nvfp4 import quantize_nvfp4
 from torch import Tensor
 
-from cute_kernels.formats import NVFP4, parse
+from cute_kernels import reference
+from cute_kernels.formats import NVFP4, Format, parse
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.quantize import AmaxConfig, QuantizeProblem, RowsConfig, TileConfig
 from cute_kernels.reference.groups import Groups
@@ -77,17 +77,15 @@ class Workload:
             self.group_amax[g] = self.row_amax[start:end].amax()
             start = end
 
-    def expected(self, fmt: NVFP4, columnwise: bool) -> dict[str, Tensor]:
+    def expected(self, fmt: Format, columnwise: bool) -> dict[str, Tensor]:
         """What the reference writes over poison."""
-        names = ["codes", "scales", *(["codes_t", "scales_t"] if columnwise else [])]
-        out = {name: torch.full_like(self.copies[name], 0xA5) for name in names}
-        amaxes = {"amax": self.row_amax.clone() if fmt.row_scaled else self.group_amax.clone()}
-        if columnwise:
-            amaxes["amax_t"] = self.group_amax.clone()
-        full: dict[str, Any] = dict.fromkeys(("codes_t", "scales_t", "amax_t")) | out | amaxes
-        groups = Groups.ragged(self.offs, len(self.x))
-        quantize_nvfp4(self.x, groups, fmt, given_amax=None, **full)
-        return {name: full[name] for name in names}
+        specs = buffers(fmt, self.x.shape, len(self.offs), columnwise=columnwise)
+        out = {name: spec.allocate(self.x.device, zeroed=False) for name, spec in specs.items()}
+        names = [name for name in out if name in self.copies]
+        for name in names:
+            out[name].fill_(0xA5)
+        reference.quantize(self.x, Groups.ragged(self.offs, len(self.x)), fmt, out)
+        return {name: out[name] for name in names}
 
     def arguments(self, config: Any, num_sms: int) -> tuple[Any, ...]:
         """What the compiled function of ``config`` takes."""
@@ -120,7 +118,7 @@ class Workload:
     def check(self, config: Any) -> None:
         """Compare what the last run wrote."""
         by_rows = isinstance(config, RowsConfig)
-        want = self.expected(cast("NVFP4", parse(config.format)), not by_rows and config.columnwise)
+        want = self.expected(parse(config.format), not by_rows and config.columnwise)
         for name, value in want.items():
             if not by_rows and not config.rowwise and not name.endswith("_t"):
                 continue

@@ -21,6 +21,7 @@ import torch
 
 import cute_kernels
 from cute_kernels import ops
+from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.config import SM90_TILES
 from cute_kernels.ops.launch.gemm import force_tile
 
@@ -29,6 +30,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _REPORTED = 9
 _ENDS, _ROWS = (5, 5, 70, 199, 200), 230
 _COLS, _WIDTH = 272, 208
+_BY_ROW = NVFP4(row_scaled=True)
 _FLAT: Any = torch.ops.cute_kernels
 
 
@@ -44,24 +46,18 @@ def quantize() -> None:
     """All quantizers and what goes with them."""
     x, weight, offs = _sample(_ROWS, _COLS), _sample(len(_ENDS), _WIDTH, _COLS), _offs()
     amax = torch.ones(len(_ENDS), device="cuda")
-    for row_scaled, block_2d, rowwise, columnwise in itertools.product((False, True), repeat=4):
-        if not (rowwise or columnwise) or row_scaled and block_2d:
-            continue
-        flags = (row_scaled, block_2d, rowwise, columnwise)
+    formats = (NVFP4(), _BY_ROW, NVFP4(block=(16, 16)))
+    directions = ((True, False), (False, True), (True, True))
+    for fmt, (rowwise, columnwise) in itertools.product(formats, directions):
         for data, ends, given in ((x, offs, None), (weight, None, None), (x, offs, amax)):
-            if given is not None and row_scaled and not columnwise:
+            if given is not None and fmt.row_scaled and not columnwise:
                 continue
-            parts = ops.grouped_quantize_nvfp4(data, ends, given, *flags)
-            rows = data.shape[-2]
-            for start in (3,) * columnwise + (0,) * rowwise:
-                ops.grouped_dequantize_nvfp4(
-                    *parts[start : start + 3],
-                    ends,
-                    rows,
-                    torch.bfloat16,
-                    row_scaled and not start,
-                    bool(start),
-                )
+            parts = ops.grouped_quantize(data, fmt.text, ends, given, rowwise, columnwise)
+            options = (fmt.text, data.shape[-2], torch.bfloat16, ends)
+            if columnwise:
+                ops.grouped_dequantize(parts[-3], parts[-2:], *options, True)
+            if rowwise:
+                ops.grouped_dequantize(parts[0], parts[1:3], *options)
     ops.grouped_amax(x, offs)
     ops.grouped_dbias(x, offs)
     ops.compute_offsets(offs, 3)
@@ -82,13 +78,16 @@ def m_grouped() -> None:
     """Rows of groups times weights, in each tile."""
     x, weight, offs = _sample(_ROWS, _COLS), _sample(len(_ENDS), _WIDTH, _COLS), _offs()
     bias, alpha = _sample(len(_ENDS), _WIDTH), torch.ones(len(_ENDS), device="cuda")
-    a = ops.grouped_quantize_nvfp4(x, offs, None, True)[:3]
-    b = ops.grouped_quantize_nvfp4(weight)[:3]
+    a = ops.grouped_quantize(x, _BY_ROW.text, offs)
+    b = ops.grouped_quantize(weight, NVFP4().text)
     out = torch.zeros(_ROWS, _WIDTH, device="cuda")
+    quantized = (a[1:], b[1:], _BY_ROW.text, NVFP4().text)
     _in_all_tiles(
-        lambda: ops.m_grouped_gemm_nvfp4(*a, *b, offs, bias, alpha, True),
-        lambda: _FLAT.m_grouped_gemm_nvfp4_out(
-            *(*a, *b, offs, None, None, True, out.dtype), out=out, accumulate=True
+        lambda: ops.m_grouped_gemm(
+            a[0], b[0], offs, bias, alpha, False, torch.bfloat16, *quantized
+        ),
+        lambda: _FLAT.m_grouped_gemm_out(
+            *(a[0], b[0], offs, None, None, False, out.dtype, *quantized), out=out, accumulate=True
         ),
         lambda: ops.m_grouped_gemm(x, weight, offs, bias),
         lambda: ops.m_grouped_gemm(x, weight.transpose(1, 2).contiguous(), offs, None, None, True),
@@ -98,14 +97,14 @@ def m_grouped() -> None:
 def k_grouped() -> None:
     """Two ragged operands over their common rows, in each tile."""
     x, dy, offs = _sample(_ROWS, _COLS), _sample(_ROWS, _WIDTH), _offs()
-    a, b = (
-        ops.grouped_quantize_nvfp4(t, offs, None, False, False, False, True)[3:] for t in (dy, x)
-    )
+    text = NVFP4().text
+    a, b = (ops.grouped_quantize(t, text, offs, None, False, True) for t in (dy, x))
     out = torch.zeros(len(_ENDS), _WIDTH, _COLS, device="cuda")
+    quantized = (a[1:], b[1:], text, text)
     _in_all_tiles(
-        lambda: ops.k_grouped_gemm_nvfp4(*a, *b, offs),
-        lambda: _FLAT.k_grouped_gemm_nvfp4_out(
-            *(*a, *b, offs, None, out.dtype), out=out, accumulate=True
+        lambda: ops.k_grouped_gemm(a[0], b[0], offs, None, torch.bfloat16, *quantized),
+        lambda: _FLAT.k_grouped_gemm_out(
+            *(a[0], b[0], offs, None, out.dtype, *quantized), out=out, accumulate=True
         ),
         lambda: ops.k_grouped_gemm(dy, x, offs),
     )
@@ -113,12 +112,11 @@ def k_grouped() -> None:
 
 def canary() -> None:
     """Write past the end of an output whose memory was taken away."""
-    codes, scales, amax, *_ = ops.grouped_quantize_nvfp4(_sample(_ROWS, _COLS), _offs())
+    text = NVFP4().text
+    codes, *scales = ops.grouped_quantize(_sample(_ROWS, _COLS), text, _offs())
     out = torch.empty(_ROWS, _COLS, device="cuda", dtype=torch.bfloat16)
     out.untyped_storage().resize_(256)
-    _FLAT.grouped_dequantize_nvfp4_out(
-        *(codes, scales, amax, _offs(), _ROWS, out.dtype, False), out=out
-    )
+    _FLAT.grouped_dequantize_out(codes, scales, text, _ROWS, out.dtype, _offs(), out=out)
 
 
 PARTS = {part.__name__: part for part in (quantize, m_grouped, k_grouped)}

@@ -35,10 +35,12 @@ FORMATS = (
     FP8Block(),
     FP8(),
 )
-#: What no call says: a format of an op that takes none, or none of one that decodes.
+#: What no call says: a format of an op that takes none, or none of one that quantizes or decodes.
 UNSAYABLE = {
     *itertools.product(("compute_offsets", "grouped_amax", "grouped_dbias"), FORMATS[1:]),
-    *itertools.product(("grouped_dequantize", "grouped_gemm_w4a16"), FORMATS[:1]),
+    *itertools.product(
+        ("grouped_quantize", "grouped_dequantize", "grouped_gemm_w4a16"), FORMATS[:1]
+    ),
 }
 OFFS = offsets((4, 0, 2))
 K, N = 32, 16
@@ -83,7 +85,6 @@ def per_group(fmt):
 def grouped_quantize(fmt, dtype):
     x = sample(len(OFFS), N, K, dtype=torch.float32).to(dtype)
     for columnwise in (False, True):
-        # Of no format there is no text.
         ops.grouped_quantize(x, fmt.text, None, None, True, columnwise)
         ops.grouped_quantize(x[0], fmt.text, OFFS, None, True, columnwise)
     grouped.quantize(x, fmt, columnwise=True)
@@ -123,7 +124,7 @@ def grouped_gemm_w4a16(fmt, dtype):
     x = sample(6, K, dtype=torch.float32).to(dtype)
     weights = grouped.quantize(sample(len(OFFS), N, K), fmt)
     grouped.grouped_gemm(x, weights, offs=OFFS)
-    ops.m_grouped_gemm(*m_grouped_arguments(x, weights.rowwise, OFFS, b_format=fmt.text))
+    ops.m_grouped_gemm(*m_grouped_arguments(x, list(weights.rowwise), OFFS, b_format=fmt.text))
 
 
 CALLS = {
