@@ -79,7 +79,7 @@ def test_an_added_row_is_an_added_format(monkeypatch):
     assert support("grouped_quantize", MXFP8(), "sm_100a")
     reason = support("grouped_quantize", MXFP8(), "sm_90a").reason
     assert reason == "no sm_90a kernel of grouped_quantize yet"
-    assert support("grouped_gemm", MXFP8(), "reference").reason == "no grouped_gemm of FP8 yet"
+    assert support("grouped_gemm", MXFP8(), "reference").reason == "no grouped_gemm of MXFP8 yet"
     reason = support("grouped_quantize", FP8(scaling="delayed"), "reference").reason
     assert reason == "FP8(scaling='delayed') is not built yet"
     assert "| `grouped_quantize` | FP8 | yes | - | yes |" in markdown_table()
