@@ -82,7 +82,7 @@ def test_an_added_row_is_an_added_format(monkeypatch):
     assert support("grouped_gemm", MXFP8(), "reference").reason == "no grouped_gemm of MXFP8 yet"
     reason = support("grouped_quantize", FP8(scaling="delayed"), "reference").reason
     assert reason == "FP8(scaling='delayed') is not built yet"
-    assert "| `grouped_quantize` | FP8 | yes | - | yes |" in markdown_table()
+    assert "| `grouped_quantize` | MXFP8 | yes | - | yes |" in markdown_table()
 
 
 ROWWISE_ONLY = {("grouped_quantize", "nvfp4"), ("grouped_dequantize", "nvfp4")}
