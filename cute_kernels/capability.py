@@ -49,6 +49,8 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_gemm", None): ARCHITECTURES,
     ("grouped_quantize", "nvfp4"): ARCHITECTURES,
     ("grouped_dequantize", "nvfp4"): ARCHITECTURES,
+    ("grouped_quantize", "fp8"): ARCHITECTURES,
+    ("grouped_dequantize", "fp8"): ARCHITECTURES,
     ("grouped_gemm", "nvfp4"): ARCHITECTURES,
     ("grouped_gemm_w4a16", "nvfp4"): ("reference", "sm_90a"),
 }

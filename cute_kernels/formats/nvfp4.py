@@ -20,6 +20,13 @@ from cute_kernels.formats.base import (
 __all__ = ["NVFP4"]
 
 
+#: By ``row_scaled``; made once, for every call of an op asks for it.
+_LEVELS = {
+    row_scaled: SecondLevel("row" if row_scaled else "group", ("amax",), 1 / (E2M1.max * E4M3.max))
+    for row_scaled in (False, True)
+}
+
+
 @record
 @dataclasses.dataclass(frozen=True)
 class NVFP4(Format):
@@ -77,4 +84,4 @@ class NVFP4(Format):
     @property
     def second_level(self) -> SecondLevel:
         """The amax of each group or row; a value is code * scale * (amax / 2688)."""
-        return SecondLevel("row" if self.row_scaled else "group", ("amax",), 1 / self.tensor_max)
+        return _LEVELS[self.row_scaled]

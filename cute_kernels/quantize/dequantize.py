@@ -264,8 +264,7 @@ class Dequantizer:
         column = part * _COLUMN_STRIP + lane // 4 * _LANE_COLS
         quarter = lane % 4  # of the tile's rows
         if column < cols:
-            codes_at, pitch = self.column_codes(copy.codes, cols, column, quarter, place)
-            scales_at = self.column_scales(copy.scales, column, quarter, place)
+            codes_at, pitch, scales_at = self.column_places(copy, cols, column, quarter, place)
             words = self.codec.code_bytes(_QUARTER_ROWS) // 4
             packed = [load_global(codes_at + pitch * c, words) for c in range(_LANE_COLS)]
             factors = self.column_factors(copy.level, scales_at, cols, column, place.group)
@@ -286,32 +285,34 @@ class Dequantizer:
                 row += _LANE_COLS
                 out_at += Int64(cols) * (_LANE_COLS * self.element)
 
-    def column_codes(
-        self, codes: cute.Tensor, cols: Int32, column: Int32, quarter: Int32, place: SlotTile
-    ) -> tuple[Int64, Int64]:
-        """Address of the codes of a lane's first column, and bytes from one column to the next."""
+    def column_places(
+        self, copy: Copy, cols: Int32, column: Int32, quarter: Int32, place: SlotTile
+    ) -> tuple[Int64, Int64, Int64 | None]:
+        """Where a lane's columns are, of a quarter of the tile's rows.
+
+        Returns:
+            The address of the first column's codes, the bytes from one column to the next, and the
+            address of the first column's scales; None where blocks have none.
+        """
+        codes, scales = copy.codes, copy.scales
         pitch = Int64(codes.shape[len(codes.shape) - 1])
-        matrix = Int64(0)  # of uniform groups, each has its own
+        matrix, scale_tile = Int64(0), None  # of uniform groups, each has its own matrix
+        if self.codec.has_scales:
+            block_tiles = scales.shape[len(scales.shape) - 2]
+            scale_tile = Int64(column // SF_TILE_ROWS) * block_tiles + 2 * place.tile + quarter // 2
         if self.config.grouping == "uniform":
             matrix = Int64(place.group) * cols * pitch
-        at = codes.iterator.toint() + matrix + column * pitch
+            if self.codec.has_scales:
+                column_tiles = scales.shape[len(scales.shape) - 3]
+                scale_tile += Int64(place.group) * column_tiles * block_tiles
+        codes_at = codes.iterator.toint() + matrix + column * pitch
         in_tile = quarter * self.codec.code_bytes(_QUARTER_ROWS)
-        return at + (place.tile * self.codec.code_bytes(TILE_ROWS) + in_tile), pitch
-
-    def column_scales(
-        self, scales: cute.Tensor | None, column: Int32, quarter: Int32, place: SlotTile
-    ) -> Int64 | None:
-        """Address of the scales of a lane's first column; None where blocks have no scales."""
+        codes_at += place.tile * self.codec.code_bytes(TILE_ROWS) + in_tile
         if not self.codec.has_scales:
-            return None
-        block_tiles = scales.shape[len(scales.shape) - 2]
-        # A scale tile has 2 bytes, those of a quarter's two blocks, of every column twice.
-        scale_tile = Int64(column // SF_TILE_ROWS) * block_tiles + 2 * place.tile + quarter // 2
-        if self.config.grouping == "uniform":
-            column_tiles = scales.shape[len(scales.shape) - 3]
-            scale_tile += Int64(place.group) * column_tiles * block_tiles
-        at = scales.iterator.toint() + scale_tile * SF_TILE_BYTES
-        return at + (column % 32 * 16 + column % SF_TILE_ROWS // 32 * 4 + quarter % 2 * 2)
+            return codes_at, pitch, None
+        scales_at = scales.iterator.toint() + scale_tile * SF_TILE_BYTES
+        scales_at += column % 32 * 16 + column % SF_TILE_ROWS // 32 * 4 + quarter % 2 * 2
+        return codes_at, pitch, scales_at
 
     def column_factors(
         self,

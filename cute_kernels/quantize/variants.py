@@ -6,7 +6,8 @@ import itertools
 from typing import TYPE_CHECKING
 
 from cute_kernels.capability import support
-from cute_kernels.formats import NVFP4, Format
+from cute_kernels.formats import FP8, NVFP4, Format
+from cute_kernels.formats.base import FP8_ELEMENTS
 from cute_kernels.quantize.config import (
     DTYPE_BYTES,
     AmaxConfig,
@@ -26,7 +27,10 @@ __all__ = ["kernel_specs"]
 Config = AmaxConfig | DbiasConfig | DequantizeConfig | OffsetsConfig | RowsConfig | TileConfig
 
 #: What is quantized to, row by row and tile by tile.
-_FORMATS: tuple[Format, ...] = (NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16)))
+_FORMATS: tuple[Format, ...] = (
+    *(NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))),
+    *(FP8(dtype) for dtype in FP8_ELEMENTS),
+)
 _DIRECTIONS = ((True, False), (False, True), (True, True))
 
 

@@ -75,12 +75,13 @@ def _named(fmt: Format, out: Mapping[str, Tensor], columnwise: bool) -> dict[str
     """The buffers of one direction by their rowwise names; none if it is not asked for."""
     if ("codes_t" if columnwise else "codes") not in out:
         return {}
-    return _by_name(fmt, [out[name] for name in fmt.buffer_names(columnwise)])
+    copy = [out[name] for name in fmt.buffer_names(columnwise)]
+    return _by_name(fmt.buffer_names(columnwise=False), copy)
 
 
-def _by_name(fmt: Format, copy: Sequence[Tensor]) -> dict[str, Tensor]:
+def _by_name(names: Sequence[str], copy: Sequence[Tensor]) -> dict[str, Tensor]:
     """Buffers by their rowwise names. Codes are bytes: few ops of torch take FP8 dtypes."""
-    buffers = dict(zip(fmt.buffer_names(False), copy, strict=True))
+    buffers = dict(zip(names, copy, strict=True))
     buffers["codes"] = buffers["codes"].view(torch.uint8)
     return buffers
 
@@ -233,12 +234,12 @@ def dequantize(
     Args:
         groups: where the groups lie.
         fmt: the format.
-        copy: the direction's buffers, in the order of ``fmt.buffer_names``.
+        copy: the direction's buffers that a reader needs, in the order of ``fmt.operand_names``.
         columnwise: which direction it is.
         out: (T, K) or (G, N, K), any floating dtype; one rounding from fp32.
     """
     codec, out = codec_of(fmt), out.flatten(0, -2)
-    buffers = _by_name(fmt, copy)
+    buffers = _by_name(fmt.operand_names(columnwise=False), copy)
     if columnwise:
         _dequantize_tiles(codec, groups, buffers, out)
         return

@@ -73,16 +73,16 @@ def test_what_runs_is_a_row_of_the_table():
 
 
 def test_an_added_row_is_an_added_format(monkeypatch):
-    assert support("grouped_quantize", FP8(), "reference").reason == "FP8 is not built yet"
-    monkeypatch.setitem(capability._RUNS, ("grouped_quantize", "fp8"), ("reference", "sm_100a"))
-    assert support("grouped_quantize", FP8(), "reference")
-    assert support("grouped_quantize", FP8(), "sm_100a")
-    reason = support("grouped_quantize", FP8(), "sm_90a").reason
+    assert support("grouped_quantize", MXFP8(), "reference").reason == "MXFP8 is not built yet"
+    monkeypatch.setitem(capability._RUNS, ("grouped_quantize", "mxfp8"), ("reference", "sm_100a"))
+    assert support("grouped_quantize", MXFP8(), "reference")
+    assert support("grouped_quantize", MXFP8(), "sm_100a")
+    reason = support("grouped_quantize", MXFP8(), "sm_90a").reason
     assert reason == "no sm_90a kernel of grouped_quantize yet"
-    assert support("grouped_gemm", FP8(), "reference").reason == "no grouped_gemm of FP8 yet"
+    assert support("grouped_gemm", MXFP8(), "reference").reason == "no grouped_gemm of MXFP8 yet"
     reason = support("grouped_quantize", FP8(scaling="delayed"), "reference").reason
     assert reason == "FP8(scaling='delayed') is not built yet"
-    assert "| `grouped_quantize` | FP8 | yes | - | yes |" in markdown_table()
+    assert "| `grouped_quantize` | MXFP8 | yes | - | yes |" in markdown_table()
 
 
 ROWWISE_ONLY = {("grouped_quantize", "nvfp4"), ("grouped_dequantize", "nvfp4")}

@@ -152,6 +152,7 @@ def test_texts_of_no_record_raise_and_say_why(text, words):
 @pytest.mark.parametrize("fmt", EVERY, ids=str)
 def test_records_say_what_consumers_ask(fmt):
     level = fmt.second_level
+    assert level is fmt.second_level  # each call of an op asks, so it is not made anew
     assert fmt.columnwise in ("transposed", "untransposed")
     assert fmt.k_multiple % (16 * 8 // fmt.element.bits // 2) == 0
     assert (fmt.columnwise_level is None) == (level is None)

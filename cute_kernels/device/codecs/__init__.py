@@ -7,13 +7,14 @@ what a codec has to offer.
 from __future__ import annotations
 
 from cute_kernels.device.codecs.base import Codec, Level
+from cute_kernels.device.codecs.fp8 import FP8Codec
 from cute_kernels.device.codecs.nvfp4 import NVFP4Codec
 from cute_kernels.formats import parse
 
 __all__ = ["CODECS", "Codec", "Level", "codec_of"]
 
 #: The codec of each format, by the name of its record.
-CODECS: dict[str, type[Codec]] = {"nvfp4": NVFP4Codec}
+CODECS: dict[str, type[Codec]] = {"fp8": FP8Codec, "nvfp4": NVFP4Codec}
 
 
 def codec_of(text: str, dtype: str, arch: str | None = None) -> Codec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cute_kernels.reference.codecs.base import Codec
+from cute_kernels.reference.codecs.fp8 import FP8Codec
 from cute_kernels.reference.codecs.nvfp4 import NVFP4Codec
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["CODECS", "Codec", "codec_of"]
 
 #: Codecs by the name of their format.
-CODECS: dict[str, type[Codec]] = {c.format.name: c for c in (NVFP4Codec,)}
+CODECS: dict[str, type[Codec]] = {c.format.name: c for c in (NVFP4Codec, FP8Codec)}
 
 
 def codec_of(fmt: Format) -> Codec:

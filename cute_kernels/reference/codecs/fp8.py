@@ -1,0 +1,44 @@
+"""FP8 with one scale per group, exact to the bit: TransformerEngine's current scaling.
+
+With g the amax of a group and fl() one rounding to fp32:
+
+    scale     = min(fl(FP8_MAX / g), FMAX), or 1 where g is 0, infinite or NaN
+    scale_inv = fl(1 / scale)
+    code      = fp8(fl(x * scale))                                saturating, to nearest even
+    value     = fl(code * scale_inv)                              what a code decodes to
+
+NaN never reaches an amax; as an element it becomes the code of NaN, 0x7F.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cute_kernels.formats import FP8
+from cute_kernels.reference.codecs.base import Codec
+
+__all__ = ["FP8Codec"]
+
+_FMAX = torch.finfo(torch.float32).max
+
+
+class FP8Codec(Codec):
+    """See the module's docstring."""
+
+    format = FP8
+
+    def level(self, amax: Tensor) -> tuple[Tensor, ...]:
+        scale = self._scale(amax)
+        return scale.reciprocal(), scale, amax
+
+    def factors(self, a: Tensor, g: Tensor) -> tuple[None, Tensor]:
+        return None, self._scale(g)
+
+    def scale_values(self, stored: Tensor) -> Tensor:
+        raise TypeError("FP8 has no block scales")
+
+    def _scale(self, g: Tensor) -> Tensor:
+        # Not ``max / g``: torch computes that as a reciprocal and a product, rounding twice.
+        scale = torch.full_like(g, self.fmt.element.max).div_(g).clamp_max_(_FMAX)
+        return scale.masked_fill_((g == 0) | ~g.isfinite(), 1.0)

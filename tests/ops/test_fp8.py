@@ -1,0 +1,80 @@
+"""FP8 with a scale a group, from ``grouped`` down to the kernels: the bytes of the reference."""
+
+import io
+
+import pytest
+import torch
+
+import cute_kernels
+import grouped
+from tests.helpers import assert_same_bytes, offsets, sample, weird_values
+
+pytest.importorskip("cutlass")
+
+FORMATS = {fmt.text: fmt for fmt in (grouped.FP8(), grouped.FP8(torch.float8_e5m2))}
+DIRECTIONS = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
+
+
+def parts(q):
+    """Everything that the contract says is written, and what it decodes to."""
+    for g, member in enumerate(q.unbind()):
+        for name, tensor in vars(member).items():
+            if tensor is not None:
+                yield f"{name} of group {g}", tensor
+    for direction in ("rowwise", "columnwise"):
+        if getattr(q, direction) is not None:
+            yield f"{direction} values", q.dequantize(direction=direction)
+
+
+@pytest.mark.parametrize("backend", ["emulated:sm_90a", "emulated:sm_100a"])
+@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_kernels_give_the_bytes_of_the_reference(fmt, directions, backend):
+    offs = offsets((5, 0, 28, 130))
+    options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
+    for x, ends in ((weird_values(166, 144, torch.bfloat16), offs), (sample(3, 40, 48), None)):
+        found = []
+        for name in ("reference", backend):
+            with cute_kernels.backend(name):
+                found.append(list(parts(grouped.quantize(x, fmt, offs=ends, **options))))
+        for (what, want), (_, got) in zip(*found, strict=True):
+            assert_same_bytes(got, want, what, any_nan=want.dtype == x.dtype)
+
+
+def test_given_amaxes_and_groups_without_rows():
+    fmt = grouped.FP8()
+    q = grouped.quantize(torch.ones(4, 32), fmt, offs=[4, 4], amax=torch.tensor([-2.0, 7.0]))
+    assert q.amax.tolist() == [2.0, 7.0]
+    assert q.rowwise.scale.tolist() == [224.0, 64.0]
+    assert q.rowwise.scale_inv.equal(q.rowwise.scale.reciprocal())
+    assert q.member(0).codes.float().eq(224.0).all()
+    for backend in ("reference", "emulated:sm_100a"):
+        with cute_kernels.backend(backend):
+            empty = grouped.quantize(torch.ones(0, 32), fmt, offs=[0, 0])
+        assert empty.amax.tolist() == [0.0, 0.0] and empty.rowwise.scale.tolist() == [1.0, 1.0]
+
+
+def test_a_tensor_of_it_is_saved_compiled_and_updated():
+    x = sample(40, 64)
+    q = grouped.quantize(x, grouped.FP8(), offs=[10, 40], columnwise=True)
+    file = io.BytesIO()
+    torch.save(q, file)
+    file.seek(0)
+    assert_same_bytes(torch.load(file).dequantize(), q.dequantize())
+    compiled = torch.compile(
+        lambda x: grouped.quantize(x, grouped.FP8(), offs=[10, 40]).dequantize(), fullgraph=True
+    )
+    assert_same_bytes(compiled(x), q.dequantize())
+    q.mul_(2)
+    again = grouped.quantize((2 * x).float(), grouped.FP8(), offs=[10, 40])
+    assert q.amax.equal(again.amax)
+    assert (q.dequantize(direction="columnwise") - q.dequantize()).abs().max() == 0
+
+
+def test_what_is_not_built_says_so():
+    q = grouped.quantize(sample(8, 32), grouped.FP8(), offs=[8])
+    w = grouped.quantize(sample(1, 16, 32), grouped.FP8())
+    with pytest.raises(cute_kernels.UnsupportedError, match="no grouped_gemm of FP8 yet"):
+        grouped.grouped_gemm(q, w)
+    with pytest.raises(cute_kernels.UnsupportedError, match="scaling='delayed'"):
+        grouped.quantize(sample(8, 32), grouped.FP8(scaling="delayed"), offs=[8])
