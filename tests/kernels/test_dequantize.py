@@ -44,12 +44,7 @@ def arguments(
 ) -> list[Any]:
     """Codes, scales, amax, offs, rows, dtype, text and direction of (T, K) with offs or (G, N, K).
 
-<<<<<<< HEAD
     Random bytes, and second levels of all sizes. Half of the numbers are finite in any dtype.
-=======
-    Of (T, K) with offs, or (G, N, K): random bytes, second levels of all sizes. Half of the numbers
-    are finite in any dtype.
->>>>>>> lead10
     """
     text, columnwise = KINDS[kind]
     *lead, cols = shape
