@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
-from torch._library.utils import fill_defaults
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
@@ -41,8 +40,6 @@ def refuse_derivatives(op: str, tensors: Iterable[tuple[str, object]], remedy: s
 
 
 def _refuse_tangents(name: str, args: Iterable[object]) -> None:
-    if forward_ad._current_level < 0:
-        return
     for a in tree_leaves(args):
         if isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None:
             raise NotImplementedError(
@@ -69,12 +66,14 @@ def register_autograd(
     """
     op = getattr(getattr(torch.ops, library.ns), name).default
     kernel = make_autograd_impl(op, Info(backward, setup_context))
+    defaults = tuple(a.default_value for a in op._schema.arguments if not a.kwarg_only)
 
     def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         # The dispatcher leaves out arguments that have their defaults, but the gradients of an op
         # that takes lists must have the structure of all of them.
-        args, kwargs = fill_defaults(op._schema, args, kwargs)
-        _refuse_tangents(name, args)
+        args += defaults[len(args) :]
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, args)
         return kernel(keyset, *args, **kwargs)
 
     library.impl(name, autograd, "Autograd", with_keyset=True)

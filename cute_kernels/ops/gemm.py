@@ -9,6 +9,7 @@ list beside it; the text of its format says how to read them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
@@ -36,7 +37,7 @@ from cute_kernels.ops.registry import Allocator, Op, register
 from cute_kernels.reference.groups import Groups
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.backend import Backend
@@ -63,11 +64,30 @@ def check_vectors(num_groups: int, cols: int, bias: Tensor | None, alpha: Tensor
 Parts: TypeAlias = "tuple[Tensor, Tensor | None, Tensor | None]"
 
 
-def _parts(codes: Tensor, scales: list[Tensor] | None, fmt: Format | None) -> Parts:
+def _places(scales: list[Tensor] | None, fmt: Format | None) -> tuple[int | None, int | None]:
+    """Where the block scales and the second level are in an operand's list, None if nowhere."""
     if fmt is None or scales is None:
+        return None, None
+    names = fmt.operand_names(columnwise=False)[1:]
+    return 0 if fmt.scale is not None else None, len(names) - 1 if fmt.second_level else None
+
+
+def _read(
+    a_at: tuple[int | None, int | None], b_at: tuple[int | None, int | None], op: GroupedGemm
+) -> tuple[Parts, Parts]:
+    return _parts(op.a, op.a_scales, *a_at), _parts(op.b, op.b_scales, *b_at)
+
+
+def _parts(
+    codes: Tensor, scales: list[Tensor] | None, scale_at: int | None, level_at: int | None
+) -> Parts:
+    if scales is None:
         return codes, None, None
-    block_scales = scales[0] if fmt.scale is not None else None
-    return codes, block_scales, scales[-1] if fmt.second_level is not None else None
+    return (
+        codes,
+        None if scale_at is None else scales[scale_at],
+        None if level_at is None else scales[level_at],
+    )
 
 
 def _reference_operand(
@@ -75,7 +95,7 @@ def _reference_operand(
 ) -> reference.Operand:
     if fmt is None:
         return reference.Operand(codes)
-    _, block_scales, vector = _parts(codes, scales, fmt)
+    _, block_scales, vector = _parts(codes, scales, *_places(scales, fmt))
     level = fmt.level(columnwise)
     per_row = level is not None and level.per == "row"
     return reference.Operand(codes, fmt, block_scales, vector, per_row)
@@ -151,10 +171,12 @@ class GroupedGemm(Op):
 
     def operands(self) -> tuple[Parts, Parts]:
         """Codes, block scales and second level of A and of B, None where there are none."""
-        return (
-            _parts(self.a, self.a_scales, self.a_record),
-            _parts(self.b, self.b_scales, self.b_record),
-        )
+        return self.reader()(self)
+
+    def reader(self) -> Callable[[GroupedGemm], tuple[Parts, Parts]]:
+        """``operands`` of calls with this one's metadata, which is looked at once."""
+        a_at, b_at = _places(self.a_scales, self.a_record), _places(self.b_scales, self.b_record)
+        return functools.partial(_read, a_at, b_at)
 
     def _check_formats(self) -> None:
         """Whether the formats can be multiplied at all."""

@@ -24,7 +24,7 @@ from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops.derivatives import not_differentiable, refuse_derivatives, register_autograd
 from cute_kernels.runtime.backend import chosen_backend, resolve_backend
 from cute_kernels.runtime.launch import launcher
-from cute_kernels.runtime.plan import PlanCache, plan_key
+from cute_kernels.runtime.plan import INERT, PlanCache, plan_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -421,11 +421,21 @@ def is_observed(args: Sequence[Any], plain: frozenset[type] = _PLAIN) -> bool:
         or forward_ad._current_level >= 0
     ):
         return True
-    watches = torch.is_grad_enabled()
+    return _any_watched(args, plain, torch.is_grad_enabled())
+
+
+def _any_watched(args: Sequence[Any], plain: frozenset[type], gradients: bool) -> bool:
+    """Whether some argument requires a gradient, if those are on, or is a tensor of no plain class."""
     for a in args:
-        if type(a) in plain:
-            if watches and a.requires_grad:
+        kind = type(a)
+        if kind in INERT:
+            continue
+        if kind in plain:
+            if gradients and a.requires_grad:
                 return True
-        elif isinstance(a, Tensor) or isinstance(a, (list, tuple)) and is_observed(a, plain):
+        elif isinstance(a, (list, tuple)):
+            if _any_watched(a, plain, gradients):
+                return True
+        elif isinstance(a, Tensor):
             return True
     return False

@@ -198,15 +198,16 @@ from tests.runtime.toy_kernels import Scale
 compiling, go_on = threading.Event(), threading.Event()
 
 class Slow(Scale):
-    def entry(self):
+    @property
+    def kernel(self):
         compiling.set()
-        go_on.wait()
-        return super().entry()
+        go_on.wait(100)
+        return Scale.kernel
 
 arch = architecture("sm_90a")
 thread = threading.Thread(target=compile_kernel, args=(Slow(2.0), arch))
 thread.start()
-compiling.wait()
+assert compiling.wait(100)
 child = os.fork()
 if not child:
     signal.alarm(100)  # ends a child that hangs
@@ -220,7 +221,9 @@ print(status)
 
 def test_a_child_forked_while_a_thread_compiles_can_compile():
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", FORK], cwd=root, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], cwd=root, capture_output=True, text=True, timeout=200
+    )
     assert done.stdout.splitlines()[-1:] == ["0"], done.stderr
 
 

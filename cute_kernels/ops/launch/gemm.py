@@ -138,7 +138,8 @@ def _runner(op: GroupedGemm, config: GemmConfig, launch: Launcher) -> Runner:
     if isinstance(config, Sm90GemmConfig):
         prepare = sm90_preparation(op, config, launch)
     # Strides are the same in every call; addresses are not.
-    is_addressable = all(map(_is_addressable, op.operands()))
+    read = op.reader()
+    is_addressable = all(map(_is_addressable, read(op)))
     vectors = (op.offs, getattr(op, "bias", None), op.alpha)
     is_dense = all(v is None or v.is_contiguous() for v in vectors)
 
@@ -154,7 +155,7 @@ def _runner(op: GroupedGemm, config: GemmConfig, launch: Launcher) -> Runner:
         accumulate: bool = False,
         fresh: bool = False,
     ) -> None:
-        a, b = op.operands()
+        a, b = read(op)
         if not is_addressable or _is_misaligned(a) or _is_misaligned(b):
             a, b = _addressable_parts(a), _addressable_parts(b)
         offs, bias, alpha = op.offs, getattr(op, "bias", None), op.alpha
@@ -172,10 +173,12 @@ def _runner(op: GroupedGemm, config: GemmConfig, launch: Launcher) -> Runner:
 
 def _is_misaligned(parts: Parts) -> bool:
     """Whether TMA cannot address an operand where it is."""
-    address = 0
-    for part in parts:
-        if part is not None:
-            address |= part.data_ptr()
+    values, scales, level = parts
+    address = values.data_ptr()
+    if scales is not None:
+        address |= scales.data_ptr()
+    if level is not None:
+        address |= level.data_ptr()
     return address % PITCH_ALIGNMENT != 0
 
 
