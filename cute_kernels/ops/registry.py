@@ -425,7 +425,7 @@ def is_observed(args: Sequence[Any], plain: frozenset[type] = _PLAIN) -> bool:
 
 
 def _any_watched(args: Sequence[Any], plain: frozenset[type], gradients: bool) -> bool:
-    """Whether some argument requires a gradient, if those are on, or is a tensor of no plain class."""
+    """Whether an argument requires a gradient, if those are on, or is a tensor of another class."""
     for a in args:
         kind = type(a)
         if kind in INERT:

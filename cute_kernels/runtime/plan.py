@@ -34,8 +34,8 @@ def plan_key(op: Hashable, backend: Hashable, arguments: Iterable[object]) -> Ha
         backend: which backend, for tensors on a device.
         arguments: the op's arguments in order: tensors, lists of them, and what is hashable.
     """
-    # One expression rather than a function a tensor, and looks at types before at classes: this is a
-    # quarter of a call's host time.
+    # One expression rather than a function a tensor, and looks at types before at classes: this is
+    # a quarter of a call's host time.
     return (
         op,
         backend,
