@@ -119,6 +119,11 @@ def quantize(
         cute_kernels.UnsupportedError: a format that the backend does not run.
     """
     check_format("fmt", fmt)
+    if torch._C._functorch.is_batchedtensor(x):
+        raise TypeError(
+            "vmap over grouped.quantize: a GroupedTensor has its groups as the batch; stack x to "
+            "(G, N, K), or call quantize on all rows with offs, outside of vmap"
+        )
     x = x.detach()
     # Formats that no backend runs; what this backend runs is checked by the op.
     require("grouped_quantize", fmt, "reference", columnwise=columnwise)

@@ -447,11 +447,6 @@ def assemble(
     It takes the format's text, for a node cannot be given a record that the compiled code makes.
     """
     fmt = parse(text)
-    if torch._C._functorch.is_batchedtensor(buffers[0]):
-        raise TypeError(
-            "vmap over grouped.quantize: a GroupedTensor has its groups as the batch; stack x to "
-            "(G, N, K), or call quantize on all rows with offs, outside of vmap"
-        )
     names: list[str] = []
     for is_asked, is_columnwise in ((rowwise, False), (columnwise, True)):
         names += fmt.buffer_names(is_columnwise) if is_asked else ()

@@ -1,5 +1,10 @@
 """Seeds every test, on one thread; hypothesis draws the same examples on every run."""
 
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
 import hypothesis
 import pytest
 import torch
@@ -9,6 +14,19 @@ from tests.helpers import has_compiler
 
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("repeatable")
+
+
+def inductor_cache() -> str:
+    """A cache of compiled graphs for these sources: its keys do not see what ops do inside."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for package in ("cute_kernels", "grouped"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return str(Path(tempfile.gettempdir()) / f"inductor-{os.getuid()}-{digest.hexdigest()[:16]}")
+
+
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", inductor_cache())
 
 # The tensors of tests are small: more threads would only wait for each other.
 torch.set_num_threads(1)

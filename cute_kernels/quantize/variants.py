@@ -69,7 +69,10 @@ def _rows(fmt: Format, dtype: str, grouping: str, arch: str) -> Iterator[RowsCon
         config = RowsConfig(fmt.text, dtype, grouping, warps, rows_per_warp=rows, arch=arch)
         if config.is_preferred:
             yield config
-        if (arch, grouping) == ("sm_90a", "ragged") and (warps, rows) in ValuesConfig.teams:
+        is_multiplied = (arch, grouping) == ("sm_90a", "ragged") and support(
+            "grouped_gemm", fmt, arch
+        )
+        if is_multiplied and (warps, rows) in ValuesConfig.teams:
             yield ValuesConfig(**vars(config))
 
 

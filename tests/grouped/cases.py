@@ -52,7 +52,7 @@ def parameter(requires_grad: bool = True, **kwargs: Any) -> nn.Parameter:
 
 def weights_quantized(counter: OpCounter) -> int:
     """How many of the quantizations are of weights, which have no offs."""
-    return sum(args[1] is None for args in counter.arguments("grouped_quantize_nvfp4"))
+    return sum(args[2] is None for args in counter.arguments("grouped_quantize"))
 
 
 def bytes_of(x: grouped.GroupedTensor) -> dict[str, Tensor]:

@@ -10,8 +10,8 @@ from tests.grouped.cases import QUANTIZED, RECIPES, WEIGHT_FORMAT, OpCounter
 from tests.helpers import SPLITS, assert_same_bytes, end_rows, sample
 
 K, N = 64, 48
-QUANTIZE = "grouped_quantize_nvfp4"
-MULTIPLY = "m_grouped_quantize_gemm_nvfp4"
+QUANTIZE = "grouped_quantize"
+MULTIPLY = "m_grouped_quantize_gemm"
 
 
 def layer_of(recipe, groups=3, **options):
@@ -271,7 +271,7 @@ def test_activation_checkpointing():
 def directions(counter):
     """(is the weight, rowwise, columnwise) of each quantization; of x alone, the GEMM has it in."""
     return [
-        (False, True, False) if name == MULTIPLY else (a[1] is None, a[5], a[6])
+        (False, True, False) if name == MULTIPLY else (a[2] is None, a[4], a[5])
         for name, a in counter.calls
         if name in (QUANTIZE, MULTIPLY)
     ]

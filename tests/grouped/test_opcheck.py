@@ -5,11 +5,11 @@ import torch
 from torch.library import opcheck
 
 import grouped
-from tests.grouped.cases import FORMATS, WEIGHT_FORMAT, weight
+from tests.grouped.cases import FORMATS, RECIPES, WEIGHT_FORMAT, weight
 from tests.helpers import offsets, sample
 
 OFFS = offsets((5, 0, 8))
-ROWS, K, N = 15, 64, 48  # two rows of tail
+ROWS, G, K, N = 15, 3, 64, 48  # two rows of tail
 BF16 = torch.bfloat16
 ops = torch.ops.grouped
 
@@ -24,6 +24,10 @@ def uniform(grad=False):
 
 def leaf(*shape, dtype=BF16):
     return sample(*shape, dtype=dtype).requires_grad_()
+
+
+def linear(recipe, weight, bias):
+    return leaf(ROWS, K), weight, bias, OFFS, *recipe.texts, recipe.propagate_nonfinite
 
 
 #: Op, case, arguments.
@@ -69,6 +73,10 @@ CASES = [
         "fprop",
         lambda: (sample(ROWS, K), uniform(), OFFS, None, None, False, True, sample(ROWS, N)),
     ),
+    ("linear", "plain", lambda: linear(RECIPES["bf16"], leaf(G, N, K), None)),
+    ("linear", "quantized", lambda: linear(RECIPES["row-scaled"], leaf(G, N, K), leaf(G, N))),
+    ("linear", "W4A16", lambda: linear(RECIPES["bf16"], uniform(True), leaf(G, N))),
+    ("linear", "of a quantized weight", lambda: linear(RECIPES["nvfp4"], uniform(True), None)),
     ("quantize_out", "ragged", lambda: (sample(ROWS, K), OFFS, None, ragged())),
     ("quantize_out", "uniform", lambda: (weight(), None, torch.ones(3), uniform())),
 ]

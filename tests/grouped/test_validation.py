@@ -88,13 +88,6 @@ WRONG = {
         UnsupportedError,
         r"NVFP4\(hadamard=True\) is not built yet",
     ),
-    "prepacked activations": (
-        lambda: ragged(FORMATS["1x16"]),
-        FORMAT,
-        lambda f: grouped.NVFP4(prepacked=True),
-        ValueError,
-        "prepacked weights are uniform",
-    ),
     "offs dtype": (ragged, OFFS, torch.Tensor.long, TypeError, "offs must be int32"),
     "offs of another G": (
         ragged,
@@ -162,6 +155,11 @@ def test_parts_that_do_not_fit_are_refused(make, index, change, error, match):
     arguments[index] = change(arguments[index])
     with pytest.raises(error, match=match):
         GroupedTensor(*arguments)
+
+
+def test_prepacked_activations_are_refused():
+    with pytest.raises(ValueError, match="prepacked weights are uniform"):
+        GroupedTensor(*parts(ragged(FORMATS["1x16"])), prepacked=True)
 
 
 # ------------------------------------------------------------------------------------- files

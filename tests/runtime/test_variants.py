@@ -7,6 +7,7 @@ import torch
 
 import cute_kernels
 import grouped
+from cute_kernels.formats import parse
 from cute_kernels.gemm.problem import GemmConfig
 from cute_kernels.ops import registry
 from cute_kernels.ops.dequantize import GroupedDequantize
@@ -22,7 +23,7 @@ from grouped.recipes import NVFP4, NVFP4RowScaled
 from tests.helpers import DTYPES, NVFP4_TEXTS, ends
 
 ARCHITECTURES = [architecture("sm_90a"), architecture("sm_100a")]
-TEXTS = NVFP4_TEXTS.values()
+TEXTS = (*NVFP4_TEXTS.values(), "fp8", "fp8:dtype=e5m2")
 
 
 class Recorder:
@@ -57,8 +58,9 @@ def quantizations():
 
 
 def dequantizations():
-    codes, scales = torch.empty(2, 8, dtype=torch.uint8), [torch.empty(0), torch.empty(0)]
+    scales = [torch.empty(0), torch.empty(0)]
     for offs, dtype, text in itertools.product((None, ends(1, 2)), DTYPES.values(), TEXTS):
+        codes = torch.empty(2, 16).to(parse(text).element.dtype)
         given = codes if offs is not None else codes[None]
         for columnwise in (False, True):
             yield GroupedDequantize(given, scales, text, 2, dtype, offs, columnwise)
