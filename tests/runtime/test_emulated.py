@@ -10,7 +10,6 @@ import torch
 
 from cute_kernels.runtime import aot, architecture, cache, compile_kernel, forget_kernels
 from cute_kernels.runtime.emulated import EmulatedKernel
-from tests.runtime import toy_kernels
 from tests.runtime.toy_kernels import Scale
 
 pytest.importorskip("cutlass")
@@ -106,16 +105,16 @@ def test_an_entry_of_rubbish_is_compiled_again(rubbish, monkeypatch):
     good = disk.load(key)
     assert disk.store(key, {**good, **rubbish})
     forget_kernels()
-    monkeypatch.setattr(toy_kernels, "entries_traced", 0)
+    monkeypatch.setattr(Scale, "traced", 0)
     x, y = torch.arange(64.0), torch.zeros(64)
     with pytest.warns(RuntimeWarning, match="a cached kernel is compiled anew"):
         compile_kernel(spec, arch)(x, y)
     assert torch.equal(y, 2 * x)
-    assert toy_kernels.entries_traced == 1
+    assert Scale.traced == 1
     forget_kernels()
     compile_kernel(spec, arch)(x, y.zero_())
     assert torch.equal(y, 2 * x)
-    assert toy_kernels.entries_traced == 1
+    assert Scale.traced == 1
 
 
 def test_ptx_that_was_just_compiled_is_not_compiled_again(monkeypatch):
