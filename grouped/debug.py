@@ -13,15 +13,20 @@ from grouped.tensor import GroupedTensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from grouped.nn import GroupedLinear
-
-__all__ = ["ROLES", "detect_nonfinite"]
+__all__ = ["ROLES", "Watched", "detect_nonfinite"]
 
 #: What is looked at in each layer, in the order of ``detect_nonfinite.report``.
 ROLES = ("input", "weight", "output", "grad_output")
 _GRAD_OUTPUT = ROLES.index("grad_output")
 
 _active: detect_nonfinite | None = None
+
+
+class Watched(nn.Module):
+    """Base of the layers that ``detect_nonfinite`` watches."""
+
+    #: The flags that it set up, one for each of ``ROLES``.
+    _nonfinite: Tensor | None = None
 
 
 class detect_nonfinite:  # noqa: N801 - a context manager, named as torch.autograd's are
@@ -48,16 +53,14 @@ class detect_nonfinite:  # noqa: N801 - a context manager, named as torch.autogr
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        from grouped.nn import GroupedLinear
-
-        self._layers: list[tuple[str, GroupedLinear]] = []
+        self._layers: list[tuple[str, Watched]] = []
         self._flags: list[tuple[str, Tensor]] = []
         self._takes_all = model is None
         if model is not None:
             self._layers = [
                 (name or type(layer).__name__, layer)
                 for name, layer in model.named_modules()
-                if isinstance(layer, GroupedLinear)
+                if isinstance(layer, Watched)
             ]
 
     def __enter__(self) -> detect_nonfinite:
@@ -88,11 +91,11 @@ class detect_nonfinite:  # noqa: N801 - a context manager, named as torch.autogr
             if any(sets)
         }
 
-    def _watch(self, name: str, layer: GroupedLinear, device: torch.device) -> None:
+    def _watch(self, name: str, layer: Watched, device: torch.device) -> None:
         layer._nonfinite = torch.zeros(len(ROLES), dtype=torch.bool, device=device)
         self._flags.append((name, layer._nonfinite))
 
-    def _meet(self, layer: GroupedLinear, device: torch.device) -> None:
+    def _meet(self, layer: Watched, device: torch.device) -> None:
         """Watch a layer that runs, if all are watched."""
         if not self._takes_all:
             return
@@ -103,7 +106,7 @@ class detect_nonfinite:  # noqa: N801 - a context manager, named as torch.autogr
         self._watch(name, layer, device)
 
 
-def flags_of(layer: GroupedLinear, device: torch.device) -> Tensor | None:
+def flags_of(layer: Watched, device: torch.device) -> Tensor | None:
     """The flags to set for this call of ``layer``; None if nobody watches."""
     if _active is not None and layer._nonfinite is None:
         _active._meet(layer, device)

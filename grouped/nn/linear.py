@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["GroupedLinear"]
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(debug.Watched):
     """Applies ``y = x W_g^T + b_g`` to the rows of each group g.
 
     Args:
@@ -87,8 +87,6 @@ class GroupedLinear(nn.Module):
         self._kept: KeptWeight | None = None
         #: The last DTensor of each parameter: what FSDP gathers the present one from.
         self._shards: dict[str, Tensor] = {}
-        #: What ``grouped.debug.detect_nonfinite`` set up.
-        self._nonfinite: Tensor | None = None
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         shapes: dict[str, tuple[int, ...]] = {"weight": (out_features, in_features)}
         if bias:
