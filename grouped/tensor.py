@@ -327,7 +327,9 @@ class GroupedTensor(Tensor):
         """Quantize ``x``, of this shape and cut at ``offs``, into this tensor's storage."""
         copies = (self.rowwise, self.columnwise)
         directions = [copy is not None for copy in copies]
-        inner = [t for name, t in self._inner().items() if name != "_offs"]
+        held = zip((False, True), directions, strict=True)
+        names = [n for way, is_held in held if is_held for n in self.format.buffer_names(way)]
+        inner = [getattr(self, f"_{name}") for name in dict.fromkeys(names)]
         torch.ops.cute_kernels.grouped_quantize_out(
             x, self.format.text, offs, amax, *directions, out=inner
         )

@@ -82,6 +82,14 @@ def check_parts(
             label = f"{direction} {name.removesuffix('_t')}"
             check_tensor(label, tensor, dtypes=(spec.dtype,), shape=spec.shape)
             tensors[label] = tensor
+    level = fmt.second_level
+    if level is not None and level.is_shared and rowwise is not None and columnwise is not None:
+        for name in level.buffers:
+            if getattr(rowwise, name) is not getattr(columnwise, name):
+                raise ValueError(
+                    f"both directions of {fmt.text} share {name}: rowwise and columnwise must hold "
+                    "the same tensor"
+                )
     first, tensor = next(iter(tensors.items()))
     same_device(first, tensor.device, offs=offs, **tensors)
 

@@ -219,7 +219,8 @@ def parse(text: str) -> Format:
     """The record that ``Format.text`` stands for.
 
     Raises:
-        ValueError: there is no such format, or it has no such field or value.
+        ValueError: there is no such format, it has no such field or value, or its record has
+            another text: fields at their defaults are left out, the others in the record's order.
     """
     name, _, facts = text.partition(":")
     if name not in RECORDS:
@@ -238,9 +239,12 @@ def parse(text: str) -> Format:
         except ValueError as error:
             raise ValueError(f"format {text!r}: {field} {error}") from None
     try:
-        return cls(**values)
+        made = cls(**values)
     except ValueError as error:
         raise ValueError(f"format {text!r}: {error}") from None
+    if made.text != text:
+        raise ValueError(f"format {text!r} must be written {made.text!r}")
+    return made
 
 
 def _field_text(name: str, value: object) -> str:

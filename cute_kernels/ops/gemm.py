@@ -299,7 +299,8 @@ class MGroupedGemm(MGrouped):
         a: (T, K) bf16, fp16 or fp32; or the codes of a ragged tensor's rowwise copy.
         b: (G, N, K) of the dtype of ``a``, or (G, K, N) with ``transpose_b``; or the codes of a
             uniform tensor's rowwise copy (fprop), or with ``transpose_b`` of its columnwise one
-            (dgrad).
+            (dgrad), whose rows are padded to whole tiles: that ``a`` has as many columns as the
+            groups have rows cannot be seen here.
         offs: (G,) int32 end rows.
         bias: (G, N), added in fp32.
         alpha: (G,) fp32 factors.

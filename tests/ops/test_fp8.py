@@ -71,6 +71,37 @@ def test_a_tensor_of_it_is_saved_compiled_and_updated():
     assert (q.dequantize(direction="columnwise") - q.dequantize()).abs().max() == 0
 
 
+@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+def test_every_direction_is_written_in_place(directions):
+    options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
+    w, other = sample(3, 48, 64), sample(3, 48, 64)
+    want = list(parts(grouped.quantize(other, grouped.FP8(), **options)))
+    for write in (
+        lambda q: q.copy_(other),
+        lambda q: grouped.quantize(other, grouped.FP8(), out=q, **options),
+    ):
+        q = grouped.quantize(w, grouped.FP8(), **options)
+        write(q)
+        for (what, a), (_, b) in zip(want, parts(q), strict=True):
+            assert_same_bytes(b, a, what)
+
+
+def test_both_directions_share_one_scale():
+    small, large = (
+        grouped.quantize(w, grouped.FP8(), columnwise=True)
+        for w in (sample(3, 48, 64), 1000 * sample(3, 48, 64))
+    )
+    with pytest.raises(ValueError, match="share scale_inv"):
+        grouped.GroupedTensor(
+            small.shape, small.dtype, small.format, None, small.rowwise, large.columnwise
+        )
+    with pytest.raises(ValueError, match="share scale_inv"):
+        grouped.GroupedTensor(
+            *(small.shape, small.dtype, small.format, None, small.rowwise),
+            small.columnwise._replace(scale_inv=large.rowwise.scale_inv),
+        )
+
+
 def test_what_is_not_built_says_so():
     q = grouped.quantize(sample(8, 32), grouped.FP8(), offs=[8])
     w = grouped.quantize(sample(1, 16, 32), grouped.FP8())
