@@ -51,10 +51,10 @@ class PowerMeter:
         self._stop.set()
         self._thread.join()
 
-    def result(self) -> dict[str, int]:
-        """Mean MHz and watts of the later half of the samples."""
+    def result(self) -> dict[str, dict[str, float]]:
+        """Clock in MHz and draw in watts as ``Record`` has them: means of the later half."""
         late = self._samples[len(self._samples) // 2 :] or [self._sample()]
         return {
-            "mhz": round(statistics.fmean(clock for clock, _ in late)),
-            "watts": round(statistics.fmean(power for _, power in late)),
+            "clocks": {"sm": round(statistics.fmean(clock for clock, _ in late))},
+            "power": {"draw": round(statistics.fmean(power for _, power in late))},
         }

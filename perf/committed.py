@@ -1,0 +1,83 @@
+"""The committed counts: renewing them on purpose, and comparing with them in CI."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from perf import compare
+from perf.records import RESULTS, Record, read, write
+
+if TYPE_CHECKING:
+    import argparse
+    from pathlib import Path
+
+    from perf.run import Choice
+    from perf.suites.base import Options
+
+__all__ = ["RENEW", "check", "main", "record_of"]
+
+#: How to accept other counts.
+RENEW = "python -m perf run counts --renew"
+
+
+def record_of(full: bool) -> Path:
+    """The committed file: of CI, or of the tables of the README."""
+    return RESULTS / f"counts-{'readme' if full else 'ci'}.jsonl"
+
+
+def _measured(options: Options, choice: Choice) -> tuple[list[Record], int]:
+    from perf.run import measure_suite, print_report
+
+    records: list[Record] = []
+    report = measure_suite("counts", options, choice, records.extend)
+    return records, print_report(report)
+
+
+def check(records: list[Record], path: Path, partial: bool) -> int:
+    """Compare counts with a committed file; 1 if one is worse, or gone.
+
+    Args:
+        records: of this run.
+        path: the file.
+        partial: whether this run left cases out.
+    """
+    changes = compare.compare(read(path), records)
+    if partial:
+        changes = [change for change in changes if change.verdict != "gone"]
+    compare.print_changes(changes)
+    bad = [change for change in changes if change.verdict in ("worse", "gone")]
+    if bad:
+        print(f"{len(bad)} counts are worse than, or missing from, {path.name}.")
+        print(f"If that is meant, renew the record and say why in the commit: {RENEW}")
+    return int(bool(bad))
+
+
+def main(arguments: argparse.Namespace, options: Options, choice: Choice) -> int:
+    """``perf run counts`` with ``--renew`` or ``--check``.
+
+    Raises:
+        ValueError: another suite, or a renewal of a part.
+    """
+    if arguments.suites != ["counts"]:
+        raise ValueError("--renew and --check are for the suite counts")
+    path = record_of(options.full)
+    partial = bool(options.backend or choice.case or choice.contender or choice.format)
+    if arguments.renew and partial:
+        raise ValueError("--renew replaces the whole record: leave filters away")
+    if arguments.renew and options.full and not options.peers:
+        raise ValueError("--renew --full keeps peers that run from --path: do not leave them away")
+    records, status = _measured(options, choice)
+    if status:
+        return status
+    if arguments.check:
+        return check(records, path, partial)
+    kept = [record for record in read(path) if _is_elsewhere(record)] if path.exists() else []
+    measured = {record.key for record in records}
+    write(path, [*records, *(record for record in kept if record.key not in measured)])
+    print(f"{path}: {len(records)} records")
+    return 0
+
+
+def _is_elsewhere(record: Record) -> bool:
+    """Whether it is of a peer, which may not be here."""
+    return not record.contender.startswith("ours")

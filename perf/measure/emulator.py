@@ -1,0 +1,84 @@
+"""Counts of kernels on the emulator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import cute_kernels
+from cute_kernels import emulator
+from perf.environment import Environment, environment
+from perf.measure.base import Measurement, Meter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from perf.contender import Contender
+
+__all__ = ["COUNTS", "EmulatorMeter", "count"]
+
+#: What is kept of ``emulator.stats``: its name there, by ours. Instructions are of PTX: a division
+#: counts as one, and is about ten in machine code. A wait counts once, however long it lasts.
+COUNTS = {
+    "thread instructions": "thread_insns",
+    "warp instructions": "warp_insns",
+    "bytes read": "ld_global_bytes",
+    "bytes read by TMA": "tma_load_bytes",
+    "bytes written": "st_global_bytes",
+    "bytes written by TMA": "tma_store_bytes",
+    "sectors written": "st_global_sectors",
+    "shared wavefronts": "smem_wavefronts",
+    "shared accesses": "smem_accesses",
+    "MMA operations": "mma_flops",
+}
+_DEFAULT_SMS = 4
+
+
+def count(run: Callable[[], Any]) -> dict[str, int]:
+    """What the kernels that ``run`` launches on the emulator execute and move.
+
+    Raises:
+        RuntimeError: it launched none.
+    """
+    emulator.reset_stats()
+    run()
+    stats: Mapping[str, int] = emulator.stats()
+    if not stats["warp_insns"]:
+        raise RuntimeError("nothing ran on the emulator")
+    return {name: int(stats[theirs]) for name, theirs in COUNTS.items()}
+
+
+class EmulatorMeter(Meter):
+    """Counts one call of each contender.
+
+    Args:
+        backend: an emulated backend.
+        **options: of the emulator, such as ``num_sms``.
+    """
+
+    kind = "emulator"
+
+    def __init__(self, backend: str, **options: Any) -> None:
+        self.backend = backend
+        self.device = torch.device("cpu")
+        self.arch = backend.removeprefix("emulated:")
+        self._options = {"num_sms": _DEFAULT_SMS, **options}
+
+    def active(self) -> AbstractContextManager[None]:
+        return cute_kernels.backend(self.backend, **self._options)
+
+    def environment(self) -> Environment:
+        return environment("emulator", f"{self.arch}, {self._options['num_sms']} SMs")
+
+    def measure(
+        self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
+    ) -> list[list[Measurement]]:
+        del contenders
+        with self.active():
+            counted = [count(mine[0]) for mine in runs]
+        return [
+            [Measurement(name, value, "1", "counted", 0.0, 1) for name, value in counts.items()]
+            for counts in counted
+        ]

@@ -1,0 +1,356 @@
+"""The one form of a measurement, in memory and on disk.
+
+A ``Record`` is one number with everything that it depends on. A file holds records as JSON lines.
+What several of them share is written once: a line ``{"shared": {...}}`` gives fields to all lines
+after it, up to the next such line, and a line ``{"also": {...}}`` to those up to the next of either
+kind. A line's own fields win over ``also``, and those over ``shared``; of fields that are objects
+(``case``, ``clocks``, ...) the entries are merged. So a file is appended to by writing another
+``shared`` line and more lines, and two files are joined by ``cat``. ``read`` gives whole records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+__all__ = [
+    "KINDS",
+    "ORIGINS",
+    "RESULTS",
+    "SCHEMA",
+    "Record",
+    "Writer",
+    "latest",
+    "load",
+    "read",
+    "write",
+]
+
+#: Version of the form; a reader refuses any other.
+SCHEMA = 1
+#: What ran: a GPU, the reference backend on a CPU, or the emulator. They never share a table.
+KINDS = ("gpu", "cpu", "emulator")
+#: Where a number is from: ``perf run``; a record of the scripts before it; a text whose raw record
+#: is gone.
+ORIGINS = ("run", "converted", "noted")
+#: The records of this repository.
+RESULTS = Path(__file__).parent / "results"
+
+_SHARED, _ALSO = "shared", "also"
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One measured number.
+
+    Attributes:
+        suite: which suite measured it.
+        case: what was done, by name: shapes, routing, pass. Contenders with equal cases compete.
+        contender: who did it: ``"ours"``, ``"torch"``, ``"quack"``, or a variant: ``"ours, tile
+            256x64"``.
+        format: the precision that the contender works in: the text of a format, both operands as
+            ``"nvfp4:row_scaled x nvfp4"``, the name of a recipe, or ``"bfloat16"``.
+        what: what was measured: ``"time"``, ``"warp instructions"``, ``"rate"``.
+        value: the number; of repeated measurements their median.
+        unit: of value and spread; ``"1"`` for a count or a ratio.
+        kind: one of ``KINDS``.
+        protocol: how it was measured, such as ``"sustained, L2-cold"``.
+        spread: largest minus smallest of the repeats; None if it was not kept.
+        repeats: how many measurements the value is the median of; None if it is not known.
+        error: relative error of what the contender computed, as the check before the measurement
+            found it; None if only a wrong result would have been noticed, 0 if the bits are equal.
+        bytes: least bytes that the contender must move: each input read once, each output written
+            once.
+        flops: useful operations; padding is none.
+        ceilings: measured rates of the same run that nothing exceeds: ``"copy"`` and ``"read"`` in
+            TB/s, ``"bfloat16"`` and ``"fp8"`` (dense products) in TFLOP/s.
+        gpu: name of the GPU, or what is emulated.
+        machine: the host's processor.
+        clocks: MHz: ``"sm"`` and ``"memory"`` while it was measured, ``"sm max"``.
+        power: watts: ``"draw"`` while it was measured, ``"limit"``.
+        driver: version of the GPU's driver.
+        versions: of packages: torch, cuda, the CuTe DSL, and the contender's own.
+        commit: of this repository.
+        seed: of random inputs.
+        time: when, UTC, ISO 8601; a date alone where no more is known.
+        origin: one of ``ORIGINS``.
+        note: what else a reader must know.
+        schema: ``SCHEMA``.
+    """
+
+    suite: str
+    case: Mapping[str, Any]
+    contender: str
+    what: str
+    value: float
+    unit: str
+    kind: str
+    format: str = ""
+    protocol: str = ""
+    spread: float | None = None
+    repeats: int | None = None
+    error: float | None = None
+    bytes: float | None = None
+    flops: float | None = None
+    ceilings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    gpu: str = ""
+    machine: str = ""
+    clocks: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    power: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    driver: str = ""
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    commit: str = ""
+    seed: int | None = None
+    time: str = ""
+    origin: str = "run"
+    note: str = ""
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("kind", KINDS), ("origin", ORIGINS), ("schema", (SCHEMA,))):
+            if getattr(self, name) not in allowed:
+                listed = ", ".join(map(str, allowed))
+                raise ValueError(f"{name} must be one of {listed}, got {getattr(self, name)!r}")
+        if isinstance(self.value, bool) or not math.isfinite(self.value):
+            raise ValueError(f"value must be a finite number, got {self.value!r} for {self.what}")
+        for name in ("suite", "contender", "what", "unit"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty")
+        for name, entry in self.case.items():
+            if not isinstance(entry, (str, int, float, bool)):
+                raise TypeError(f"case[{name!r}] must be text or a number, got {entry!r}")
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What two measurements of one thing have in common, on whatever commit and day."""
+        where = self.gpu or self.machine
+        case = tuple(sorted((name, str(value)) for name, value in self.case.items()))
+        names = (self.suite, self.contender, self.format, self.what, self.unit)
+        return (*names, self.kind, where, self.protocol, case)
+
+    @property
+    def is_count(self) -> bool:
+        """Whether it does not vary between runs."""
+        return self.kind == "emulator"
+
+    @property
+    def microseconds(self) -> float:
+        """The value as time.
+
+        Raises:
+            ValueError: it is no time.
+        """
+        factors = {"us": 1.0, "ms": 1e3, "s": 1e6}
+        if self.unit not in factors:
+            raise ValueError(f"{self.what} in {self.unit} is no time")
+        return self.value * factors[self.unit]
+
+    @property
+    def tbs(self) -> float | None:
+        """TB/s of the least bytes, of a time."""
+        return None if self.bytes is None else self.bytes / self.microseconds * 1e-6
+
+    @property
+    def tflops(self) -> float | None:
+        """TFLOP/s of the useful operations, of a time."""
+        return None if self.flops is None else self.flops / self.microseconds * 1e-6
+
+    def share(self, ceiling: str) -> float | None:
+        """Fraction of a ceiling of the same run; None if it was not measured."""
+        rate = self.tbs if ceiling in ("copy", "read") else self.tflops
+        most = self.ceilings.get(ceiling)
+        return None if rate is None or not most else rate / most
+
+
+_FIELDS = {f.name: f for f in dataclasses.fields(Record)}
+
+
+def _default(name: str) -> Any:
+    field = _FIELDS[name]
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _plain(record: Record) -> dict[str, Any]:
+    """The fields that differ from their defaults, and the schema."""
+    values = {name: getattr(record, name) for name in _FIELDS}
+    return {
+        name: dict(value) if isinstance(_default(name), dict) or name == "case" else value
+        for name, value in values.items()
+        if name == "schema" or value != _default(name)
+    }
+
+
+def _merge(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """``own`` over ``shared``."""
+    merged = dict(shared)
+    for name, value in own.items():
+        inherited = merged.get(name)
+        both = isinstance(value, dict) and isinstance(inherited, dict)
+        merged[name] = {**inherited, **value} if both else value  # type: ignore[dict-item]
+    return merged
+
+
+def _less(own: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``_merge(shared, ...)`` needs to give ``own``."""
+    left = {}
+    for name, value in own.items():
+        inherited = shared.get(name)
+        if isinstance(value, dict) and isinstance(inherited, dict):
+            rest = {k: v for k, v in value.items() if k not in inherited or inherited[k] != v}
+            if rest:
+                left[name] = rest
+        elif name not in shared or inherited != value:
+            left[name] = value
+    return left
+
+
+def _common(plain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all have, entry by entry."""
+
+    def both(a: dict[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+        kept: dict[str, Any] = {}
+        for name, value in a.items():
+            other = b.get(name)
+            if isinstance(value, dict) and isinstance(other, dict):
+                if entries := both(value, other):
+                    kept[name] = entries
+            elif name in b and other == value:
+                kept[name] = value
+        return kept
+
+    return functools.reduce(both, plain[1:], dict(plain[0]))
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False) + "\n"
+
+
+def _covers(shared: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Whether ``own`` has a value for whatever ``shared`` would give it."""
+    return all(
+        name in own and (not isinstance(value, dict) or value.keys() <= own[name].keys())
+        for name, value in shared.items()
+    )
+
+
+def _below(shared: Mapping[str, Any], plain: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The lines of records under a ``shared`` line: those of a case beside each other."""
+    cases: dict[str, list[Mapping[str, Any]]] = {}
+    for own in plain:
+        cases.setdefault(_line(own["case"]), []).append(own)
+    for of_case in cases.values():
+        also = _common(of_case)
+        if len(cases) > 1 or also != shared:
+            yield _line({_ALSO: _less(also, shared)})
+        for own in of_case:
+            yield _line(_less(own, also))
+
+
+def _run_of(plain: Mapping[str, Any]) -> str:
+    """What the records of one run of a suite have in common."""
+    names = ("suite", "origin", "commit", "time", "gpu")
+    return _line({name: plain.get(name) for name in names})
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """Write a file of records, those of one run beside each other."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        plain = _plain(record)
+        runs.setdefault(_run_of(plain), []).append(plain)
+    lines: list[str] = []
+    for run in runs.values():
+        shared = _common(run)
+        lines += [_line({_SHARED: shared}), *_below(shared, run)]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a file.
+
+    Raises:
+        ValueError: a line is no record; it says which.
+    """
+    records: list[Record] = []
+    shared: dict[str, Any] = {}
+    also: dict[str, Any] = {}
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+                if _SHARED in value:
+                    shared, also = value[_SHARED], value[_SHARED]
+                elif _ALSO in value:
+                    also = _merge(shared, value[_ALSO])
+                else:
+                    records.append(Record(**_merge(also, value)))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    return records
+
+
+def load(*paths: Path) -> list[Record]:
+    """The records of files, and of the ``*.jsonl`` files in folders.
+
+    Raises:
+        FileNotFoundError: there is no such path.
+    """
+    records = []
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"there are no records at {path}")
+        files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+        for file in files:
+            records += read(file)
+    return records
+
+
+def latest(records: Iterable[Record]) -> list[Record]:
+    """Of each thing that was measured the last measurement, in the order of their first."""
+    newest: dict[tuple[Any, ...], Record] = {}
+    for record in records:
+        old = newest.get(record.key)
+        if old is None or old.time <= record.time:
+            newest[record.key] = record
+    return list(newest.values())
+
+
+class Writer:
+    """Appends records to a file as they come, so that a run that is cut short leaves what it has.
+
+    Args:
+        path: the file; its folder is made.
+    """
+
+    #: Fields that a ``shared`` line may have: those of a run.
+    _FIELDS = frozenset(_FIELDS) - {"case", "contender", "what", "value", "format", "error", "note"}
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._shared: dict[str, Any] | None = None
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Append records, which have much in common."""
+        if not records:
+            return
+        plain = [_plain(record) for record in records]
+        lines: list[str] = []
+        if self._shared is None or not all(_covers(self._shared, own) for own in plain):
+            common = _common(plain)
+            self._shared = {name: common[name] for name in common if name in self._FIELDS}
+            lines.append(_line({_SHARED: self._shared}))
+        lines += _below(self._shared, plain)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(lines)

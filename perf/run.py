@@ -1,0 +1,302 @@
+"""``perf run``: check contenders, measure those that are right, and keep records."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import gc
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cute_kernels.capability import UnsupportedError
+from perf.measure.gpu import PROTOCOLS
+from perf.peers import all_peers
+from perf.records import Record, Writer
+from perf.suites import SUITES, suite
+from perf.suites.base import Options
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from perf.contender import Contender, Task
+    from perf.environment import Environment
+    from perf.measure import Meter
+
+__all__ = ["Choice", "Report", "add_arguments", "main", "measure_suite", "measure_task"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which tasks and contenders of a suite, by regular expressions that must be found.
+
+    Attributes:
+        case: in the text of a task, ``suite name=value ...``.
+        contender: in the name of a contender.
+        format: in its format.
+    """
+
+    case: str = ""
+    contender: str = ""
+    format: str = ""
+
+    def takes(self, contender: Contender) -> bool:
+        """Whether a contender is chosen."""
+        pairs = ((self.contender, contender.name), (self.format, contender.format))
+        return all(re.search(pattern, text) for pattern, text in pairs)
+
+
+@dataclasses.dataclass
+class Report:
+    """What came of a run beside records, in lines for people.
+
+    Attributes:
+        wrong: contenders that gave wrong results; they were not timed.
+        failed: contenders that raised.
+        unsupported: what this version does not run there.
+    """
+
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    failed: list[str] = dataclasses.field(default_factory=list)
+    unsupported: list[str] = dataclasses.field(default_factory=list)
+
+
+def measure_task(
+    task: Task, meter: Meter, facts: dict[str, Any], choice: Choice, report: Report
+) -> list[Record]:
+    """The records of one task; contenders that are wrong or fail are in ``report`` instead.
+
+    Args:
+        task: what to do.
+        meter: what measures.
+        facts: fields that the records share.
+        choice: which contenders.
+        report: takes what went wrong.
+    """
+    chosen = [c for c in task.contenders(0) if choice.takes(c)]
+    checked = [found for c in chosen if (found := _checked(task, c, meter, report))]
+    if not checked:
+        return []
+    least = min((c.bytes for c, _, _ in checked if c.bytes), default=0.0)
+    copies = meter.copies(least) if least else 1
+    runs = [[run] for _, run, _ in checked]
+    for copy in range(1, copies):
+        others = {c.key: c for c in task.contenders(copy)}
+        for mine, (contender, _, _) in zip(runs, checked, strict=True):
+            mine.append(others[contender.key].prepare())
+    measured = meter.measure([c for c, _, _ in checked], runs)
+    records = []
+    for (contender, _, error), found in zip(checked, measured, strict=True):
+        for measurement in found:
+            fields = _joined(facts, dataclasses.asdict(measurement))
+            if contender.versions:
+                fields["versions"] = {**facts.get("versions", {}), **contender.versions}
+            records.append(
+                Record(
+                    suite=task.suite,
+                    case=task.case,
+                    contender=contender.name,
+                    format=contender.format,
+                    error=_short(error),
+                    bytes=contender.bytes,
+                    flops=contender.flops,
+                    note=contender.note,
+                    **fields,
+                )
+            )
+    return records
+
+
+def _joined(facts: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a run and of a measurement; what both know in part is merged."""
+    merged = dict(facts)
+    for name, value in own.items():
+        merged[name] = {**merged.get(name, {}), **value} if isinstance(value, dict) else value
+    return merged
+
+
+def _short(error: float) -> float:
+    """Three digits, which is more than an error means."""
+    return float(f"{error:.3g}")
+
+
+def _checked(
+    task: Task, contender: Contender, meter: Meter, report: Report
+) -> tuple[Contender, Callable[[], Any], float] | None:
+    """A contender whose result is right, its call and its error."""
+    try:
+        run = contender.prepare()
+        with meter.active():
+            got = run()
+        error = contender.error(got)
+    except UnsupportedError as reason:
+        report.unsupported.append(f"{contender}: {str(reason).rpartition(': ')[2]}")
+        return None
+    except Exception as reason:  # a library may raise whatever it likes
+        text = str(reason).strip().partition("\n")[0]
+        report.failed.append(f"{task}: {contender}: {type(reason).__name__}: {text}")
+        return None
+    if not error <= contender.bound:
+        allowed = f"relative error {error:.3g}, at most {contender.bound:.3g} is right"
+        report.wrong.append(f"{task}: {contender}: {allowed}")
+        return None
+    return contender, run, error
+
+
+def measure_suite(
+    name: str, options: Options, choice: Choice, keep: Callable[[list[Record]], object]
+) -> Report:
+    """Run a suite.
+
+    Args:
+        name: one of ``SUITES``.
+        options: what is asked of it.
+        choice: which parts.
+        keep: takes the records of each task as they come.
+    """
+    report = Report()
+    found = suite(name)
+    for meter in found.meters(options):
+        tasks = [task for task in found.tasks(meter, options) if task.matches(choice.case)]
+        if not tasks:
+            continue
+        facts = _facts(meter.environment(), options)
+        facts["ceilings"] = meter.ceilings()
+        facts["kind"] = meter.kind
+        for task in _shown(tasks, f"{name} {meter.backend}"):
+            keep(measure_task(task, meter, facts, choice, report))
+            gc.collect()
+            if meter.kind == "gpu":
+                torch.cuda.empty_cache()
+        for peer in options.peers:
+            if reason := peer.missing(meter):
+                report.unsupported.append(f"{peer.name}: {reason}")
+    return report
+
+
+def _facts(environment: Environment, options: Options) -> dict[str, Any]:
+    return {**environment.fields(), "seed": options.seed}
+
+
+def _shown(tasks: Sequence[Task], title: str) -> Iterator[Task]:
+    """The tasks, with a progress bar on standard error if tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        for number, task in enumerate(tasks, 1):
+            print(f"{title} {number}/{len(tasks)} {task}", file=sys.stderr, flush=True)
+            yield task
+        return
+    with tqdm(tasks, desc=title, unit="task", dynamic_ncols=True, disable=None) as bar:
+        for task in bar:
+            bar.set_postfix_str(str(task), refresh=True)
+            yield task
+
+
+def _print(records: Iterable[Record]) -> None:
+    """Records as lines for people: one for each contender of a case."""
+    lines: dict[str, list[str]] = {}
+    for record in records:
+        case = " ".join(f"{name}={value}" for name, value in record.case.items())
+        title = f"{record.suite} {case}: {record.contender} [{record.format}]"
+        spread = "" if not record.spread else f" +- {record.spread / 2:.2g}"
+        unit = "" if record.unit == "1" else f" {record.unit}"
+        share = record.share("copy") if record.unit == "us" else None
+        of_copy = "" if share is None else f" ({share:.0%} of copy)"
+        found = f"{record.what} {record.value:.6g}{spread}{unit}{of_copy}"
+        lines.setdefault(title, []).append(found)
+    for title, found_of in lines.items():
+        print(f"{title} {', '.join(found_of)}", flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``perf run``."""
+    add = parser.add_argument
+    add("suites", nargs="+", choices=SUITES, metavar="SUITE", help=", ".join(SUITES))
+    add("--backend", default="", help="cuda, reference, emulated:sm_90a, emulated:sm_100a")
+    add("--filter", default="", metavar="REGEX", help="only cases whose text has a match")
+    add("--contender", default="", metavar="REGEX", help="only contenders whose name has one")
+    add("--format", default="", metavar="REGEX", help="only formats and recipes that have one")
+    add("--protocol", choices=PROTOCOLS, default="sustained", help="of a GPU's clock")
+    add("--quick", action="store_true", help="small shapes, few repeats: does everything run?")
+    add("--full", action="store_true", help="all models and routings")
+    add("--seed", type=int, default=0)
+    add("--no-peers", action="store_true", help="this package alone")
+    add("--path", action="append", default=[], metavar="PEER=FOLDER", help="sources of a peer")
+    add("--num-sms", type=int, help="of the emulated GPU")
+    add("--out", type=Path, help="append records to this file")
+    add("--list", action="store_true", help="print the tasks, run nothing")
+    add("--renew", action="store_true", help="counts: replace the committed record")
+    add("--check", action="store_true", help="counts: compare with the committed record")
+
+
+def options_of(arguments: argparse.Namespace) -> Options:
+    """What the command line asks of suites.
+
+    Raises:
+        ValueError: a path that is not PEER=FOLDER.
+    """
+    paths = {}
+    for item in arguments.path:
+        name, separator, folder = item.partition("=")
+        if not separator:
+            raise ValueError(f"--path must be PEER=FOLDER, got {item!r}")
+        paths[name] = Path(folder)
+    emulation = {"num_sms": arguments.num_sms} if arguments.num_sms else {}
+    return Options(
+        backend=arguments.backend,
+        protocol=arguments.protocol,
+        quick=arguments.quick,
+        full=arguments.full,
+        seed=arguments.seed,
+        peers=() if arguments.no_peers else all_peers(paths),
+        paths=paths,
+        emulation=emulation,
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run what was asked for; 1 if a contender was wrong or failed."""
+    options = options_of(arguments)
+    choice = Choice(arguments.filter, arguments.contender, arguments.format)
+    if arguments.list:
+        for name in arguments.suites:
+            for meter in suite(name).meters(options):
+                tasks = suite(name).tasks(meter, options)
+                print(*(t for t in tasks if t.matches(choice.case)), sep="\n")
+        return 0
+    if arguments.renew or arguments.check:
+        from perf import committed
+
+        return committed.main(arguments, options, choice)
+    writer = Writer(arguments.out) if arguments.out else None
+
+    def keep(records: list[Record]) -> None:
+        _print(records)
+        if writer is not None:
+            writer.add(records)
+
+    status = 0
+    for name in arguments.suites:
+        report = measure_suite(name, options, choice, keep)
+        status |= print_report(report)
+    return status
+
+
+def print_report(report: Report) -> int:
+    """Print what was not measured and why; 1 if something is wrong."""
+    with contextlib.suppress(BrokenPipeError):
+        for title, lines in (
+            ("not here", report.unsupported),
+            ("FAILED", report.failed),
+            ("WRONG, so not measured", report.wrong),
+        ):
+            for line, times in collections.Counter(lines).items():
+                times_text = f" ({times} times)" if times > 1 else ""
+                print(f"{title}: {line}{times_text}", file=sys.stderr)
+    return int(bool(report.failed or report.wrong))

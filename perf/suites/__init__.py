@@ -1,0 +1,27 @@
+"""The suites: what each measures, as tasks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from perf.suites.base import Suite
+
+__all__ = ["SUITES", "suite"]
+
+#: By name, in the order of ``perf run --help``.
+SUITES = ("quantize", "gemm", "layer", "host", "compile", "counts")
+
+
+def suite(name: str) -> Suite:
+    """A suite by its name.
+
+    Raises:
+        ValueError: there is no such suite.
+    """
+    import importlib
+
+    if name not in SUITES:
+        raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {name!r}")
+    found: Suite = importlib.import_module(f"perf.suites.{name}").SUITE
+    return found

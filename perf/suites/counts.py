@@ -1,0 +1,141 @@
+"""Counts on the emulator of both architectures: what CI compares, and with ``--full`` the README's.
+
+They do not vary between runs, so any difference is a change of a kernel or of what an op launches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+from cute_kernels.gemm.sm100.config import Sm100Tile
+from cute_kernels.ops.launch.gemm import force_tile
+from perf.cases import GroupedShape
+from perf.contender import Contender, Task
+from perf.measure.emulator import EmulatorMeter
+from perf.operands import Operands
+from perf.suites import gemm, quantize
+from perf.suites.base import Options, Suite
+from perf.suites.gemm import Pair
+from perf.suites.quantize import Quantization
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cute_kernels.gemm.problem import TileShape
+    from perf.measure import Meter
+
+__all__ = ["NUM_SMS", "ROUTINGS", "SUITE"]
+
+#: SMs of the emulated GPU.
+NUM_SMS = 8
+_ARCHES = ("sm_90a", "sm_100a")
+
+#: Rows, columns and groups of what is quantized, in CI and for the README.
+_INPUT, _FULL_INPUT = (256, 4096, 2), (2048, 4096, 4)
+#: What is quantized: format, copies, whether amaxes are given.
+_QUANTIZERS = (
+    ("nvfp4", Quantization("row", True)),
+    ("nvfp4:row_scaled", Quantization("row", False)),
+    ("nvfp4", Quantization("column", True)),
+    ("nvfp4", Quantization("row+column", True)),
+    ("nvfp4:row_scaled", Quantization("row+column", False)),
+    ("nvfp4:block=16x16", Quantization("row+column", True)),
+    ("fp8", Quantization("row", True)),
+    ("fp8", Quantization("row+column", False)),
+)
+#: Rows of each group, by what a routing gives. The last two NVIDIA's example drew.
+ROUTINGS = {
+    "balanced": "256 256 256 256 256 256 256 256",
+    "ragged": "37 150 299 1 80 212 5 266",
+    "routed": "432 80 160 32 176 128 560 480",
+    "skewed": "16 16 240 192 416 1040 16 112",
+}
+_FULL_SHAPE = GroupedShape("counted", "up", 8, 2048, 2048)
+_SHAPE = GroupedShape("counted", "up", 4, 512, 512)
+_RAGGED = "37 150 1 68"
+_PAIRS = (
+    Pair("nvfp4:row_scaled", "nvfp4"),
+    Pair("nvfp4:row_scaled", "nvfp4", prepacked=True),
+    Pair("nvfp4", "nvfp4:block=16x16"),
+    Pair(None, "nvfp4"),
+    Pair(None, None),
+)
+#: Tiles that are compared with those of NVIDIA's example; the ops choose 256x256.
+_TILES = {"256x128": Sm100Tile(256, 128, 2), "128x128": Sm100Tile(128, 128, swap_partial=True)}
+
+
+def _quantizers(meter: Meter, options: Options) -> Iterator[Task]:
+    shape = _FULL_INPUT if options.full else _INPUT
+    for asked in dict.fromkeys(asked for _, asked in _QUANTIZERS):
+        texts = [text for text, other in _QUANTIZERS if other == asked]
+        made = quantize.quantize_task(meter, options, shape, asked, "counts")
+        yield _only(made, lambda c, texts=texts: c.name != "ours" or c.format in texts)
+    for made in quantize.tasks_of(meter, options, shape, "counts"):
+        if made.case["op"] == "dequantize":
+            yield _only(made, lambda c: c.format in ("nvfp4", "nvfp4:row_scaled", "fp8"))
+        elif made.case["op"] != "quantize":
+            yield made
+
+
+def _only(task: Task, takes: Callable[[Contender], bool]) -> Task:
+    """A task with some of its contenders."""
+
+    def contenders(copy: int) -> list[Contender]:
+        return [c for c in task.contenders(copy) if takes(c)]
+
+    return dataclasses.replace(task, contenders=contenders)
+
+
+def _forced(contender: Contender, name: str, tile: TileShape) -> Contender:
+    """A contender of ours with a tile that the op would not choose."""
+
+    def prepare() -> Callable[[], Any]:
+        return functools.partial(_in_tile, tile, contender.prepare())
+
+    return dataclasses.replace(
+        contender, name=f"{contender.name}, tile {name}", prepare=prepare
+    )
+
+
+def _in_tile(tile: TileShape, run: Callable[[], Any]) -> Any:
+    with force_tile(tile):
+        return run()
+
+
+def _product(
+    meter: Meter, options: Options, shape: GroupedShape, product: str, sizes: str
+) -> Task:
+    rows = sum(map(int, sizes.split()))
+
+    def contenders(copy: int) -> list[Contender]:
+        work = Operands(shape, rows, product, sizes, meter.device, options.seed, copy)
+        pairs = [pair for pair in _PAIRS if pair.fits(product)]
+        found = [gemm.ours(pair, work, meter) for pair in pairs]
+        if options.full and meter.arch == "sm_100a":
+            chosen = gemm.ours(_PAIRS[0], work, meter)
+            found += [_forced(chosen, name, tile) for name, tile in _TILES.items()]
+        return [*found, *options.competing(meter, lambda peer: peer.products(work))]
+
+    case = {**shape.case, "rows": rows, "product": product, "routing": sizes}
+    return Task("counts", case, contenders)
+
+
+def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
+    yield from _quantizers(meter, options)
+    if not options.full:
+        for product in ("fprop", "dgrad", "wgrad"):
+            yield _product(meter, options, _SHAPE, product, _RAGGED)
+    elif meter.arch == "sm_100a":
+        for sizes in ROUTINGS.values():
+            yield _product(meter, options, _FULL_SHAPE, "fprop", sizes)
+
+
+def _meters(options: Options) -> list[Meter]:
+    emulation = {"num_sms": NUM_SMS, **options.emulation}
+    wanted = options.backend.removeprefix("emulated:")
+    return [EmulatorMeter(f"emulated:{a}", **emulation) for a in _ARCHES if wanted in ("", a)]
+
+
+SUITE = Suite("counts", "instructions and bytes on the emulator", _tasks, _meters)

@@ -1,0 +1,261 @@
+"""Quantizing, decoding and the reductions beside them: each format of ours, and peers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import cute_kernels
+from cute_kernels import ops
+from cute_kernels.capability import require
+from cute_kernels.formats import Format, parse
+from perf.contender import Contender, Task, relative_error
+from perf.suites.base import Options, Suite, default_meters, element_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from perf.measure import Meter
+
+__all__ = ["DIRECTIONS", "FORMATS", "SUITE", "Input", "Quantization", "quantize_task", "tasks_of"]
+
+FORMATS = (
+    "nvfp4",
+    "nvfp4:row_scaled",
+    "nvfp4:block=16x16",
+    "nvfp4:hadamard",
+    "nvfp4:four_over_six",
+    "fp8",
+    "mxfp8",
+    "fp8_block",
+    "fp8_block:block=128x128",
+)
+#: Which copies: by its name, whether rowwise and whether columnwise.
+DIRECTIONS = {"row": (True, False), "column": (False, True), "row+column": (True, True)}
+#: Rows, columns and groups, by the kind of what measures.
+_SHAPES = {
+    "gpu": ((65536, 7168, 8), (131072, 2048, 8)),
+    "cpu": ((4096, 4096, 8),),
+    "emulator": ((512, 4096, 4),),
+}
+_QUICK = ((320, 512, 3),)
+_SEED_STEP = 1000
+#: Sums of columns differ by the order in which they are added.
+_SUM_BOUND = 1e-5
+
+
+class Input:
+    """A bf16 input of ragged groups whose rows differ in size.
+
+    Attributes:
+        x: (rows, cols).
+        offs: (groups,) end rows.
+        amax: (groups,) of each group.
+    """
+
+    def __init__(
+        self, rows: int, cols: int, groups: int, device: torch.device, seed: int = 0, copy: int = 0
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(seed + _SEED_STEP * copy)
+        self.x = torch.empty(rows, cols, dtype=torch.bfloat16, device=device)
+        self.x.normal_(generator=generator)
+        self.x *= torch.exp2(torch.randn(rows, 1, device=device, generator=generator))
+        cuts = torch.rand(groups, device=device, generator=generator) + 0.5
+        self.offs = (cuts.cumsum(0) / cuts.sum() * rows).round().int()
+        self.offs[-1] = rows
+        row_amax = self.x.abs().amax(1).float()
+        bounds = [0, *self.offs.tolist()]
+        self.amax = torch.stack(
+            [
+                row_amax[start:end].amax() if start < end else row_amax.new_zeros(())
+                for start, end in itertools.pairwise(bounds)
+            ]
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """What is asked of a quantizer.
+
+    Attributes:
+        directions: a key of ``DIRECTIONS``.
+        gives_amax: the amaxes of groups are given.
+    """
+
+    directions: str
+    gives_amax: bool
+
+    @property
+    def ways(self) -> list[bool]:
+        """Whether columnwise, of each copy that is asked for."""
+        return [way for way, asked in zip((False, True), DIRECTIONS[self.directions]) if asked]
+
+    def fits(self, fmt: Format) -> bool:
+        """Whether it makes sense for a format: amaxes are given to what has one a group."""
+        levels = [fmt.level(way) for way in self.ways]
+        has_group_level = any(level is not None and level.per == "group" for level in levels)
+        return has_group_level or not self.gives_amax
+
+    def written(self, fmt: Format) -> float:
+        """Bytes that an element takes in all copies."""
+        return len(self.ways) * element_bytes(fmt)
+
+    @property
+    def case(self) -> dict[str, str]:
+        """As ``Record.case``."""
+        amax = "given" if self.gives_amax else "computed"
+        return {"op": "quantize", "directions": self.directions, "amax": amax}
+
+
+#: What users ask for, in the order of the tables.
+QUANTIZATIONS = tuple(
+    Quantization(directions, given)
+    for directions, given in itertools.product(DIRECTIONS, (True, False))
+)
+
+
+def _quantize(data: Input, text: str, asked: Quantization) -> list[Tensor]:
+    amax = data.amax if asked.gives_amax else None
+    buffers: list[Tensor] = ops.grouped_quantize(
+        data.x, text, data.offs, amax, *DIRECTIONS[asked.directions]
+    )
+    return buffers
+
+
+def _named(fmt: Format, asked: Quantization, buffers: list[Tensor]) -> dict[str, Tensor]:
+    names = [name for way in asked.ways for name in fmt.buffer_names(way)]
+    return dict(zip(dict.fromkeys(names), buffers, strict=True))
+
+
+def _decode(data: Input, fmt: Format, named: dict[str, Tensor], way: bool) -> Tensor:
+    codes, *rest = (named[name] for name in fmt.operand_names(way))
+    facts = (fmt.text, len(data.x), torch.float32, data.offs, way)
+    values: Tensor = ops.grouped_dequantize(codes, rest, *facts)
+    return values
+
+
+def _quantize_error(
+    data: Input, fmt: Format, asked: Quantization, buffers: list[Tensor]
+) -> float:
+    """0 if all copies decode to the bits that the reference's do."""
+    with cute_kernels.backend("reference"):
+        got = _named(fmt, asked, buffers)
+        want = _named(fmt, asked, _quantize(data, fmt.text, asked))
+        errors = []
+        for way in asked.ways:
+            left, right = (_decode(data, fmt, named, way) for named in (got, want))
+            errors.append(0.0 if torch.equal(left, right) else relative_error(left, right) or 1.0)
+    return max(errors)
+
+
+def ours(data: Input, text: str, asked: Quantization, meter: Meter) -> Contender:
+    """A quantizer of this package."""
+    fmt = parse(text)
+
+    def prepare() -> Callable[[], Any]:
+        require("grouped_quantize", fmt, meter.arch, columnwise=True in asked.ways)
+        return functools.partial(_quantize, data, text, asked)
+
+    return Contender(
+        "ours",
+        text,
+        prepare,
+        functools.partial(_quantize_error, data, fmt, asked),
+        bytes=data.x.numel() * (data.x.element_size() + asked.written(fmt)),
+    )
+
+
+def _decoder(data: Input, text: str, way: bool, meter: Meter) -> Contender:
+    fmt = parse(text)
+    asked = Quantization("column" if way else "row", False)
+
+    def prepare() -> Callable[[], Any]:
+        require("grouped_dequantize", fmt, meter.arch, columnwise=way)
+        with cute_kernels.backend("reference"):
+            named = _named(fmt, asked, _quantize(data, text, asked))
+        codes, *rest = (named[name] for name in fmt.operand_names(way))
+        facts = (text, len(data.x), torch.bfloat16, data.offs, way)
+        return functools.partial(ops.grouped_dequantize, codes, rest, *facts)
+
+    def error(got: Tensor) -> float:
+        with cute_kernels.backend("reference"):
+            want = prepare()()
+        return 0.0 if torch.equal(got, want) else relative_error(got, want) or 1.0
+
+    moved = data.x.element_size() + element_bytes(fmt)
+    return Contender("ours", text, prepare, error, bytes=data.x.numel() * moved)
+
+
+def _reduction(data: Input, op: str, meter: Meter) -> Contender:
+    """``grouped_amax`` or ``grouped_dbias``."""
+    run = getattr(ops, f"grouped_{op}")
+
+    def prepare() -> Callable[[], Any]:
+        require(f"grouped_{op}", None, meter.arch, dtype=data.x.dtype)
+        return functools.partial(run, data.x, data.offs)
+
+    def error(got: Tensor) -> float:
+        with cute_kernels.backend("reference"):
+            return relative_error(got, run(data.x, data.offs))
+
+    bound = _SUM_BOUND if op == "dbias" else 0.0
+    moved = float(data.x.numel() * data.x.element_size())
+    return Contender("ours", "bfloat16", prepare, error, bound, bytes=moved)
+
+
+def quantize_task(
+    meter: Meter,
+    options: Options,
+    shape: tuple[int, int, int],
+    asked: Quantization,
+    suite: str = "quantize",
+) -> Task:
+    """All who can quantize an input."""
+
+    def contenders(copy: int) -> list[Contender]:
+        data = Input(*shape, meter.device, options.seed, copy)
+        fitting = [text for text in FORMATS if asked.fits(parse(text))]
+        found = [ours(data, text, asked, meter) for text in fitting]
+        return [*found, *options.competing(meter, lambda peer: peer.quantizers(data, asked))]
+
+    return Task(suite, asked.case | _shape_case(shape), contenders)
+
+
+def _shape_case(shape: tuple[int, int, int]) -> dict[str, Any]:
+    return dict(zip(("rows", "cols", "groups"), shape, strict=True)) | {"dtype": "bfloat16"}
+
+
+def tasks_of(
+    meter: Meter, options: Options, shape: tuple[int, int, int], suite: str = "quantize"
+) -> Iterator[Task]:
+    """Everything that is done to one input."""
+    for asked in QUANTIZATIONS:
+        yield quantize_task(meter, options, shape, asked, suite)
+    size = _shape_case(shape)
+    for name, way in (("row", False), ("column", True)):
+
+        def decoders(copy: int, way: bool = way) -> list[Contender]:
+            data = Input(*shape, meter.device, options.seed, copy)
+            return [_decoder(data, text, way, meter) for text in FORMATS]
+
+        yield Task(suite, {"op": "dequantize", "directions": name} | size, decoders)
+    for op in ("amax", "dbias"):
+
+        def reductions(copy: int, op: str = op) -> list[Contender]:
+            data = Input(*shape, meter.device, options.seed, copy)
+            return [_reduction(data, op, meter)]
+
+        yield Task(suite, {"op": op} | size, reductions)
+
+
+def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
+    for shape in _QUICK if options.quick else _SHAPES[meter.kind]:
+        yield from tasks_of(meter, options, shape)
+
+
+SUITE = Suite("quantize", "quantizers, decoding, amaxes and column sums", _tasks, default_meters)
