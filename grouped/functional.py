@@ -56,6 +56,7 @@ def quantize(
     columnwise: bool = ...,
     dbias: Literal[False] = ...,
     amax: Tensor | None = ...,
+    scale: Tensor | None = ...,
     out: GroupedTensor | None = ...,
 ) -> GroupedTensor: ...
 
@@ -70,6 +71,7 @@ def quantize(
     columnwise: bool = ...,
     dbias: Literal[True],
     amax: Tensor | None = ...,
+    scale: Tensor | None = ...,
     out: GroupedTensor | None = ...,
 ) -> tuple[GroupedTensor, Tensor]: ...
 
@@ -83,6 +85,7 @@ def quantize(
     columnwise: bool = False,
     dbias: bool = False,
     amax: Tensor | None = None,
+    scale: Tensor | None = None,
     out: GroupedTensor | None = None,
 ) -> GroupedTensor | tuple[GroupedTensor, Tensor]:
     """Quantize the groups of ``x``.
@@ -104,6 +107,10 @@ def quantize(
         dbias: also return the column sums of each group.
         amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so that
             its sign is dropped.
+        scale: (G,) fp32 factor of each group, which ``FP8(scaling="delayed")`` needs instead of an
+            amax and other formats refuse: elements are multiplied by it and saturate. The result
+            has it, its reciprocal ``scale_inv``, and the amax of this ``x``, which
+            ``delayed_scaling_update`` makes the next scale from.
         out: a tensor of the same shape, format, groups and directions to quantize into. One that
             requires a gradient only under ``torch.no_grad()``.
 
@@ -136,12 +143,14 @@ def quantize(
         # The result owns its boundaries: ``out=`` writes them, and the caller may reuse its buffer.
         ends = ends.clone()
     if out is None:
-        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, rowwise, columnwise)
+        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, rowwise, columnwise, scale)
         out = assemble(x.shape, x.dtype, fmt.text, ends, buffers, rowwise, columnwise)
     else:
+        if fmt.takes_scale and scale is None:
+            raise ValueError(f"scale is missing: {fmt.text} takes (G,) fp32 scales")
         _check_reused(out, fmt, x, ends, rowwise, columnwise)
         refuse_derivatives("quantize(out=)", [("out", out)], "write it under torch.no_grad()")
-        torch.ops.grouped.quantize_out(x, ends, amax, out)
+        torch.ops.grouped.quantize_out(x, ends, amax, out, scale)
     if not dbias:
         return out
     sums: Tensor = ops.grouped_dbias(x, ends)
@@ -173,11 +182,18 @@ def _check_reused(
 
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
-_LIBRARY.define("quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out) -> ()")
+_LIBRARY.define(
+    "quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out, Tensor? scale=None) -> ()"
+)
 
 
 @handler(torch.ops.grouped.quantize_out.default)
 def _quantize_out(
-    func: Any, x: Tensor, offs: Tensor | None, amax: Tensor | None, out: GroupedTensor
+    func: Any,
+    x: Tensor,
+    offs: Tensor | None,
+    amax: Tensor | None,
+    out: GroupedTensor,
+    scale: Tensor | None = None,
 ) -> None:
-    out._quantize_into(x, offs, amax)
+    out._quantize_into(x, offs, amax, scale)
