@@ -121,4 +121,5 @@ class GroupedQuantize(Op):
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
         out = dict(zip(self.specs(), outputs, strict=True))
         groups = Groups.of(self.x.shape, self.offs, self.device)
-        reference.quantize(self.x, groups, self.record, out, self.amax)
+        given = reference.Given(self.amax)
+        reference.quantize(reference.Elements(self.x), groups, self.record, out, given)

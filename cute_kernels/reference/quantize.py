@@ -6,7 +6,7 @@ blocks are converted by slot tiles for both directions.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from cute_kernels.formats import BlockScale, Format
+    from cute_kernels.reference.elements import Elements
 
-__all__ = ["dequantize", "linear_column_scales", "linear_row_scales", "quantize"]
+__all__ = ["Given", "dequantize", "linear_column_scales", "linear_row_scales", "quantize"]
 
 #: Elements that are converted at a time: bounds the memory, and stays in the cache.
 _CHUNK = 1 << 19
@@ -34,29 +35,39 @@ def _chunks(count: int, elements_each: int) -> Iterator[slice]:
         yield slice(start, min(start + step, count))
 
 
+class Given(NamedTuple):
+    """What the caller gives beside the elements.
+
+    Attributes:
+        amax: (G,) fp32 amax per group to use instead of computing it; its sign is dropped.
+    """
+
+    amax: Tensor | None = None
+
+
 def quantize(
-    x: Tensor,
+    elements: Elements,
     groups: Groups,
     fmt: Format,
     out: Mapping[str, Tensor],
-    given_amax: Tensor | None = None,
+    given: Given = Given(),  # noqa: B008  (immutable)
 ) -> None:
-    """Quantize the groups of ``x`` into the buffers of one or both directions.
+    """Quantize groups into the buffers of one or both directions.
 
     Args:
-        x: (T, K), or (G, N, K) of uniform groups; bf16, fp16 or fp32.
-        groups: where the groups lie.
+        elements: what is quantized.
+        groups: where the groups lie in its rows.
         fmt: the format.
         out: buffers by name, as ``layout.buffers`` has them for the directions that are asked for.
-        given_amax: (G,) fp32 amax per group to use instead of computing it; its sign is dropped.
+        given: what is not to be computed.
     """
-    codec, x = codec_of(fmt), x.flatten(0, -2)
+    codec = codec_of(fmt, elements.dtype)
     rowwise, columnwise = (_named(fmt, out, direction) for direction in (False, True))
     if rowwise and groups.is_uniform:
         # The rows of all groups are equally far apart, so these are views.
         rowwise = {name: rows_first(t, fmt, name) for name, t in rowwise.items()}
-    per_row = absmax(x)
-    per_group = group_amax(per_row, groups) if given_amax is None else given_amax.abs()
+    per_row = elements.absmax()
+    per_group = group_amax(per_row, groups) if given.amax is None else given.amax.abs()
     for is_columnwise, copy in ((False, rowwise), (True, columnwise)):
         if copy:
             _store_level(codec, groups, copy, per_row, per_group, is_columnwise)
@@ -66,9 +77,10 @@ def quantize(
             g = per_row
         else:
             g = per_group[groups.group_of_row().clamp_max_(max(0, len(groups) - 1))]
-        _quantize_rows(codec, x, groups, g, rowwise)
+        _quantize_rows(codec, elements, groups, g, rowwise)
     if columnwise or (rowwise and fmt.is_2d):
-        _quantize_tiles(codec, x, groups, per_group, rowwise if fmt.is_2d else {}, columnwise)
+        squares = rowwise if fmt.is_2d else {}
+        _quantize_tiles(codec, elements, groups, per_group, squares, columnwise)
 
 
 def _named(fmt: Format, out: Mapping[str, Tensor], columnwise: bool) -> dict[str, Tensor]:
@@ -123,18 +135,18 @@ def _store_level(
 
 
 def _quantize_rows(
-    codec: Codec, x: Tensor, groups: Groups, g: Tensor, copy: Mapping[str, Tensor]
+    codec: Codec, elements: Elements, groups: Groups, g: Tensor, copy: Mapping[str, Tensor]
 ) -> None:
     """The rowwise copy, blocks along K; ``g`` is the amax of each row, or of its group."""
-    fmt, scale = codec.fmt, codec.fmt.scale
-    vec = x.shape[1] if scale is None else scale.vec_size
+    fmt, scale, cols = codec.fmt, codec.fmt.scale, elements.cols
+    vec = cols if scale is None else scale.vec_size
     _, slot = groups.slot_of_row()
     linear = None
     if scale is not None:
-        shape = groups.num_tiles * TILE_ROWS, x.shape[1] // vec
-        linear = torch.zeros(shape, dtype=scale.dtype, device=x.device)
-    for part in _chunks(len(slot), x.shape[1]):  # the live rows are the first ones
-        blocks = x[part].float().unflatten(1, (-1, vec))
+        shape = groups.num_tiles * TILE_ROWS, cols // vec
+        linear = torch.zeros(shape, dtype=scale.dtype, device=elements.device)
+    for part in _chunks(len(slot), cols):  # the live rows are the first ones
+        blocks = elements.take(part).unflatten(1, (-1, vec))
         encoded, stored = codec.encode(blocks, absmax(blocks), g[part, None])
         copy["codes"][part] = pack(fmt.element, encoded.flatten(1))
         if linear is not None and stored is not None:
@@ -147,20 +159,22 @@ def _quantize_rows(
 
 def _quantize_tiles(
     codec: Codec,
-    x: Tensor,
+    elements: Elements,
     groups: Groups,
     per_group: Tensor,
     rowwise: Mapping[str, Tensor],
     columnwise: Mapping[str, Tensor],
 ) -> None:
     """The columnwise copy, and the rowwise one of square blocks, slot tile by slot tile."""
-    fmt, scale, cols = codec.fmt, codec.fmt.scale, x.shape[1]
+    fmt, scale, cols = codec.fmt, codec.fmt.scale, elements.cols
     vec = TILE_ROWS if scale is None else scale.vec_size
     all_tiles, all_groups, all_rows = groups.used_tiles()
     for part in _chunks(len(all_tiles), TILE_ROWS * cols):
         tile, row = all_tiles[part], all_rows[part]
         live = row >= 0
-        values = x[row.clamp_min(0)].float().masked_fill_(~live.unsqueeze(-1), 0.0)  # (t, 128, K)
+        values = elements.take(row.clamp_min(0)).masked_fill_(
+            ~live.unsqueeze(-1), 0.0
+        )  # (t, 128, K)
         blocks = values.unflatten(1, (-1, vec)).movedim(2, -1)  # (t, 128 / vec, K, vec)
         a = absmax(blocks)
         if fmt.is_2d:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from cute_kernels.reference.conversions import decode, encode, f32
 
 if TYPE_CHECKING:
@@ -23,13 +25,14 @@ class Codec(abc.ABC):
 
     Args:
         fmt: the format's record.
+        dtype: what the elements were before they became fp32.
     """
 
     #: The class of the records that it serves.
     format: ClassVar[type[Format]]
 
-    def __init__(self, fmt: Format) -> None:
-        self.fmt = fmt
+    def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
+        self.fmt, self.dtype = fmt, dtype
 
     def level(self, amax: Tensor) -> tuple[Tensor, ...]:
         """The vectors of the second level, as the record names them, from amaxes."""
