@@ -65,6 +65,10 @@ _NOT_BUILT: dict[str, dict[str, object]] = {
 }
 #: Values of a record's fields that the reference alone runs, by the name of the format.
 _REFERENCE_ONLY: dict[str, dict[str, object]] = {"fp8": {"scaling": "delayed"}}
+#: Ops on the scales that formats take from the caller.
+_OF_SCALES = ("delayed_scaling_update",)
+#: Ops that take groups that have shapes of their own, on the reference backend.
+_SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
 
@@ -95,6 +99,7 @@ def support(
     dtype: torch.dtype | None = None,
     columnwise: bool = False,
     prepacked: bool = False,
+    shapes: bool = False,
 ) -> Support:
     """Say whether ``op`` runs for ``fmt`` on ``arch``.
 
@@ -110,6 +115,7 @@ def support(
             one that the op takes everywhere, such as bf16.
         columnwise: the columnwise copy is asked for, alone or with the rowwise one.
         prepacked: the weights have the order of bits of ``cute_kernels.prepack``.
+        shapes: the groups have shapes of their own: the last dimension varies.
 
     Returns:
         A ``Support``, true if it runs, otherwise with the reason.
@@ -133,6 +139,8 @@ def support(
     )
     if prepacked and not reason:
         reason = _why_not_prepacked(op, arch)
+    if shapes and not reason:
+        reason = _why_not_shapes(op, arch)
     return Support(False, reason) if reason else _YES
 
 
@@ -151,7 +159,7 @@ def _why_not_format(op: str, fmt: Format | None) -> str:
     for field, value in _NOT_BUILT.get(fmt.name, {}).items():
         if getattr(fmt, field) == value:
             return f"{kind}({field}={value!r}) is not built yet"
-    if op == "delayed_scaling_update" and not fmt.takes_scale:
+    if op in _OF_SCALES and not fmt.takes_scale:
         return f"{fmt} has no scales that outlive a tensor"
     level = fmt.second_level
     if op == "grouped_gemm_w4a16" and level is not None and level.per == "row":
@@ -193,6 +201,14 @@ def _why_not_prepacked(op: str, arch: str) -> str:
         return "prepacked weights multiply quantized activations: unpack() them"
     if op == "grouped_gemm" and arch not in _PREPACKED:
         return f"prepacked weights are for sm_90a, not {arch}: unpack() them"
+    return ""
+
+
+def _why_not_shapes(op: str, arch: str) -> str:
+    if op not in _SHAPED:
+        return f"{op} takes ragged or uniform groups, not those that have shapes of their own"
+    if arch != "reference":
+        return f"no {arch} kernel of {op} for groups that have shapes of their own yet"
     return ""
 
 
@@ -242,6 +258,8 @@ def markdown_table() -> str:
                 titles.setdefault(cells(op, None, dtype=dtype), []).append(title)
         if any(other == op and name is not None for other, name in _RUNS):
             for title, fmt, prepacked in formats:
+                if op in _OF_SCALES and not fmt.takes_scale:
+                    continue
                 titles.setdefault(cells(op, fmt, prepacked=prepacked), []).append(title)
         rows += [f"| `{op}` | {', '.join(names)} | {key} |" for key, names in titles.items()]
     return "\n".join(rows)

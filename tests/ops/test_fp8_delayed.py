@@ -9,6 +9,7 @@ from torch.library import opcheck
 import cute_kernels
 import grouped
 from cute_kernels.formats import parse
+from cute_kernels.layout.buffers import buffers, member_parts
 from tests.helpers import (
     DTYPES,
     SPLITS,
@@ -109,6 +110,25 @@ def test_many_groups_and_views():
     assert not nothing.amax.any() and nothing.dequantize().isnan().all()
 
 
+@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+def test_groups_that_have_shapes_of_their_own(directions):
+    shapes = [(5, 64), (0, 32), (130, 48), (1, 160)]
+    members = [sample(*shape) for shape in shapes]
+    scale = torch.tensor([2.0, 9.0, 300.0, 0.25])
+    flat = [size for shape in shapes for size in shape]
+    x = torch.cat([*(m.flatten() for m in members), torch.full((7,), torch.nan).bfloat16()])
+    asked = dict(zip(("rowwise", "columnwise"), directions, strict=True))
+    out = ops.grouped_quantize(x, E4M3.text, None, None, *directions, scale=scale, shapes=flat)
+    names = tuple(buffers(E4M3, x.shape, None, shapes=shapes, **asked))
+    got, parts = dict(zip(names, out, strict=True)), member_parts(E4M3, shapes, **asked)
+    for i, member in enumerate(members):
+        given = scale[i : i + 1]
+        alone = ops.grouped_quantize(member[None], E4M3.text, None, None, *directions, scale=given)
+        for name, want in zip(names, alone, strict=True):
+            part = parts[name][i].of(got[name])
+            assert torch.equal(part.view(torch.uint8), want.view(torch.uint8)), name
+
+
 def test_every_bf16_value():
     x = torch.arange(1 << 16).int().to(torch.int16).view(torch.bfloat16).view(-1, 64)
     for dtype, fmt in FORMATS.items():
@@ -150,9 +170,7 @@ def test_what_is_not_written_stays():
     q = grouped.quantize(x, E4M3, offs=offs, scale=torch.ones(3), columnwise=True)
     out = [*q.rowwise][:1] + [*q.columnwise]
     out = [poisoned(t) for t in out]
-    made = dict(
-        zip(("codes", "codes_t", *E4M3.buffer_names(False)[1:]), out, strict=True)
-    )
+    made = dict(zip(("codes", "codes_t", *E4M3.buffer_names(False)[1:]), out, strict=True))
     order = dict.fromkeys((*E4M3.buffer_names(False), *E4M3.buffer_names(True)))
     ops.grouped_quantize_out(
         x, E4M3.text, offs, None, True, True, torch.ones(3), out=[made[n] for n in order]
