@@ -1,4 +1,4 @@
-"""MXFP8 and FP8Block as the specification words them, in NumPy fp32, a block at a time.
+"""MXFP8 and FP8Block as the specification words them, in NumPy fp32.
 
 Shares nothing with the package. FP8 and E8M0 numbers are searched among all values that there are,
 and every buffer is written at the addresses that the layout gives.
@@ -67,9 +67,16 @@ def round_e8m0(v: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(v), 255, code).astype(np.uint8)
 
 
-def absmax(values: np.ndarray) -> np.float32:
-    """Largest magnitude; NaN is passed over."""
-    return f32(np.nanmax(np.append(np.abs(values).ravel(), f32(0))))
+def repeated(per_block: np.ndarray, height: int, width: int, shape: Sequence[int]) -> np.ndarray:
+    """A number a block as a number an element."""
+    return per_block.repeat(height, 0).repeat(width, 1)[: shape[0], : shape[1]]
+
+
+def block_amaxes(x: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Largest magnitude of each block of valid elements; NaN is passed over."""
+    padded = np.pad(np.abs(x), [(0, -n % b) for n, b in zip(x.shape, (height, width), strict=True)])
+    by_block = padded.reshape(-1, height, padded.shape[1] // width, width)
+    return np.fmax.reduce(by_block, axis=(1, 3), initial=f32(0)).astype(f32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,43 +97,38 @@ class Rules:
     def is_mx(self) -> bool:
         return self.kind == "mxfp8"
 
-    def scale(self, a: np.float32, dtype: str) -> tuple[np.generic, np.float32]:
-        """The stored scale of a block of amax ``a``, and what its elements are multiplied by."""
-        largest = fp8_max(self.element)
-        if self.is_mx:
-            code = round_e8m0(np.array(a * f32(1 / float(largest))))[()]
-            return code, f32(2.0 ** (127 - int(code)))
-        a = max(a, f32(self.epsilon))
-        scale = f32(1)
-        if a != 0 and np.isfinite(a):
-            scale = largest / a
-            if np.isinf(scale):
-                scale = LARGEST[dtype]
-            if self.pow2:
-                scale = f32(2.0 ** np.floor(np.log2(np.float64(scale))))
-        return f32(1) / scale, scale
-
-    def decode(self, stored: np.generic) -> np.float32:
-        return f32(POWERS[stored]) if self.is_mx else f32(stored)
-
     @property
     def stored(self) -> type:
         return np.uint8 if self.is_mx else f32
+
+    def scales(self, a: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        """Stored scales of blocks of amaxes ``a``, and what their elements are multiplied by."""
+        largest = fp8_max(self.element)
+        if self.is_mx:
+            code = round_e8m0(a * f32(1 / float(largest)))
+            return code, (2.0 ** (127 - code.astype(np.float64))).astype(f32)
+        a = np.maximum(a, f32(self.epsilon))
+        scale = largest / a
+        scale = np.where(np.isinf(scale), LARGEST[dtype], scale)
+        scale = np.where((a == 0) | np.isinf(a), f32(1), scale).astype(f32)
+        if self.pow2:
+            scale = (2.0 ** np.floor(np.log2(scale.astype(np.float64)))).astype(f32)
+        return f32(1) / scale, scale
+
+    def decode(self, stored: np.ndarray) -> np.ndarray:
+        return POWERS[stored].astype(f32) if self.is_mx else stored
 
     def blocks(
         self, x: np.ndarray, height: int, width: int, dtype: str
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Codes of a group, stored scales of its blocks of height x width, and decoded values."""
-        codes, values = np.zeros(x.shape, np.uint8), np.zeros(x.shape, f32)
-        scales = np.zeros((ceil_div(len(x), height), ceil_div(x.shape[1], width)), self.stored)
-        table = np.append(fp8_magnitudes(self.element), np.full(128, np.nan))[:128].astype(f32)
-        table = np.concatenate([table, -table])
-        for i, j in np.ndindex(scales.shape):
-            at = slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width)
-            scales[i, j], enc = self.scale(absmax(x[at]), dtype)
-            codes[at] = round_fp8(x[at] * enc, self.element)
-            values[at] = table[codes[at]] * self.decode(scales[i, j])
-        return codes, scales, values
+        scales, enc = self.scales(block_amaxes(x, height, width), dtype)
+        codes = round_fp8(x * repeated(enc, height, width, x.shape), self.element)
+        magnitudes = fp8_magnitudes(self.element)
+        table = np.append(magnitudes, np.full(128 - len(magnitudes), np.nan)).astype(f32)
+        values = np.concatenate([table, -table])[codes]
+        factors = repeated(self.decode(scales), height, width, x.shape)
+        return codes, scales, values * factors
 
 
 def scale_address(row: np.ndarray, block: np.ndarray, blocks: int) -> np.ndarray:
