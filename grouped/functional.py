@@ -137,10 +137,11 @@ def quantize(
     x = x.detach()
     # Formats that no backend runs; what this backend runs is checked by the op.
     require("grouped_quantize", fmt, "reference", columnwise=columnwise)
-    if x.dim() == 2 and offs is None and shapes is None:
-        raise ValueError("offs is missing: x (T, K) is cut into groups by offs; uniform x is 3D")
-    if x.dim() == 1 and shapes is None:
-        raise ValueError("shapes is missing: x (capacity,) is cut into groups by shapes")
+    if offs is None and shapes is None and x.dim() in (1, 2):
+        name, kind = ("shapes", "(capacity,)") if x.dim() == 1 else ("offs", "(T, K)")
+        raise ValueError(
+            f"{name} is missing: x {kind} is cut into groups by {name}; uniform x is 3D"
+        )
     if offs is not None and shapes is not None:
         raise ValueError("offs and shapes are both given: groups are cut by one of them")
     if dbias and shapes is not None:
