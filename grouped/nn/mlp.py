@@ -26,6 +26,8 @@ class GroupedMLP(nn.Module):
         bias: whether both layers have biases.
         recipe: formats of both layers; BF16 by default.
         single_parameter: as in ``GroupedLinear``.
+        fuse_wgrad_accumulation: as in ``GroupedLinear``.
+        delay_wgrad: as in ``GroupedLinear``.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
@@ -42,6 +44,8 @@ class GroupedMLP(nn.Module):
         *,
         recipe: Recipe | None = None,
         single_parameter: bool = True,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -55,6 +59,8 @@ class GroupedMLP(nn.Module):
                 bias,
                 recipe=recipe,
                 single_parameter=single_parameter,
+                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+                delay_wgrad=delay_wgrad,
                 device=device,
                 dtype=dtype,
             )
@@ -76,3 +82,8 @@ class GroupedMLP(nn.Module):
         hidden = (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
         y: Tensor = self.down(hidden, offs, is_first_microbatch=is_first_microbatch)
         return y
+
+    def backward_dw(self) -> None:
+        """Compute what a backward pass left, of both layers: see ``GroupedLinear.backward_dw``."""
+        self.down.backward_dw()
+        self.gate_up.backward_dw()
