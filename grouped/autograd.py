@@ -185,12 +185,16 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        offs, *kept = ctx.saved_tensors
         if ctx.sink is not None:
             ctx.sink.check()
+        offs, *kept = ctx.saved_tensors
+        operands = _unflat(kept, ctx.call, ctx.needs)
+        # Unless the graph is retained: so that the weight is gone before its gradient is made.
+        ctx.maybe_clear_saved_tensors()
+        del kept
         with torch.no_grad():
-            operands = _unflat(kept, ctx.call, ctx.needs)
             dx, wgrad, dbias = backward(ctx.call, ctx.needs, dy, offs, operands)
+            del operands
             wanted = ctx.needs_input_grad[7:]
             dweights: Sequence[Tensor | None] = [None] * len(wanted)
             if ctx.sink is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped.nn.linear import GroupedLinear
+from grouped.nn.swiglu import swiglu
 
 if TYPE_CHECKING:
     from grouped.offsets import Offsets
@@ -77,9 +78,7 @@ class GroupedMLP(nn.Module):
         self, x: Tensor, offs: Offsets, *, is_first_microbatch: bool | None = None
     ) -> Tensor:
         """Apply the experts; arguments as in ``GroupedLinear.forward``."""
-        gate, up = self.gate_up(x, offs, is_first_microbatch=is_first_microbatch).chunk(2, dim=-1)
-        # In fp32, rounded once, as the fused kernels of other systems do.
-        hidden = (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+        hidden = swiglu(self.gate_up(x, offs, is_first_microbatch=is_first_microbatch))
         y: Tensor = self.down(hidden, offs, is_first_microbatch=is_first_microbatch)
         return y
 
