@@ -84,7 +84,8 @@ class Workload:
         names = [name for name in out if name in self.copies]
         for name in names:
             out[name].fill_(0xA5)
-        reference.quantize(self.x, Groups.ragged(self.offs, len(self.x)), fmt, out)
+        groups = Groups.ragged(self.offs, len(self.x))
+        reference.quantize(reference.Elements(self.x), groups, fmt, out)
         return {name: out[name] for name in names}
 
     def arguments(self, config: Any, num_sms: int) -> tuple[Any, ...]:

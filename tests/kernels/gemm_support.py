@@ -115,7 +115,7 @@ def quantize(
     directions = {"rowwise": not columnwise, "columnwise": columnwise}
     specs = buffers(fmt, x.shape, None if offs is None else len(offs), **directions)
     out = {name: _poisoned(spec) for name, spec in specs.items()}
-    reference.quantize(x, Groups.of(x.shape, offs, x.device), fmt, out)
+    reference.quantize(reference.Elements(x), Groups.of(x.shape, offs, x.device), fmt, out)
     codes, scales, amax = out.values()
     return Operand(codes, scales, amax, fmt, per_row=row_scaled and not columnwise)
 

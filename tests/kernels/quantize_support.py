@@ -111,7 +111,9 @@ def expected(
     """What the reference writes."""
     out = problem.buffers(fmt, rowwise, columnwise)
     asked = {name: value for name, value in out.items() if value is not None}
-    reference.quantize(problem.x, problem.groups, fmt, asked, given)
+    reference.quantize(
+        reference.Elements(problem.x), problem.groups, fmt, asked, reference.Given(given)
+    )
     return out
 
 

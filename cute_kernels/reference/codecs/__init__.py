@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from cute_kernels.reference.codecs.base import Codec
 from cute_kernels.reference.codecs.fp8 import FP8Codec
+from cute_kernels.reference.codecs.fp8_block import FP8BlockCodec
+from cute_kernels.reference.codecs.mxfp8 import MXFP8Codec
 from cute_kernels.reference.codecs.nvfp4 import NVFP4Codec
 
 if TYPE_CHECKING:
@@ -14,9 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["CODECS", "Codec", "codec_of"]
 
 #: Codecs by the name of their format.
-CODECS: dict[str, type[Codec]] = {c.format.name: c for c in (NVFP4Codec, FP8Codec)}
+CODECS: dict[str, type[Codec]] = {
+    c.format.name: c for c in (NVFP4Codec, FP8Codec, FP8BlockCodec, MXFP8Codec)
+}
 
 
-def codec_of(fmt: Format) -> Codec:
-    """The codec of a format that the capability table lists."""
-    return CODECS[fmt.name](fmt)
+def codec_of(fmt: Format, dtype: torch.dtype = torch.float32) -> Codec:
+    """The codec of a format that the capability table lists, for elements from ``dtype``."""
+    return CODECS[fmt.name](fmt, dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from cute_kernels.reference.conversions import decode, encode, f32
 
 if TYPE_CHECKING:
@@ -12,7 +14,15 @@ if TYPE_CHECKING:
 
     from cute_kernels.formats import BlockScale, Format
 
-__all__ = ["Codec"]
+__all__ = ["Codec", "scaled"]
+
+
+def scaled(values: Tensor, factors: Tensor, vec: int) -> Tensor:
+    """``values`` (..., K) times one factor a block of ``vec``; the last block may be a part."""
+    if values.shape[-1] % vec:
+        return values * factors.repeat_interleave(vec, dim=-1)[..., : values.shape[-1]]
+    blocks: Tensor = values.unflatten(-1, (-1, vec))
+    return (blocks * factors.unsqueeze(-1)).flatten(-2)
 
 
 class Codec(abc.ABC):
@@ -23,13 +33,14 @@ class Codec(abc.ABC):
 
     Args:
         fmt: the format's record.
+        dtype: what the elements were before they became fp32.
     """
 
     #: The class of the records that it serves.
     format: ClassVar[type[Format]]
 
-    def __init__(self, fmt: Format) -> None:
-        self.fmt = fmt
+    def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
+        self.fmt, self.dtype = fmt, dtype
 
     def level(self, amax: Tensor) -> tuple[Tensor, ...]:
         """The vectors of the second level, as the record names them, from amaxes."""
@@ -79,11 +90,10 @@ class Codec(abc.ABC):
 
         Args:
             codes: (R, K) codes as they are stored.
-            stored: (R, K / block) block scales as they are stored, where the format has them.
+            stored: (R, ceil(K / block)) block scales as they are stored, where the format has them.
         """
         values = decode(self.fmt.element, codes)
         scale: BlockScale | None = self.fmt.scale
         if scale is None or stored is None:
             return values
-        blocks: Tensor = values.unflatten(1, (-1, scale.vec_size))
-        return (blocks * self.scale_values(stored).unsqueeze(-1)).flatten(1)
+        return scaled(values, self.scale_values(stored), scale.vec_size)
