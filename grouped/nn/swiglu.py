@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 __all__ = ["swiglu"]
@@ -31,9 +32,12 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate.float()).mul_(up).to(x.dtype)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        gate, dy = gate.float(), dy.float()
-        dgate = torch.ops.aten.silu_backward(dy * up, gate).to(x.dtype)
-        return torch.cat([dgate, (F.silu(gate) * dy).to(x.dtype)], dim=-1)
+        dx = torch.empty_like(x)
+        (gate, up), (dgate, dup) = x.chunk(2, dim=-1), dx.chunk(2, dim=-1)
+        gate = gate.float()
+        dup.copy_(F.silu(gate).mul_(dy))
+        dgate.copy_(torch.ops.aten.silu_backward(dy.float() * up, gate))
+        return dx
