@@ -14,7 +14,7 @@ from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.layout.buffers import BufferSpec, buffers
 from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, num_slot_tiles
 from cute_kernels.reference.codecs import codec_of
-from cute_kernels.reference.quantize import linear_column_scales, linear_row_scales
+from cute_kernels.reference.scales import linear_column_scales, linear_row_scales
 from perf.routing import split_rows
 
 if TYPE_CHECKING:
@@ -110,19 +110,18 @@ class Case:
 
     def nvfp4(self) -> tuple[Parts, Parts]:
         """Codes, block scales and amaxes of both operands."""
-        columns = {"rowwise": False, "columnwise": True}
         if self.is_wgrad:
             first, second = (
-                self._parts(buffers(B_FORMAT, (self.rows, cols), self.groups, **columns))
-                for cols in (self.n, self.k)
+                self._parts(buffers(B_FORMAT, shape, self.groups, rowwise=False, columnwise=True))
+                for shape in ((self.rows, self.n), (self.rows, self.k))
             )
             for codes in (first[0], second[0]):
                 codes &= self._slot_mask()
             return first, second
-        weight = (self.groups, self.n, self.k)
+        weight, dgrad = (self.groups, self.n, self.k), self.is_dgrad
         return (
             self._parts(buffers(A_FORMAT, (self.rows, self.depth), self.groups)),
-            self._parts(buffers(B_FORMAT, weight, None, **columns if self.is_dgrad else {})),
+            self._parts(buffers(B_FORMAT, weight, None, rowwise=not dgrad, columnwise=dgrad)),
         )
 
     def call(
@@ -206,7 +205,7 @@ class Case:
             else:
                 slot = start // TILE_ROWS * TILE_ROWS + group * TILE_ROWS
                 slots = torch.arange(slot, slot + size, device="cuda")
-                scales = linear_row_scales(A_FORMAT.scale, a[1], slots, self.depth)
+                scales = linear_row_scales(A_FORMAT, a[1], slots, self.depth)
                 left = _CODEC.values(a[0][part], scales)
                 right = self._weights(b, group)
                 factor = (a[2][part, None] / 2688) * (b[2][group] / 2688)
@@ -229,7 +228,7 @@ class Case:
     def _weights(self, b: Parts, group: int) -> Tensor:
         """A group's matrix of B, code times block scale."""
         rows = torch.arange(self.cols, device="cuda")
-        scales = linear_row_scales(B_FORMAT.scale, b[1][group], rows, self.depth)
+        scales = linear_row_scales(B_FORMAT, b[1][group], rows, self.depth)
         return _CODEC.values(b[0][group], scales)
 
     def _slots(self, codes: Tensor, scales: Tensor, group: int) -> Tensor:
@@ -238,7 +237,5 @@ class Case:
         tile = (self.ends[group] - size) // TILE_ROWS + group
         tiles = slice(tile, tile + ceil_div(size, TILE_ROWS))
         codes = codes[:, 64 * tiles.start : 64 * tiles.stop]
-        scales = scales[:, 2 * tiles.start : 2 * tiles.stop]
-        slots = (tiles.stop - tiles.start) * TILE_ROWS
-        linear = linear_column_scales(B_FORMAT.scale, scales, len(codes), slots)
+        linear = linear_column_scales(B_FORMAT, scales, len(codes), tiles)
         return _CODEC.values(codes, linear)[:, :size]

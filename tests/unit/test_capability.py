@@ -22,12 +22,16 @@ FORMATS = (
     MXFP8(),
     FP8Block(),
     FP8(),
+    FP8(scaling="delayed"),
 )
 
 
 OFFS, ONES = ends(3, 8), torch.ones(8, 32)
 COMBINATIONS = list(itertools.product(OPS, FORMATS, ARCHITECTURES))
-FACTS = [{}, {"columnwise": True}, {"prepacked": True}, {"columnwise": True, "prepacked": True}]
+FACTS = [
+    *({}, {"columnwise": True}, {"prepacked": True}, {"columnwise": True, "prepacked": True}),
+    *({"shapes": True}, {"columnwise": True, "shapes": True}),
+]
 
 
 @pytest.mark.parametrize(("op", "fmt", "arch"), COMBINATIONS)
@@ -61,7 +65,8 @@ def test_the_table_names_ops_formats_and_architectures_that_there_are():
         assert name is None or name in RECORDS
         assert set(archs) <= set(ARCHITECTURES)
     assert capability._COLUMNWISE_RUNS.keys() <= capability._RUNS.keys()
-    for name, fields in capability._NOT_BUILT.items():
+    partly = (*capability._NOT_BUILT.items(), *capability._REFERENCE_ONLY.items())
+    for name, fields in partly:
         for field, value in fields.items():
             assert getattr(RECORDS[name](**{field: value}), field) == value
 
@@ -72,7 +77,14 @@ def test_what_runs_is_a_row_of_the_table():
         assert runs or not support(op, fmt, arch)
 
 
-def test_an_added_row_is_an_added_format(monkeypatch):
+@pytest.fixture
+def no_mxfp8(monkeypatch):
+    """A table from before MXFP8 was built."""
+    rows = {key: archs for key, archs in capability._RUNS.items() if key[1] != "mxfp8"}
+    monkeypatch.setattr(capability, "_RUNS", rows)
+
+
+def test_an_added_row_is_an_added_format(monkeypatch, no_mxfp8):
     assert support("grouped_quantize", MXFP8(), "reference").reason == "MXFP8 is not built yet"
     monkeypatch.setitem(capability._RUNS, ("grouped_quantize", "mxfp8"), ("reference", "sm_100a"))
     assert support("grouped_quantize", MXFP8(), "reference")
@@ -80,8 +92,8 @@ def test_an_added_row_is_an_added_format(monkeypatch):
     reason = support("grouped_quantize", MXFP8(), "sm_90a").reason
     assert reason == "no sm_90a kernel of grouped_quantize yet"
     assert support("grouped_gemm", MXFP8(), "reference").reason == "no grouped_gemm of MXFP8 yet"
-    reason = support("grouped_quantize", FP8(scaling="delayed"), "reference").reason
-    assert reason == "FP8(scaling='delayed') is not built yet"
+    reason = support("grouped_quantize", FP8(scaling="delayed"), "sm_90a").reason
+    assert reason == "no sm_90a kernel of grouped_quantize for FP8(scaling='delayed') yet"
     assert "| `grouped_quantize` | MXFP8 | yes | - | yes |" in markdown_table()
 
 
@@ -189,7 +201,9 @@ def test_prepacked_weights():
     for arch in ("reference", "sm_90a"):
         status = support("grouped_gemm_w4a16", NVFP4(), arch, prepacked=True)
         assert not status and "unpack() them" in status.reason
-    # A reason against the format comes first.
+
+
+def test_a_reason_against_the_format_comes_first(no_mxfp8):
     reason = support("grouped_gemm", MXFP8(), "sm_100a", prepacked=True).reason
     assert reason == "MXFP8 is not built yet"
 
@@ -282,5 +296,5 @@ def test_ops_ask_the_table(monkeypatch):
     monkeypatch.setattr(capability, "support", no)
     with pytest.raises(UnsupportedError, match="because of the test"):
         ops.grouped_quantize(torch.ones(4, 16), "nvfp4:row_scaled", ends(4))
-    facts = {"columnwise": False}
+    facts = {"columnwise": False, "shapes": False}
     assert asked == [("grouped_quantize", NVFP4(row_scaled=True), "reference", facts)]

@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 
     from cute_kernels.formats import BlockScale, Format
 
-__all__ = ["Codec"]
+__all__ = ["Codec", "scaled"]
+
+
+def scaled(values: Tensor, factors: Tensor, vec: int) -> Tensor:
+    """``values`` (..., K) times one factor a block of ``vec``; the last block may be a part."""
+    if values.shape[-1] % vec:
+        return values * factors.repeat_interleave(vec, dim=-1)[..., : values.shape[-1]]
+    blocks: Tensor = values.unflatten(-1, (-1, vec))
+    return (blocks * factors.unsqueeze(-1)).flatten(-2)
 
 
 class Codec(abc.ABC):
@@ -34,8 +42,13 @@ class Codec(abc.ABC):
     def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
         self.fmt, self.dtype = fmt, dtype
 
-    def level(self, amax: Tensor) -> tuple[Tensor, ...]:
-        """The vectors of the second level, as the record names them, from amaxes."""
+    def level(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The vectors of the second level, as the record names them.
+
+        Args:
+            amax: amaxes of rows or groups.
+            scale: the scales of groups, where the format takes them from the caller.
+        """
         return ()
 
     @abc.abstractmethod
@@ -44,7 +57,8 @@ class Codec(abc.ABC):
 
         Args:
             a: amaxes of the blocks.
-            g: amaxes of their rows or groups, for the second level; broadcast to ``a``.
+            g: amaxes of their rows or groups, for the second level; broadcast to ``a``. The scales
+                of their groups where the format takes them from the caller.
 
         Returns:
             The block scales as they are stored, None if there are none; and the fp32 factors that
@@ -82,11 +96,10 @@ class Codec(abc.ABC):
 
         Args:
             codes: (R, K) codes as they are stored.
-            stored: (R, K / block) block scales as they are stored, where the format has them.
+            stored: (R, ceil(K / block)) block scales as they are stored, where the format has them.
         """
         values = decode(self.fmt.element, codes)
         scale: BlockScale | None = self.fmt.scale
         if scale is None or stored is None:
             return values
-        blocks: Tensor = values.unflatten(1, (-1, scale.vec_size))
-        return (blocks * self.scale_values(stored).unsqueeze(-1)).flatten(1)
+        return scaled(values, self.scale_values(stored), scale.vec_size)
