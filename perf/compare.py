@@ -155,7 +155,9 @@ def print_changes(changes: Sequence[Change], show_all: bool = False) -> None:
     for verdict in counts:
         if verdict != "same" or show_all:
             chosen = [c for c in changes if c.verdict == verdict]
-            print(*sorted(chosen, key=lambda c: -abs(c.worse_by)), sep="\n", end="\n" * bool(chosen))
+            print(
+                *sorted(chosen, key=lambda c: -abs(c.worse_by)), sep="\n", end="\n" * bool(chosen)
+            )
     print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()))
 
 

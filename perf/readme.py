@@ -23,7 +23,8 @@ __all__ = ["README", "add_arguments", "main", "render", "replace_tables"]
 
 README = Path(__file__).parent.parent / "README.md"
 _BLOCK = re.compile(
-    r"(?P<start><!-- perf table: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<end><!-- end of perf table)",
+    r"(?P<start><!-- perf table: (?P<name>[\w-]+) -->\n)(?P<body>.*?)"
+    r"(?P<end><!-- end of perf table -->)",
     re.DOTALL,
 )
 
@@ -73,7 +74,9 @@ class _Renderer:
             return f"{100 * value:.0f} %"
         text = f"{value:.{column.cell.digits}f}"
         if half:
-            digits = column.cell.digits if half >= 10**-column.cell.digits else column.cell.digits + 1
+            digits = (
+                column.cell.digits if half >= 10**-column.cell.digits else column.cell.digits + 1
+            )
             text += f" ± {half:.{digits}f}"
         return text + column.cell.unit
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import dataclasses
@@ -22,6 +21,7 @@ from perf.suites import SUITES, suite
 from perf.suites.base import Options
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from perf.contender import Contender, Task
@@ -79,7 +79,7 @@ def measure_task(
         report: takes what went wrong.
     """
     chosen = [c for c in task.contenders(0) if choice.takes(c)]
-    checked = [found for c in chosen if (found := _checked(task, c, meter, report))]
+    checked = [right for c in chosen if (right := _checked(task, c, meter, report))]
     if not checked:
         return []
     least = min((c.bytes for c, _, _ in checked if c.bytes), default=0.0)
@@ -174,7 +174,8 @@ def measure_suite(
             if meter.kind == "gpu":
                 torch.cuda.empty_cache()
         for peer in options.peers:
-            if reason := peer.missing(meter):
+            reason = peer.missing(meter)
+            if reason and meter.kind in peer.kinds:
                 report.unsupported.append(f"{peer.name}: {reason}")
     return report
 

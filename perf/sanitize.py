@@ -1,6 +1,6 @@
 """Run every kernel family on small shapes under compute-sanitizer on a GPU.
 
-    python -m perf.sanitize [--tool memcheck racecheck] [--part quantize m_grouped k_grouped]
+    python -m perf sanitize [--tool memcheck racecheck] [--part quantize m_grouped k_grouped]
 
 Shapes have empty groups, boundaries inside tiles, a tail that belongs to no group and widths that
 no tile divides. Kernels are compiled first, without the tool. Each tensor gets an allocation of its
@@ -10,12 +10,11 @@ or if memcheck misses a deliberate write past the end of a buffer.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +23,9 @@ from cute_kernels import ops
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.config import SM90_TILES
 from cute_kernels.ops.launch.gemm import force_tile
+
+if TYPE_CHECKING:
+    import argparse
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 #: Exit status of a tool that reports something.
@@ -127,34 +129,32 @@ def _run_under(tool: str, part: str) -> tuple[int, list[str]]:
     # Kernels of this package have "Config" in their names.
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(_REPORTED)]
     command += ["--kernel-name", "kernel_substring=Config", sys.executable, "-m"]
-    command += ["perf.sanitize", "--tool", "--part", part]
+    command += ["perf", "sanitize", "--tool", "--part", part]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, (done.stdout + done.stderr).splitlines()
 
 
-def main() -> int:
-    """Run what was asked for; 1 if a tool reports something."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``perf sanitize``."""
     parser.add_argument("--tool", nargs="*", default=["memcheck", "racecheck"], choices=TOOLS)
     parser.add_argument("--part", nargs="+", default=list(PARTS), choices=[*PARTS, "canary"])
-    options = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run what was asked for; 1 if a tool reports something."""
     torch.manual_seed(0)
-    for part in options.part:
+    for part in arguments.part:
         PARTS.get(part, canary)()
     torch.cuda.synchronize()
     failed = False
-    for tool, part in itertools.product(options.tool, options.part):
+    for tool, part in itertools.product(arguments.tool, arguments.part):
         status, lines = _run_under(tool, part)
         print(f"{tool} {part}: exit status {status}; {lines[-1] if lines else ''}", flush=True)
         if status:
             failed = True
             print("\n".join(lines[:60]))
-    if "memcheck" in options.tool and _run_under("memcheck", "canary")[0] != _REPORTED:
+    if "memcheck" in arguments.tool and _run_under("memcheck", "canary")[0] != _REPORTED:
         failed = True
         print("memcheck misses a write past the end of a buffer: it sees no kernel of this package")
     return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

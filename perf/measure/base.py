@@ -7,13 +7,13 @@ import dataclasses
 import statistics
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 import cute_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
+
+    import torch
 
     from perf.contender import Contender
     from perf.environment import Environment

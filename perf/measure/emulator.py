@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,12 +13,12 @@ from perf.environment import Environment, environment
 from perf.measure.base import Measurement, Meter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from perf.contender import Contender
 
-__all__ = ["COUNTS", "EmulatorMeter", "count"]
+__all__ = ["COUNTS", "EmulatorMeter", "count", "installed"]
 
 #: What is kept of ``emulator.stats``: its name there, by ours. Instructions are of PTX: a division
 #: counts as one, and is about ten in machine code. A wait counts once, however long it lasts.
@@ -50,8 +51,21 @@ def count(run: Callable[[], Any]) -> dict[str, int]:
     return {name: int(stats[theirs]) for name, theirs in COUNTS.items()}
 
 
+@contextlib.contextmanager
+def installed(arch: str, num_sms: int) -> Iterator[None]:
+    """Whatever the CuTe DSL compiles and runs inside the block is on the emulator."""
+    emulator.install(arch, num_sms=num_sms)
+    try:
+        yield
+    finally:
+        emulator.uninstall()
+
+
 class EmulatorMeter(Meter):
     """Counts one call of each contender.
+
+    Attributes:
+        num_sms: SMs of the emulated GPU.
 
     Args:
         backend: an emulated backend.
@@ -65,12 +79,13 @@ class EmulatorMeter(Meter):
         self.device = torch.device("cpu")
         self.arch = backend.removeprefix("emulated:")
         self._options = {"num_sms": _DEFAULT_SMS, **options}
+        self.num_sms = int(self._options["num_sms"])
 
     def active(self) -> AbstractContextManager[None]:
         return cute_kernels.backend(self.backend, **self._options)
 
     def environment(self) -> Environment:
-        return environment("emulator", f"{self.arch}, {self._options['num_sms']} SMs")
+        return environment("emulator", f"{self.arch}, {self.num_sms} SMs")
 
     def measure(
         self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+import grouped
+from cute_kernels.formats import NVFP4
+from cute_kernels.layout.shapes import ceil_div
+from cute_kernels.reference.scales import untile_scales
 from perf.environment import package_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+    from torch import Tensor
 
     from perf.contender import Contender
     from perf.measure import Meter
@@ -19,7 +26,7 @@ if TYPE_CHECKING:
     from perf.suites.layer import LayerWork
     from perf.suites.quantize import Input, Quantization
 
-__all__ = ["NOISE", "Peer"]
+__all__ = ["NOISE", "Peer", "linear_nvfp4", "padded_rows", "row_scales", "unpadded_rows"]
 
 #: Relative errors of products and of values that are more than quantization, by format. Normal
 #: numbers give 0.095 (NVFP4 values), 0.13 (their products), 0.027 and 0.038 (FP8); what is wrong
@@ -48,6 +55,9 @@ class Peer:
     kinds: ClassVar[tuple[str, ...]] = ("gpu",)
     capabilities: ClassVar[tuple[int, ...]] = ()
 
+    #: What measures; set before it is asked for contenders.
+    meter: Meter
+
     def __init__(self, paths: Mapping[str, Path]) -> None:
         self.path = paths.get(self.name)
 
@@ -66,7 +76,11 @@ class Peer:
 
     @property
     def versions(self) -> dict[str, str]:
-        """As ``Contender.versions``."""
+        """As ``Contender.versions``; of a checkout its commit."""
+        if self.path is not None:
+            command = ["git", "-C", str(self.path), "rev-parse", "--short=12", "HEAD"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            return {self.name: done.stdout.strip() or "unknown"}
         return {self.name: package_version(self.distribution) or "unknown"}
 
     def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
@@ -83,3 +97,49 @@ class Peer:
         """Its layers, bf16 in and bf16 out."""
         del work
         yield from ()
+
+
+def padded_rows(x: Tensor, sizes: list[int], multiple: int) -> tuple[Tensor, Tensor]:
+    """Rows of which every group has whole ``multiple``, zeros added; and the group of each, or -1.
+
+    Args:
+        x: (T, K) rows of groups.
+        sizes: rows of each group.
+        multiple: of the rows of a group.
+    """
+    room = [-(-size // multiple) * multiple for size in sizes]
+    padded = x.new_zeros(sum(room), x.shape[1])
+    owner = torch.full((sum(room),), -1, dtype=torch.int32, device=x.device)
+    start = 0
+    for group, (part, rows) in enumerate(zip(x.split(sizes), room, strict=True)):
+        padded[start : start + len(part)] = part
+        owner[start : start + len(part)] = group
+        start += rows
+    return padded, owner
+
+
+def unpadded_rows(x: Tensor, sizes: list[int], multiple: int) -> Tensor:
+    """The rows that ``padded_rows`` was given."""
+    room = [-(-size // multiple) * multiple for size in sizes]
+    return torch.cat([part[:n] for part, n in zip(x.split(room), sizes, strict=True)])
+
+
+def row_scales(tiles: Tensor, rows: int, blocks: int) -> Tensor:
+    """(rows, blocks) bytes of scales out of 128x4 tiles of one group."""
+    return untile_scales(tiles.view(torch.uint8).view(1, -1, ceil_div(blocks, 4), 512), blocks)[
+        0, :rows
+    ]
+
+
+def linear_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights (G, N, K) quantized to NVFP4 as other libraries keep them.
+
+    Returns:
+        (G, N, K / 2) codes, (G, N, K / 16) E4M3 scales, and (G,) what both are multiplied by.
+    """
+    members = grouped.quantize(weight, NVFP4()).unbind()
+    codes, scales, amax = (
+        torch.stack([getattr(member, name) for member in members])
+        for name in ("codes", "scales", "amax")
+    )
+    return codes, scales.view(torch.float8_e4m3fn), amax.view(-1).float() / NVFP4.tensor_max

@@ -108,9 +108,11 @@ class PyTorch(Peer):
 
 def _grouped_mm(work: Operands) -> Tensor:
     if work.is_wgrad:
-        return torch._grouped_mm(work.a.t(), work.b, offs=work.offs)
-    right = work.b if work.product == "dgrad" else work.b.transpose(1, 2)
-    return torch._grouped_mm(work.a, right, offs=work.offs)
+        left, right = work.a.t(), work.b
+    else:
+        left, right = work.a, work.b if work.product == "dgrad" else work.b.transpose(1, 2)
+    out: Tensor = torch._grouped_mm(left, right, offs=work.offs)
+    return out
 
 
 def _to_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,8 +158,9 @@ def nvfp4_values(codes: Tensor, scales: Tensor, level: Tensor) -> Tensor:
     """What ``_nvfp4`` stands for."""
     table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=codes.device)
     both = torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)
-    values = table[both.long()].unflatten(-1, (-1, 16)) * scales.float().unsqueeze(-1)
-    return values.flatten(-2) / level
+    blocks = table[both.long()].unflatten(-1, (-1, 16)) * scales.float().unsqueeze(-1)
+    values: Tensor = blocks.flatten(-2) / level
+    return values
 
 
 def mxfp8_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,7 +175,8 @@ def mxfp8_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 def mxfp8_values(codes: Tensor, exponents: Tensor) -> Tensor:
     """What ``mxfp8_rows`` stands for."""
     scale = torch.exp2(exponents.float() - 127).unsqueeze(-1)
-    return (codes.float().unflatten(-1, (-1, 32)) * scale).flatten(-2)
+    values: Tensor = (codes.float().unflatten(-1, (-1, 32)) * scale).flatten(-2)
+    return values
 
 
 def grouped_mlp(
@@ -196,7 +200,8 @@ def _layer(work: LayerWork) -> Step:
     weights = [w.clone().requires_grad_(work.backward) for w in work.weights]
 
     def product(rows: Tensor, weight: Tensor) -> Tensor:
-        return torch._grouped_mm(rows, weight.transpose(1, 2), offs=work.offs)
+        y: Tensor = torch._grouped_mm(rows, weight.transpose(1, 2), offs=work.offs)
+        return y
 
     return work.step(lambda x: grouped_mlp(product, x, weights), [[w] for w in weights])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ from perf.measure import meter_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from cute_kernels.formats import Format
     from perf.contender import Contender, Task
@@ -56,6 +56,7 @@ class Options:
         """
         for peer in self.peers:
             if meter.kind in peer.kinds and not peer.missing(meter):
+                peer.meter = meter
                 yield from offered(peer)
 
 

@@ -61,10 +61,12 @@ class _CompileMeter(Meter):
     def _measure(self, run: Callable[[], Any]) -> list[Measurement]:
         cold, warm = [], []
         for _ in range(1 if self.quick else _REPEATS):
-            with tempfile.TemporaryDirectory() as folder:
-                with mock.patch.dict("os.environ", CUTE_KERNELS_CACHE_DIR=folder):
-                    cold.append(_microseconds(run))
-                    warm.append(_microseconds(run))
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                mock.patch.dict("os.environ", CUTE_KERNELS_CACHE_DIR=folder),
+            ):
+                cold.append(_microseconds(run))
+                warm.append(_microseconds(run))
         kernel = run()
         found = [
             of_times(cold, "compile time", "empty cache"),

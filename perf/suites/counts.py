@@ -71,12 +71,17 @@ def _quantizers(meter: Meter, options: Options) -> Iterator[Task]:
     for asked in dict.fromkeys(asked for _, asked in _QUANTIZERS):
         texts = [text for text, other in _QUANTIZERS if other == asked]
         made = quantize.quantize_task(meter, options, shape, asked, "counts")
-        yield _only(made, lambda c, texts=texts: c.name != "ours" or c.format in texts)
+        yield _only(made, functools.partial(_is_one_of, texts))
     for made in quantize.tasks_of(meter, options, shape, "counts"):
         if made.case["op"] == "dequantize":
             yield _only(made, lambda c: c.format in ("nvfp4", "nvfp4:row_scaled", "fp8"))
         elif made.case["op"] != "quantize":
             yield made
+
+
+def _is_one_of(texts: list[str], contender: Contender) -> bool:
+    """Whether it is a peer, or ours in one of these formats."""
+    return contender.name != "ours" or contender.format in texts
 
 
 def _only(task: Task, takes: Callable[[Contender], bool]) -> Task:
@@ -94,9 +99,7 @@ def _forced(contender: Contender, name: str, tile: TileShape) -> Contender:
     def prepare() -> Callable[[], Any]:
         return functools.partial(_in_tile, tile, contender.prepare())
 
-    return dataclasses.replace(
-        contender, name=f"{contender.name}, tile {name}", prepare=prepare
-    )
+    return dataclasses.replace(contender, name=f"{contender.name}, tile {name}", prepare=prepare)
 
 
 def _in_tile(tile: TileShape, run: Callable[[], Any]) -> Any:
@@ -104,9 +107,7 @@ def _in_tile(tile: TileShape, run: Callable[[], Any]) -> Any:
         return run()
 
 
-def _product(
-    meter: Meter, options: Options, shape: GroupedShape, product: str, sizes: str
-) -> Task:
+def _product(meter: Meter, options: Options, shape: GroupedShape, product: str, sizes: str) -> Task:
     rows = sum(map(int, sizes.split()))
 
     def contenders(copy: int) -> list[Contender]:

@@ -198,10 +198,9 @@ def _cases(options: Options) -> Iterator[tuple[GroupedShape, int, str, str]]:
     for routing, tokens in itertools.product(_UNEVEN, (16, 128)):
         yield first, tokens * first.experts, "fprop", routing
     if options.full:
-        for model, layer in itertools.product(MODELS.values(), ("up", "down")):
-            shape = model.shape(layer)
-            rows = (*(tokens * model.top_k for tokens in DECODE_TOKENS), *TRAINING_ROWS)
-            for count in rows:
+        for every, layer in itertools.product(MODELS.values(), ("up", "down")):
+            shape = every.shape(layer)
+            for count in (*(n * every.top_k for n in DECODE_TOKENS), *TRAINING_ROWS):
                 yield shape, count, "fprop", "random"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from perf.measure import Meter
 
-__all__ = ["LAYERS", "PASSES", "SUITE", "LayerWork", "Step", "recipes"]
+__all__ = ["LAYERS", "PASSES", "SUITE", "LayerWork", "Pass", "Step", "recipes"]
 
 LAYERS = ("linear", "mlp")
 PASSES = ("forward", "forward+backward")
@@ -46,6 +46,16 @@ class LayerShape:
 
 _SMALL = LayerShape("small", 8, 1024, 512)
 _TINY = LayerShape("tiny", 4, 128, 64)
+
+
+class Pass(Protocol):
+    """What can be timed, and checked."""
+
+    def run(self) -> Any:
+        """Do it once."""
+
+    def results(self) -> list[Tensor]:
+        """Do it, and give the output and, of a backward pass, the gradients of rows and weights."""
 
 
 @dataclasses.dataclass
@@ -170,7 +180,7 @@ class LayerWork:
         self,
         name: str,
         recipe: str,
-        make: Callable[[], Step],
+        make: Callable[[], Pass],
         bound: float = _BOUND,
         *,
         capturable: bool = True,
@@ -186,9 +196,9 @@ class LayerWork:
             capturable: as ``Contender.capturable``.
             versions: as ``Contender.versions``.
         """
-        made: list[Step] = []
+        made: list[Pass] = []
 
-        def prepare() -> Callable[[], Tensor]:
+        def prepare() -> Callable[[], Any]:
             made[:] = [make()]
             return made[0].run
 

@@ -93,7 +93,8 @@ class Quantization:
     @property
     def ways(self) -> list[bool]:
         """Whether columnwise, of each copy that is asked for."""
-        return [way for way, asked in zip((False, True), DIRECTIONS[self.directions]) if asked]
+        rowwise, columnwise = DIRECTIONS[self.directions]
+        return [False] * rowwise + [True] * columnwise
 
     def fits(self, fmt: Format) -> bool:
         """Whether it makes sense for a format: amaxes are given to what has one a group."""
@@ -139,9 +140,7 @@ def _decode(data: Input, fmt: Format, named: dict[str, Tensor], way: bool) -> Te
     return values
 
 
-def _quantize_error(
-    data: Input, fmt: Format, asked: Quantization, buffers: list[Tensor]
-) -> float:
+def _quantize_error(data: Input, fmt: Format, asked: Quantization, buffers: list[Tensor]) -> float:
     """0 if all copies decode to the bits that the reference's do."""
     with cute_kernels.backend("reference"):
         got = _named(fmt, asked, buffers)

@@ -8,7 +8,7 @@ from cute_kernels.layout.buffers import buffers
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.nn.swiglu import swiglu
-from perf.memory import Saved, Sizes, measure, saved_by
+from perf.measure.memory import Saved, Sizes, measure, saved_by
 from tests.grouped.cases import QUANTIZED, RECIPES, WEIGHT_FORMAT
 from tests.helpers import assert_same_bytes, sample
 

@@ -18,9 +18,9 @@ from cute_kernels.quantize import (
     TileConfig,
 )
 from perf.compiled import compile_for_emulator
-from perf.count_quantize import count
 from perf.cubin import read_resources
 from tests.helpers import DTYPES, ends
+from tests.kernels.quantize_counts import count
 from tests.kernels.quantize_support import ARCH
 
 BY_ROW = NVFP4(row_scaled=True)

@@ -13,10 +13,10 @@ from cute_kernels import emulator
 from cute_kernels.quantize import AmaxConfig, RowsConfig, TileConfig
 from cute_kernels.reference.conversions import encode_e2m1, pack_codes
 from perf.compiled import compile_for_emulator
-from perf.count_quantize import count
 from perf.cubin import read_resources
 from tests.helpers import DTYPES, ends
 from tests.kernels import test_amax as test_amax_module
+from tests.kernels.quantize_counts import count
 from tests.kernels.quantize_support import (
     Problem,
     check_rows,

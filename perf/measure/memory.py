@@ -1,18 +1,15 @@
 """Bytes that a training step of ``GroupedMLP`` keeps for its backward pass, and its peak.
 
-    python -m perf.memory [--recipe BF16 NVFP4] [--tokens 512] [--tensors] [--device cuda]
-
-Without ``--device cuda`` nothing is computed: the step runs on fake tensors, and torch's
-``MemTracker`` adds up the storages that live. So temporaries inside an op are not counted, of which
-kernels have none worth mentioning, nor is what an allocator rounds up. "saved" is what autograd
-keeps between forward and backward, without the parameters. "peak" is the most that lives at once,
-above parameters, input and output gradient, which are there before the step; the gradients of the
-parameters and of the input, which are there after it, are part of it.
+On a CPU nothing is computed: the step runs on fake tensors, and torch's ``MemTracker`` adds up the
+storages that live. So temporaries inside an op are not counted, of which kernels have none worth
+mentioning, nor is what an allocator rounds up. "Saved" is what autograd keeps between forward and
+backward, without the parameters. "Peak" is the most that lives at once, above parameters, input and
+output gradient, which are there before the step; the gradients of the parameters and of the input,
+which are there after it, are part of it.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
@@ -24,7 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from grouped import recipes
 from grouped.nn import GroupedMLP
 
 if TYPE_CHECKING:
@@ -32,10 +28,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["Saved", "Sizes", "measure", "saved_by"]
+    from grouped import recipes
 
-_RECIPES = tuple(name for name in recipes.__all__ if name != "Recipe")
-_GIB = 2**30
+__all__ = ["Saved", "Sizes", "measure", "saved_by"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,31 +143,3 @@ def _peak_on_gpu(step: Callable[[], None], leaves: list[Tensor]) -> int:
     before = torch.cuda.memory_allocated()
     step()
     return torch.cuda.max_memory_allocated() - before
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m perf.memory",
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--recipe", nargs="+", choices=_RECIPES, default=_RECIPES)
-    for field in dataclasses.fields(Sizes):
-        parser.add_argument(f"--{field.name}", type=int, default=field.default)
-    parser.add_argument("--tensors", action="store_true", help="list what is saved")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    args = parser.parse_args()
-    sizes = Sizes(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Sizes)})
-    print("| recipe | saved of activations, GiB | of weights | peak |\n|---|---:|---:|---:|")
-    for name in args.recipe:
-        saved, peak = measure(getattr(recipes, name)(), sizes, args.device)
-        of_weights = sum(t.nbytes for t in saved if t.shape[:-2] == (sizes.experts,))
-        numbers = (sum(t.nbytes for t in saved) - of_weights, of_weights, peak)
-        print(f"| {name} | {' | '.join(f'{n / _GIB:.2f}' for n in numbers)} |")
-        if args.tensors:
-            print("\n".join(f"    {t}" for t in saved))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,186 @@
+"""NVIDIA's CuTe DSL example of a scaled grouped GEMM for MoE, on the emulator.
+
+It runs from a checkout of CUTLASS (``--path CUTLASS=FOLDER``), takes groups of whole 16 rows, and
+has no factor a row.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cute_kernels.formats import NVFP4
+from perf.contender import Contender
+from perf.measure.emulator import EmulatorMeter, installed
+from perf.peers.base import NOISE, Peer, padded_rows, unpadded_rows
+from perf.suites.base import element_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from perf.measure import Meter
+    from perf.operands import Operands
+
+__all__ = ["PEER"]
+
+_ROW_MULTIPLE = 16
+_SOURCES = "examples/python/CuTeDSL/cute"
+_MODULE = "blackwell.kernel.moe.torch_scaled_grouped_mm"
+#: Tiles of the example by name: M and N, and CTAs.
+_TILES = {"256x256": (256, 256, 2), "256x128": (256, 128, 2), "128x128": (128, 128, 1)}
+
+
+class CutlassExample(Peer):
+    """Its records stay in the repository, so that no checkout is needed to compare with them."""
+
+    name: ClassVar[str] = "CUTLASS"
+    module: ClassVar[str] = "cutlass"
+    distribution: ClassVar[str] = "nvidia-cutlass-dsl"
+    kinds: ClassVar[tuple[str, ...]] = ("emulator",)
+
+    def missing(self, meter: Meter) -> str:
+        if meter.kind != "emulator":
+            return super().missing(meter)
+        if meter.arch != "sm_100a":
+            return "the example is for sm_100a"
+        if self.path is None:
+            return f"--path {self.name}=FOLDER names no checkout"
+        if not (self.path / _SOURCES).is_dir():
+            return f"{self.path} is no checkout of CUTLASS: it has no {_SOURCES}"
+        return ""
+
+    def products(self, work: Operands) -> Iterator[Contender]:
+        """Fprop with each tile."""
+        if work.product != "fprop" or self.path is None:
+            return
+        assert isinstance(self.meter, EmulatorMeter)
+        bits = element_bytes(NVFP4())
+        for tile in _TILES:
+            call = _Call(self.path, work, tile, self.meter.num_sms)
+            yield Contender(
+                f"CUTLASS example, tile {tile}",
+                "nvfp4 x nvfp4",
+                call.prepare,
+                call.error,
+                NOISE["bfloat16"],
+                work.least_bytes(bits, bits),
+                work.flops,
+                versions=self.versions,
+                note="groups rounded up to 16 rows; no factor a row",
+            )
+
+
+class _Call:
+    """One product with one tile."""
+
+    def __init__(self, path: Path, work: Operands, tile: str, num_sms: int) -> None:
+        self._path, self._work, self._tile = path, work, tile
+        self._num_sms = num_sms
+        self._values: tuple[Tensor, Tensor] | None = None
+
+    def error(self, out: Tensor) -> float:
+        """Against the fp32 product of what its operands decode to."""
+        assert self._values is not None
+        got = unpadded_rows(out, self._work.sizes, _ROW_MULTIPLE)
+        return self._work.error(got, *self._values)
+
+    def prepare(self) -> Callable[[], Tensor]:
+        """Quantize, and compile the example; its second levels are ones."""
+        from cutlass import Float32, cute
+
+        work = self._work
+        a, _ = padded_rows(work.a, work.sizes, _ROW_MULTIPLE)
+        sizes = [-(-n // _ROW_MULTIPLE) * _ROW_MULTIPLE for n in work.sizes]
+        offs = torch.tensor(sizes).cumsum(0).int()
+        operands, values = _quantized(a, sizes, work.b)
+        self._values = (unpadded_rows(values[0], work.sizes, _ROW_MULTIPLE), values[1])
+        m, n, ctas = _TILES[self._tile]
+        kernel = self._example().ScaledGroupedGemmKernel(
+            scenario="2Dx3D",
+            sf_vec_size=16,
+            accumulate_on_output=False,
+            separate_tensormap_init=True,
+            consistent_token_padding=False,
+            acc_dtype=Float32,
+            mma_tiler_mnk=(m, n, 256),
+            cluster_shape_mnk=(ctas, 1, 1),
+            use_2cta_instrs=ctas == 2,
+            fixed_expert_cnt=None,
+        )
+        groups = len(work.b)
+        out = torch.empty(len(a), work.shape.n, dtype=torch.bfloat16)
+        workspace = torch.full((kernel.get_workspace_size(groups),), 255, dtype=torch.uint8)
+        arguments = (*operands, out, offs, workspace)
+        ones = torch.ones(groups), torch.ones(groups)
+
+        @functools.cache
+        def compiled() -> tuple[Any, tuple[Any, ...]]:
+            # The DSL takes CPU tensors only where it is on the emulator.
+            tensors = [_cute_tensor(x) for x in arguments]
+            rest = (
+                importlib.import_module("cuda.bindings.driver").CUstream(0),
+                *(_cute_tensor(x) for x in ones),
+            )
+            clusters = self._num_sms // ctas
+            return cute.compile(kernel, *tensors, clusters, *rest), (*tensors, *rest)
+
+        def run() -> Tensor:
+            with installed("sm_100a", self._num_sms):
+                function, given = compiled()
+                function(*given)
+            return out
+
+        return run
+
+    def _example(self) -> Any:
+        folder = str(self._path / _SOURCES)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        return importlib.import_module(_MODULE)
+
+
+def _quantized(
+    a: Tensor, sizes: list[int], b: Tensor
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    """Operands as the example takes them, and their values, second levels left out."""
+    import grouped
+
+    offs = torch.tensor(sizes).cumsum(0).int()
+    unit = torch.full((len(sizes),), 2688.0)
+    left = grouped.quantize(a, NVFP4(), offs=offs, amax=unit)
+    right = grouped.quantize(b, NVFP4(), amax=unit)
+    assert left.rowwise is not None and right.rowwise is not None
+    k = a.shape[1]
+    # The scales of each group's rows in whole tiles of 128, one group after the other.
+    from cute_kernels.layout.shapes import ceil_div, slot_tile
+
+    starts = [0, *offs.tolist()]
+    tiles = [
+        left.rowwise.scales[slot_tile(start, g) :][: ceil_div(end - start, 128)]
+        for g, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True))
+    ]
+    scales = (torch.cat(tiles).view(-1, k // 16), right.rowwise.scales.reshape(len(b), -1))
+    codes = (left.rowwise.codes.contiguous(), right.rowwise.codes.contiguous())
+    packed = [x.view(torch.float4_e2m1fn_x2) for x in codes]
+    operands = (
+        packed[0],
+        packed[1].transpose(1, 2),
+        *(x.view(torch.float8_e4m3fn) for x in scales),
+    )
+    return operands, (left.dequantize(torch.float32), right.dequantize(torch.float32))
+
+
+def _cute_tensor(x: Tensor) -> Any:
+    """A tensor of dynamic layout."""
+    from cutlass.cute.runtime import from_dlpack
+
+    return from_dlpack(x).mark_layout_dynamic(leading_dim=x.stride().index(1))
+
+
+PEER = CutlassExample

@@ -1,0 +1,148 @@
+"""DeepGEMM 2.6: m_grouped bf16 and FP8 (1x128 rows, 128x128 weights), contiguous and masked."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from perf.contender import Contender
+from perf.peers.base import NOISE, Peer, padded_rows, unpadded_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from perf.operands import Operands
+
+__all__ = ["PEER"]
+
+_BLOCK = 128
+#: Mean rows of an expert below which its masked layout is the faster one.
+_MASKED_BELOW = 64
+_HOPPER = 9
+
+
+class DeepGemm(Peer):
+    """Its rows come padded to whole blocks of an expert, or to the largest expert (masked)."""
+
+    name: ClassVar[str] = "DeepGEMM"
+    module: ClassVar[str] = "deep_gemm"
+    distribution: ClassVar[str] = "deep_gemm"
+    capabilities: ClassVar[tuple[int, ...]] = (9, 10)
+
+    def products(self, work: Operands) -> Iterator[Contender]:
+        """Fprop; padding and conversion are not timed."""
+        if work.product != "fprop":
+            return
+        masked = work.rows < _MASKED_BELOW * work.shape.experts
+        layout = "masked" if masked else "contiguous"
+        for text, is_fp8, noise in (
+            ("bfloat16", False, NOISE["bfloat16"]),
+            ("fp8 1x128 x 128x128", True, NOISE["fp8"]),
+        ):
+            make = _masked if masked else _contiguous
+            call = _Call(work, is_fp8)
+            yield Contender(
+                "DeepGEMM",
+                text,
+                functools.partial(make, call),
+                call.error,
+                noise,
+                work.least_bytes(*((1 + 4 / _BLOCK, 1.0) if is_fp8 else (2.0, 2.0))),
+                work.flops,
+                versions=self.versions,
+                note=f"{layout}, padded before",
+            )
+
+
+class _Call:
+    """Operands of one product, and where its rows are in a padded result.
+
+    Args:
+        work: the product.
+        is_fp8: whether operands are converted.
+    """
+
+    def __init__(self, work: Operands, is_fp8: bool) -> None:
+        self.work, self.is_fp8 = work, is_fp8
+        self.library: Any = None
+        self.alignment = 0
+        self.masked_rows = 0
+
+    def load(self) -> None:
+        """Import the library and convert the weights."""
+        self.library = importlib.import_module("deep_gemm")
+        # Block scales are powers of two, packed, on Blackwell alone.
+        self.pow2 = torch.cuda.get_device_capability()[0] > _HOPPER
+        self.options: dict[str, Any] = {"disable_ue8m0_cast": not self.pow2} if self.is_fp8 else {}
+        self.prefix = "m_grouped_fp8_gemm_nt" if self.is_fp8 else "m_grouped_bf16_gemm_nt"
+
+    def weights(self) -> Any:
+        """Of all experts."""
+        if not self.is_fp8:
+            return self.work.b
+        cast = self.library.utils.per_block_cast_to_fp8
+        pairs = [cast(weight, use_ue8m0=self.pow2) for weight in self.work.b]
+        return tuple(torch.stack(parts) for parts in zip(*pairs, strict=True))
+
+    def rows(self, x: Tensor) -> Any:
+        """Rows (..., K) as it takes them."""
+        if not self.is_fp8:
+            return x
+        flat = x.flatten(0, -2)
+        values, scales = self.library.utils.per_token_cast_to_fp8(flat, use_ue8m0=self.pow2)
+        return values.view(x.shape), scales.view(*x.shape[:-1], -1)
+
+    def error(self, out: Tensor) -> float:
+        """As ``Contender.error``."""
+        return self.work.error(self.rows_of(out))
+
+    def rows_of(self, out: Tensor) -> Tensor:
+        """The rows that were asked for."""
+        if out.dim() == 3:
+            return torch.cat([part[:n] for part, n in zip(out, self.work.sizes, strict=True)])
+        return unpadded_rows(out, self.work.sizes, self.alignment)
+
+
+def _contiguous(call: _Call) -> Callable[[], Tensor]:
+    call.load()
+    work, library = call.work, call.library
+    call.alignment = int(library.get_theoretical_mk_alignment_for_contiguous_layout())
+    library.set_mk_alignment_for_contiguous_layout(call.alignment)
+    a, owner = padded_rows(work.a, work.sizes, call.alignment)
+    rows, weights = call.rows(a), call.weights()
+    out = torch.empty(len(a), work.shape.n, dtype=torch.bfloat16, device=a.device)
+    multiply = getattr(library, f"{call.prefix}_contiguous")
+
+    def run() -> Tensor:
+        multiply(rows, weights, out, owner, **call.options)
+        return out
+
+    return run
+
+
+def _masked(call: _Call) -> Callable[[], Tensor]:
+    call.load()
+    work = call.work
+    most = -(-max(work.sizes) // _BLOCK) * _BLOCK
+    experts = work.shape.experts
+    a = work.a.new_zeros(experts, most, work.shape.k)
+    for group, part in enumerate(work.a.split(work.sizes)):
+        a[group, : len(part)] = part
+    rows, weights = call.rows(a), call.weights()
+    sizes = torch.tensor(work.sizes, dtype=torch.int32, device=a.device)
+    expected = max(1, -(-work.rows // experts))
+    out = torch.empty(experts, most, work.shape.n, dtype=torch.bfloat16, device=a.device)
+    multiply = getattr(call.library, f"{call.prefix}_masked")
+
+    def run() -> Tensor:
+        multiply(rows, weights, out, sizes, expected, **call.options)
+        return out
+
+    return run
+
+
+PEER = DeepGemm

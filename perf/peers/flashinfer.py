@@ -1,0 +1,168 @@
+"""FlashInfer 0.7: quantizers on Blackwell, and grouped bf16 products.
+
+On the emulator its CuTe DSL quantizers run from a checkout (``--path FlashInfer=FOLDER``).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+import types
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cute_kernels.formats import parse
+from perf.contender import Contender, relative_error
+from perf.measure.emulator import EmulatorMeter, installed
+from perf.peers.base import NOISE, Peer, row_scales
+from perf.peers.pytorch import nvfp4_values
+from perf.suites.base import element_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from perf.measure import Meter
+    from perf.operands import Operands
+    from perf.suites.quantize import Input, Quantization
+
+__all__ = ["PEER"]
+
+_LARGEST = 6.0 * 448.0
+_BLACKWELL = 10
+_PACKAGES = ("", ".quantization", ".quantization.kernels", ".jit", ".cute_dsl")
+_KERNELS = "flashinfer.quantization.kernels.nvfp4_quantize"
+
+
+class FlashInfer(Peer):
+    """Its quantizers know one second level for all rows, or one a row."""
+
+    name: ClassVar[str] = "FlashInfer"
+    module: ClassVar[str] = "flashinfer"
+    distribution: ClassVar[str] = "flashinfer-python"
+    kinds: ClassVar[tuple[str, ...]] = ("gpu", "emulator")
+
+    def missing(self, meter: Meter) -> str:
+        if meter.kind != "emulator":
+            return super().missing(meter)
+        if self.path is None:
+            return f"--path {self.name}=FOLDER names no checkout"
+        if not (self.path / "flashinfer").is_dir():
+            return f"{self.path} is no checkout of FlashInfer"
+        return "" if meter.arch == "sm_100a" else "its CuTe DSL quantizers are for sm_100a"
+
+    def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
+        """Rows, scales in 128x4 tiles."""
+        if asked.directions != "row":
+            return
+        if self.path is not None and self.meter.kind == "emulator":
+            text = "nvfp4" if asked.gives_amax else "nvfp4:row_scaled"
+            assert isinstance(self.meter, EmulatorMeter)
+            kind = (not asked.gives_amax, self.meter.num_sms)
+            call = functools.partial(_emulated, self.path, data, *kind)
+            yield self._quantizer(data, text, call)
+        elif torch.cuda.get_device_capability()[0] == _BLACKWELL:
+            if asked.gives_amax:
+                yield self._quantizer(data, "nvfp4", functools.partial(_nvfp4, data, False))
+                return
+            by_row = functools.partial(_nvfp4, data, True)
+            yield self._quantizer(data, "nvfp4:row_scaled", by_row)
+            yield self._quantizer(data, "mxfp8", functools.partial(_mxfp8, data))
+
+    def _quantizer(
+        self, data: Input, text: str, prepare: Callable[[], Callable[[], Any]]
+    ) -> Contender:
+        return Contender(
+            "FlashInfer",
+            text,
+            prepare,
+            functools.partial(_error, data),
+            NOISE[text.partition(":")[0]],
+            data.x.numel() * (2.0 + element_bytes(parse(text))),
+            versions=self.versions,
+        )
+
+    def products(self, work: Operands) -> Iterator[Contender]:
+        """Fprop in bf16, by cuDNN."""
+        if self.meter.kind == "emulator" or work.product != "fprop":
+            return
+
+        def prepare() -> Callable[[], Tensor]:
+            multiply = importlib.import_module("flashinfer.grouped_mm").grouped_mm_bf16
+            return functools.partial(multiply, work.a, work.b, F.pad(work.offs, (1, 0)))
+
+        bound, moved = NOISE["bfloat16"], work.least_bytes(2.0, 2.0)
+        yield Contender(
+            *("FlashInfer", "bfloat16", prepare, work.error, bound, moved, work.flops),
+            versions=self.versions,
+        )
+
+
+def _nvfp4(data: Input, by_row: bool) -> Callable[[], Any]:
+    quantize = importlib.import_module("flashinfer").nvfp4_quantize
+    if by_row:
+        level = torch.tensor([1 / _LARGEST], device=data.x.device)
+        return functools.partial(quantize, data.x, level, per_token_activation=True)
+    return functools.partial(quantize, data.x, _LARGEST / data.amax.amax().view(1))
+
+
+def _mxfp8(data: Input) -> Callable[[], Any]:
+    return functools.partial(importlib.import_module("flashinfer").mxfp8_quantize, data.x)
+
+
+def _error(data: Input, got: tuple[Tensor, ...]) -> float:
+    """Of what was stored beside the input; rows of NVFP4 may have levels of their own."""
+    codes, tiles, *levels = got
+    rows, cols = data.x.shape
+    if codes.shape[-1] == cols:
+        scales = torch.exp2(row_scales(tiles, rows, cols // 32).float() - 127)
+        values = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 32))
+        return relative_error((values * scales.unsqueeze(-1)).flatten(-2), data.x)
+    scales = row_scales(tiles, rows, cols // 16).view(torch.float8_e4m3fn)
+    given = _LARGEST / data.amax.amax()
+    level = 1 / levels[0].float().view(-1, 1) if levels else given
+    return relative_error(nvfp4_values(codes.view(torch.uint8), scales, level), data.x)
+
+
+class _OnDevice(Tensor):
+    """A CPU tensor whose memory stands for a device's: the library asserts that it is one."""
+
+    is_cuda = True
+
+
+def _emulated(path: Path, data: Input, by_row: bool, num_sms: int) -> Callable[[], Any]:
+    """Its CuTe DSL quantizers of a checkout, compiled here and run on CPU tensors."""
+    kernels = _import_kernels(path)
+    kernels.get_num_sm = lambda device: num_sms
+    name = "nvfp4_quantize_per_token_cute_dsl" if by_row else "nvfp4_quantize_cute_dsl"
+    x, level = data.x.as_subclass(_OnDevice), _LARGEST / data.amax.amax().view(1)
+    if by_row:
+        level = torch.tensor([1 / _LARGEST])
+
+    def run() -> Any:
+        with installed("sm_100a", num_sms):
+            return getattr(kernels, name)(x, level, enable_pdl=False)
+
+    return run
+
+
+def _import_kernels(path: Path) -> Any:
+    """The module of its kernels without its packages, which import CUDA libraries."""
+    for name in _PACKAGES:
+        full = f"flashinfer{name}"
+        if full not in sys.modules:
+            package = types.ModuleType(full)
+            package.__path__ = [str(path.joinpath(*full.split(".")))]
+            sys.modules[full] = package
+    # Imported, and not used by what runs here.
+    sys.modules.setdefault("pynvml", types.ModuleType("pynvml"))
+    os.environ["FLASHINFER_CUTE_DSL_DISABLE_CACHE"] = "1"
+    return importlib.import_module(_KERNELS)
+
+
+PEER = FlashInfer

@@ -1,0 +1,153 @@
+"""TransformerEngine 2: ``GroupedLinear`` in its recipes, and its quantizers of one group."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from perf.contender import Contender, relative_error
+from perf.peers.base import NOISE, Peer
+from perf.peers.pytorch import grouped_mlp
+from perf.suites.base import element_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from perf.suites.layer import LayerWork, Step
+    from perf.suites.quantize import Input, Quantization
+
+__all__ = ["PEER"]
+
+_PYTORCH = "transformer_engine.pytorch"
+_RECIPES = "transformer_engine.common.recipe"
+#: Recipes by our name: their class, who runs them, and to what rows of a group are padded.
+_LAYERS: dict[str, tuple[str | None, tuple[int, ...], int]] = {
+    "BF16": (None, (9, 10), 1),
+    "FP8 current": ("Float8CurrentScaling", (9, 10), 16),
+    "FP8Block": ("Float8BlockScaling", (9,), 16),
+    "MXFP8": ("MXFP8BlockScaling", (10,), 32),
+    "NVFP4": ("NVFP4BlockScaling", (10,), 128),
+}
+
+
+class TransformerEngine(Peer):
+    """Group sizes are known on the host, as its GroupedLinear has them in all recipes."""
+
+    name: ClassVar[str] = "TransformerEngine"
+    module: ClassVar[str] = "transformer_engine"
+    distribution: ClassVar[str] = "transformer-engine"
+    capabilities: ClassVar[tuple[int, ...]] = (9, 10)
+
+    def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
+        """All rows as one group, since its quantizers of groups are parts of its layers."""
+        if asked.gives_amax:
+            return
+        for text, make in _QUANTIZERS.items():
+            if not _runs(text):
+                continue
+
+            def prepare(make: Any = make) -> Callable[[], Any]:
+                quantizer = make(importlib.import_module(_PYTORCH), *asked_ways(asked))
+                return functools.partial(quantizer, data.x)
+
+            from cute_kernels.formats import parse
+
+            written = len(asked.ways) * element_bytes(parse(text))
+            yield Contender(
+                "TransformerEngine",
+                text,
+                prepare,
+                lambda got: relative_error(got.dequantize(dtype=torch.float32), data.x),
+                NOISE[text.partition(":")[0].partition("_")[0]],
+                data.x.numel() * (2.0 + written),
+                versions=self.versions,
+                note="one group",
+            )
+
+    def layers(self, work: LayerWork) -> Iterator[Contender]:
+        """Padding for whole blocks is part of the layer."""
+        major = torch.cuda.get_device_capability()[0]
+        for text, (recipe, capabilities, multiple) in _LAYERS.items():
+            if major in capabilities:
+                make = functools.partial(_layer, work, recipe, multiple)
+                # Group sizes go through the host, which a capture cannot see change.
+                yield work.contender(
+                    "TransformerEngine", text, make, capturable=False, versions=self.versions
+                )
+
+
+def asked_ways(asked: Quantization) -> tuple[bool, bool]:
+    """Whether rowwise and whether columnwise."""
+    return False in asked.ways, True in asked.ways
+
+
+def _runs(text: str) -> bool:
+    major = torch.cuda.get_device_capability()[0]
+    return {"fp8": True, "fp8_block": major == 9}.get(text, major == 10)
+
+
+def _e4m3() -> Any:
+    return importlib.import_module("transformer_engine_torch").DType.kFloat8E4M3
+
+
+def _fp8(te: Any, rowwise: bool, columnwise: bool) -> Any:
+    device = torch.device("cuda", torch.cuda.current_device())
+    ways = {"rowwise": rowwise, "columnwise": columnwise}
+    return te.Float8CurrentScalingQuantizer(_e4m3(), device, **ways)
+
+
+def _fp8_block(te: Any, rowwise: bool, columnwise: bool) -> Any:
+    ways = {"rowwise": rowwise, "columnwise": columnwise}
+    return te.Float8BlockQuantizer(_e4m3(), block_scaling_dim=1, **ways)
+
+
+def _mxfp8(te: Any, rowwise: bool, columnwise: bool) -> Any:
+    return te.MXFP8Quantizer(_e4m3(), rowwise=rowwise, columnwise=columnwise)
+
+
+def _nvfp4(te: Any, rowwise: bool, columnwise: bool) -> Any:
+    return te.NVFP4Quantizer(rowwise=rowwise, columnwise=columnwise)
+
+
+_QUANTIZERS = {"fp8": _fp8, "fp8_block": _fp8_block, "mxfp8": _mxfp8, "nvfp4": _nvfp4}
+
+
+def _layer(work: LayerWork, recipe: str | None, multiple: int) -> Step:
+    te = importlib.import_module(_PYTORCH)
+    layers = [_linear(te, weight) for weight in work.weights]
+    pad = te.Fp8Padding(work.shape.experts, multiple)
+    unpad = te.Fp8Unpadding(work.shape.experts, multiple)
+    scope: Any = contextlib.nullcontext
+    if recipe is not None:
+        made = getattr(importlib.import_module(_RECIPES), recipe)()
+        scope = functools.partial(te.autocast, enabled=True, recipe=made)
+
+    def product(rows: Tensor, layer: Any) -> Tensor:
+        padded, sizes = pad(rows, work.sizes) if multiple > 1 else (rows, work.sizes)
+        y: Tensor = layer(padded, sizes)
+        return unpad(y, work.sizes) if multiple > 1 else y
+
+    def forward(x: Tensor) -> Tensor:
+        with scope():
+            return grouped_mlp(product, x, layers)
+
+    count = range(work.shape.experts)
+    return work.step(forward, [[getattr(one, f"weight{g}") for g in count] for one in layers])
+
+
+def _linear(te: Any, weight: Tensor) -> Any:
+    experts, out_features, in_features = weight.shape
+    options = {"bias": False, "params_dtype": weight.dtype, "device": weight.device}
+    layer = te.GroupedLinear(experts, in_features, out_features, **options)
+    with torch.no_grad():
+        for group in range(experts):
+            getattr(layer, f"weight{group}").copy_(weight[group])
+    return layer
+
+
+PEER = TransformerEngine

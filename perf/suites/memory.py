@@ -1,0 +1,88 @@
+"""Memory of a training step of an MLP of experts, in each recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from perf.cases import MODELS
+from perf.contender import Contender, Task
+from perf.environment import Environment, environment
+from perf.measure.base import Measurement, Meter
+from perf.measure.memory import Sizes, measure
+from perf.suites.base import Options, Suite
+from perf.suites.layer import recipes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from grouped.recipes import Recipe
+
+__all__ = ["SUITE"]
+
+_TOKENS = 512
+
+
+class _MemoryMeter(Meter):
+    """Adds up storages of fake tensors; on a GPU the peak is the allocator's."""
+
+    backend = "reference"
+    arch = "reference"
+
+    def __init__(self, backend: str, quick: bool) -> None:
+        is_gpu = torch.cuda.is_available() and backend in ("", "cuda")
+        self.kind = "gpu" if is_gpu else "cpu"
+        self.device = torch.device("cuda" if is_gpu else "cpu")
+        self.quick = quick
+
+    def environment(self) -> Environment:
+        return environment(self.kind)
+
+    def measure(
+        self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
+    ) -> list[list[Measurement]]:
+        protocol = "allocated" if self.kind == "gpu" else "fake tensors"
+        return [
+            [Measurement(name, n, "byte", protocol, 0.0, 1) for name, n in run().items()]
+            for _, (run, *_) in zip(contenders, runs, strict=True)
+        ]
+
+
+def _bytes(recipe: Recipe, sizes: Sizes, device: str) -> dict[str, int]:
+    saved, peak = measure(recipe, sizes, device)
+    of_weights = sum(t.nbytes for t in saved if t.shape[:-2] == (sizes.experts,))
+    of_activations = sum(t.nbytes for t in saved) - of_weights
+    return {"saved of activations": of_activations, "saved of weights": of_weights, "peak": peak}
+
+
+def _of(name: str, recipe: Recipe, sizes: Sizes, device: str) -> Contender:
+    run = functools.partial(_bytes, recipe, sizes, device)
+    return Contender("ours", name, lambda: run, lambda got: 0.0)
+
+
+def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
+    model = MODELS["DeepSeek-V3"]
+    experts = model.shape("up").experts
+    sizes = Sizes(experts, model.hidden, model.intermediate, _TOKENS)
+    if options.quick:
+        sizes = Sizes(4, 128, 64, 16)
+    facts = dataclasses.asdict(sizes)
+    rows = facts.pop("tokens") * sizes.experts
+    case = {"layer": "mlp", "model": "small" if options.quick else model.name, **facts}
+
+    def contenders(copy: int) -> list[Contender]:
+        del copy
+        device = meter.device.type
+        return [_of(name, recipe, sizes, device) for name, recipe in recipes().items()]
+
+    yield Task("memory", {**case, "rows": rows, "pass": "forward+backward"}, contenders)
+
+
+def _meters(options: Options) -> list[Meter]:
+    return [_MemoryMeter(options.backend, options.quick)]
+
+
+SUITE = Suite("memory", "memory of a training step", _tasks, _meters)
