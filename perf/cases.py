@@ -142,7 +142,7 @@ def split_rows(routing: str, groups: int, rows: int, seed: int = 0) -> list[int]
     if routing == "zipf":
         weights = [(rank + 1) ** -_EXPONENT for rank in range(groups)]
     elif routing == "hot":
-        weights[0] = groups - 1.0
+        weights[0] = max(1.0, groups - 1.0)
     elif routing == "empty":
         weights[: round(_EMPTY * groups)] = [0.0] * round(_EMPTY * groups)
     elif routing != "balanced":

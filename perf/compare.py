@@ -29,6 +29,8 @@ SIGMAS = 3.0
 BETWEEN = {"gpu": 0.01, "cpu": 0.05}
 #: Differences that nobody cares about, relative.
 LEAST = 0.02
+#: Of the differences themselves: 102 is not more than 2 % above 100.
+_ROUNDING = 1e-9
 #: Mean range of n normal numbers over their standard deviation (Tippett 1925).
 _RANGES = (1.128, 1.693, 2.059, 2.326, 2.534, 2.704, 2.847, 2.970, 3.078)
 #: Standard error of a median over that of a mean, of normal numbers.
@@ -70,7 +72,7 @@ class Change:
             return "gone"
         if self.old is None:
             return "new"
-        if abs(self.worse_by) <= self.threshold:
+        if abs(self.worse_by) <= self.threshold + _ROUNDING:
             return "same"
         return "worse" if self.worse_by > 0 else "better"
 

@@ -35,6 +35,16 @@ def newest(records: Sequence[Record], where: dict[str, object]) -> Record | None
     return max(found, key=lambda record: record.time, default=None)
 
 
+#: Marks of cells whose records are not of the run that most cells of a table are of.
+_MARKS = ("", "¹", "²", "³", "⁴", "⁵", "⁶", "⁷", "⁸", "⁹")
+
+
+def _run_of(record: Record) -> tuple[str, str]:
+    """Commit and day, as a table says them."""
+    commit = record.commit.removesuffix("-dirty")[:7] or "an unknown commit"
+    return commit + ", noted" * (record.origin == "noted"), record.time[:10]
+
+
 class _Renderer:
     """Renders one table, and notes the records that it shows."""
 
@@ -43,76 +53,62 @@ class _Renderer:
         self._records = [r for r in records if matches(r, table.where)]
         self.used: list[Record] = []
 
-    def _find(self, row: Row, cell: Cell) -> Record | None:
-        found = newest(self._records, {**row.where, **cell.where})
-        if found is not None:
-            self.used.append(found)
-        return found
-
     def _number(self, row: Row, cell: Cell) -> tuple[float, float | None] | None:
         """Value and half of its spread, as the cell shows them."""
-        record = self._find(row, cell)
+        record = newest(self._records, {**row.where, **cell.where})
         if record is None:
             return None
+        self.used.append(record)
         if cell.show == "value":
             half = None if record.spread is None else record.spread / 2 * cell.scale
             return record.value * cell.scale, half
         shown = record.flops if cell.show == "flops" else record.share(cell.show)
         return None if shown is None else (shown * cell.scale, None)
 
-    def cell(self, row: Row, column: Column) -> str:
-        """The text of a cell; empty where there is no record."""
+    def _cell(self, row: Row, column: Column) -> tuple[str, Record | None]:
+        """The text of a cell, and the record that it is of; empty where there is none."""
         found = self._number(row, column.cell)
         if found is None:
-            return ""
-        value, half = found
+            return "", None
+        record, (value, half) = self.used[-1], found
         for other, is_sum in ((column.plus, True), (column.over, False)):
             second = None if other is None else self._number(row, other)
             if second is not None:
                 value = value + second[0] if is_sum else value / second[0]
         if column.cell.show == "copy":
-            return f"{100 * value:.0f} %"
-        text = f"{value:.{column.cell.digits}f}"
+            return f"{100 * value:.0f} %", record
+        digits = column.cell.digits
+        text = f"{value:.{digits}f}"
         if half:
-            digits = (
-                column.cell.digits if half >= 10**-column.cell.digits else column.cell.digits + 1
-            )
-            text += f" ± {half:.{digits}f}"
-        return text + column.cell.unit
+            text += f" ± {half:.{digits if half >= 10**-digits else digits + 1}f}"
+        return text + column.cell.unit, record
 
-    def rows(self) -> list[str]:
-        """The rows of the table that have a number.
+    def lines(self) -> tuple[list[str], str]:
+        """The rows that have a number, and which runs their marks mean.
 
         Raises:
-            ValueError: none has.
+            ValueError: no row has one.
         """
-        lines = []
-        for row in self._table.rows:
-            cells = [self.cell(row, column) for column in self._table.columns]
-            if any(cells):
-                lines.append(f"| {' | '.join((*row.titles, *cells))} |")
-        if not lines:
+        table = [[self._cell(row, c) for c in self._table.columns] for row in self._table.rows]
+        runs = collections.Counter(_run_of(r) for cells in table for _, r in cells if r is not None)
+        if not runs:
             raise ValueError(f"table {self._table.name}: there is no record of any of its cells")
-        return lines
+        marks = {run: mark for (run, _), mark in zip(runs.most_common(), _MARKS, strict=False)}
+        lines = []
+        for row, cells in zip(self._table.rows, table, strict=True):
+            texts = [text + ("" if r is None else marks[_run_of(r)]) for text, r in cells]
+            if any(texts):
+                lines.append(f"| {' | '.join((*row.titles, *texts))} |")
+        named = (f"{mark}{commit} ({day})" for (commit, day), mark in marks.items())
+        return lines, f"Records of {'; '.join(named)}."
 
 
-def _origin(used: Sequence[Record]) -> str:
+def _origin(used: Sequence[Record]) -> list[str]:
     """What the records of a table say of themselves, in sentences."""
     kinds = {record.kind for record in used}
     if len(kinds) > 1:
         raise ValueError(f"a table mixes {' and '.join(sorted(kinds))}")
-    sentences = []
-    if kinds == {"emulator"}:
-        sentences.append("Counts do not vary.")
-    else:
-        sentences += _statistics(used)
-    runs: dict[str, set[str]] = collections.defaultdict(set)
-    for record in used:
-        noted = ", noted" if record.origin == "noted" else ""
-        runs[record.commit.removesuffix("-dirty")[:7] + noted].add(record.time[:10])
-    commits = (f"{commit} ({', '.join(sorted(days))})" for commit, days in sorted(runs.items()))
-    sentences.append(f"Records of {'; '.join(commits)}.")
-    return " ".join(sentences)
+    return ["Counts do not vary."] if kinds == {"emulator"} else _statistics(used)
 
 
 def _statistics(used: Sequence[Record]) -> list[str]:
@@ -120,15 +116,16 @@ def _statistics(used: Sequence[Record]) -> list[str]:
     protocols = sorted({record.protocol for record in used} - {""})
     repeats = sorted({record.repeats for record in used if record.repeats})
     text = f"{', '.join(where)}; {'; '.join(protocols)}"
-    if repeats:
+    if repeats and repeats != [1]:
         few = str(repeats[0]) if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
         text += f"; medians of {few}"
     sentences = [f"{text}."]
-    spreads = [100 * r.spread / 2 / abs(r.value) for r in used if r.spread is not None and r.value]
-    if spreads:
-        sentences.append(f"± is half of largest minus smallest, at most {max(spreads):.1f} %.")
-    if len(spreads) < len(used):
-        some = "some" if spreads else "these"
+    kept = [record for record in used if record.spread is not None]
+    relative = [50 * r.spread / abs(r.value) for r in kept if r.spread and r.value]
+    if relative:
+        sentences.append(f"± is half of largest minus smallest, at most {max(relative):.1f} %.")
+    if len(kept) < len(used):
+        some = "some" if kept else "these"
         sentences.append(f"Of {some} records the spread was not kept.")
     return sentences
 
@@ -136,12 +133,11 @@ def _statistics(used: Sequence[Record]) -> list[str]:
 def render(table: Table, records: Sequence[Record]) -> str:
     """A table in Markdown, with where its numbers are from."""
     renderer = _Renderer(table, records)
-    rows = renderer.rows()
+    lines, runs = renderer.lines()
     heads = (*table.heads, *(column.title for column in table.columns))
     rule = "---|" * len(table.heads) + "---:|" * len(table.columns)
-    origin = _origin(renderer.used)
-    summary = f"{table.summary} {origin}" if table.summary else origin
-    return "\n".join([f"| {' | '.join(heads)} |", f"|{rule}", *rows, "", summary, ""])
+    below = " ".join(filter(None, (table.summary, *_origin(renderer.used), runs)))
+    return "\n".join([f"| {' | '.join(heads)} |", f"|{rule}", *lines, "", below, ""])
 
 
 def replace_tables(text: str, records: Sequence[Record]) -> str:

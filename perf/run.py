@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Choice", "Report", "add_arguments", "main", "measure_suite", "measure_task"]
 
+_LOG_SECONDS = 30.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -173,7 +175,7 @@ def measure_suite(
             gc.collect()
             if meter.kind == "gpu":
                 torch.cuda.empty_cache()
-        for peer in options.peers:
+        for peer in options.peers if found.has_peers else ():
             reason = peer.missing(meter)
             if reason and meter.kind in peer.kinds:
                 report.unsupported.append(f"{peer.name}: {reason}")
@@ -193,9 +195,11 @@ def _shown(tasks: Sequence[Task], title: str) -> Iterator[Task]:
             print(f"{title} {number}/{len(tasks)} {task}", file=sys.stderr, flush=True)
             yield task
         return
-    with tqdm(tasks, desc=title, unit="task", dynamic_ncols=True, disable=None) as bar:
+    # A log gets a line now and then, a terminal a bar that moves.
+    interval = 0.1 if sys.stderr.isatty() else _LOG_SECONDS
+    with tqdm(tasks, desc=title, unit="task", dynamic_ncols=True, mininterval=interval) as bar:
         for task in bar:
-            bar.set_postfix_str(str(task), refresh=True)
+            bar.set_postfix_str(str(task), refresh=sys.stderr.isatty())
             yield task
 
 

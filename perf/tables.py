@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import grouped
 from perf.suites.counts import ROUTINGS
 
 if TYPE_CHECKING:
@@ -92,12 +93,14 @@ def _time(**where: Any) -> Cell:
     return Cell({"what": "time", **where})
 
 
+RECIPES = tuple(name for name in grouped.recipes.__all__ if name != "Recipe")
+
 # The demo.
 
 _DEMO = Table(
     "demo",
     ("recipe",),
-    tuple(Row((name,), {"format": name}) for name in ("BF16", "NVFP4", "NVFP4RowScaled")),
+    tuple(Row((name,), {"format": name}) for name in RECIPES),
     (
         Column("held-out loss at the start", Cell({"what": "start loss"}, digits=3)),
         Column("at the end, nats a byte", Cell({"what": "end loss"}, digits=3)),
@@ -108,6 +111,26 @@ _DEMO = Table(
         Column("ms a step", Cell({"what": "time of a step"})),
     ),
     {"suite": "demo", "kind": "cpu", "contender": "ours"},
+)
+
+_GIB = 2.0**-30
+
+
+def _memory(title: str, what: str) -> Column:
+    return Column(title, Cell({"what": what}, scale=_GIB, digits=2))
+
+
+_MEMORY = Table(
+    "memory",
+    ("recipe",),
+    tuple(Row((name,), {"format": name}) for name in RECIPES),
+    (
+        _memory("kept of activations", "saved of activations"),
+        _memory("of weights", "saved of weights"),
+        _memory("peak", "peak"),
+    ),
+    {"suite": "memory", "kind": "cpu", "contender": "ours", "model": "DeepSeek-V3"},
+    "GiB.",
 )
 
 # Counts on the emulator.
@@ -315,6 +338,7 @@ TABLES = {
     table.name: table
     for table in (
         _DEMO,
+        _MEMORY,
         _COUNT_QUANTIZE,
         _COUNT_GEMM,
         _QUANTIZE,

@@ -69,12 +69,14 @@ class Suite:
         summary: what it measures, in a line.
         tasks: makes the tasks for a meter.
         meters: what measures them, one after the other.
+        has_peers: whether others compete.
     """
 
     name: str
     summary: str
     tasks: Callable[[Meter, Options], Iterator[Task]]
     meters: Callable[[Options], list[Meter]]
+    has_peers: bool = False
 
 
 def default_meters(options: Options) -> list[Meter]:

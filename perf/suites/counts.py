@@ -139,4 +139,4 @@ def _meters(options: Options) -> list[Meter]:
     return [EmulatorMeter(f"emulated:{a}", **emulation) for a in _ARCHES if wanted in ("", a)]
 
 
-SUITE = Suite("counts", "instructions and bytes on the emulator", _tasks, _meters)
+SUITE = Suite("counts", "instructions and bytes on the emulator", _tasks, _meters, True)

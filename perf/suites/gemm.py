@@ -214,4 +214,4 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
         yield task(meter, options, *case)
 
 
-SUITE = Suite("gemm", "grouped products: fprop, dgrad, wgrad", _tasks, default_meters)
+SUITE = Suite("gemm", "grouped products: fprop, dgrad, wgrad", _tasks, default_meters, True)

@@ -305,4 +305,4 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
         yield Task("layer", {**case, "pass": passes}, contenders)
 
 
-SUITE = Suite("layer", "linear layers and MLPs, forward and backward", _tasks, default_meters)
+SUITE = Suite("layer", "linear layers and MLPs, forward and backward", _tasks, default_meters, True)

@@ -257,4 +257,6 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
         yield from tasks_of(meter, options, shape)
 
 
-SUITE = Suite("quantize", "quantizers, decoding, amaxes and column sums", _tasks, default_meters)
+SUITE = Suite(
+    "quantize", "quantizers, decoding, amaxes and column sums", _tasks, default_meters, True
+)

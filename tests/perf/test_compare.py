@@ -1,0 +1,133 @@
+"""Regressions: counts by themselves, times beyond their noise."""
+
+import dataclasses
+
+import pytest
+
+from perf import committed, compare
+from perf.__main__ import main
+from perf.records import Record, write
+
+COUNT = Record(
+    suite="counts",
+    case={"op": "quantize", "rows": 256},
+    contender="ours",
+    format="nvfp4",
+    what="warp instructions",
+    value=100_000,
+    unit="1",
+    kind="emulator",
+    protocol="counted",
+    spread=0.0,
+    repeats=1,
+    gpu="sm_100a, 8 SMs",
+    commit="abc",
+    time="2026-11-20",
+)
+TIME = dataclasses.replace(
+    COUNT, what="time", value=100.0, unit="us", kind="gpu", gpu="NVIDIA H200", repeats=7, spread=1.0
+)
+
+
+def verdict(old, new, **options):
+    changes = compare.compare([old], [dataclasses.replace(old, **new)], **options)
+    assert len(changes) == 1
+    return changes[0].verdict
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [(100_000, "same"), (102_000, "same"), (102_001, "worse"), (97_999, "better"), (0, "better")],
+)
+def test_counts_have_no_noise(value, wanted):
+    assert verdict(COUNT, {"value": value}) == wanted
+
+
+def test_from_nothing_to_something_is_worse():
+    assert verdict(dataclasses.replace(COUNT, value=0), {"value": 1}) == "worse"
+    assert verdict(dataclasses.replace(COUNT, value=0), {"value": 0}) == "same"
+
+
+def test_of_rates_more_is_better():
+    rate = dataclasses.replace(TIME, unit="TB/s", value=4.0)
+    assert verdict(rate, {"value": 3.0}) == "worse"
+    assert verdict(rate, {"value": 5.0}) == "better"
+
+
+def test_times_within_their_noise_are_the_same():
+    # Runs differ by 1 % (sigma), so three sigma of a difference of two are 4.2 %.
+    assert verdict(TIME, {"value": 104.0}) == "same"
+    assert verdict(TIME, {"value": 106.0}) == "worse"
+    assert verdict(TIME, {"value": 94.0}) == "better"
+    # A range of 30 % of seven repeats: sigma is 30 / 2.70, that of the median 0.47 of it.
+    wide = dataclasses.replace(TIME, spread=30.0)
+    assert verdict(wide, {"value": 120.0}) == "same"
+    assert verdict(wide, {"value": 130.0}) == "worse"
+
+
+def test_more_runs_see_smaller_differences():
+    def runs(value, count):
+        return [dataclasses.replace(TIME, value=value + 0.01 * n) for n in range(count)]
+
+    assert compare.compare(runs(100, 1), runs(103.5, 1))[0].verdict == "same"
+    assert compare.compare(runs(100, 9), runs(103.5, 9))[0].verdict == "worse"
+
+
+def test_runs_that_differ_widen_the_noise():
+    wild = [dataclasses.replace(TIME, value=v) for v in (80.0, 100.0, 120.0)]
+    assert compare.compare(wild, [dataclasses.replace(TIME, value=115.0)])[0].verdict == "same"
+    calm = [dataclasses.replace(TIME, value=v) for v in (99.9, 100.0, 100.1)]
+    assert compare.compare(calm, [dataclasses.replace(TIME, value=115.0)])[0].verdict == "worse"
+
+
+def test_the_newest_commit_counts():
+    older = dataclasses.replace(TIME, value=50.0, commit="old", time="2026-11-19")
+    assert compare.compare([older, TIME], [TIME])[0].verdict == "same"
+
+
+def test_gone_and_new():
+    other = dataclasses.replace(TIME, contender="torch")
+    found = compare.compare([TIME, other], [TIME, dataclasses.replace(TIME, format="fp8")])
+    assert [c.verdict for c in found] == ["same", "gone", "new"]
+    # Another GPU, another protocol: never compared.
+    for change in ({"gpu": "NVIDIA H100"}, {"protocol": "burst"}, {"case": {"rows": 1}}):
+        assert {
+            c.verdict for c in compare.compare([TIME], [dataclasses.replace(TIME, **change)])
+        } == {
+            "gone",
+            "new",
+        }
+
+
+def test_exit_status(tmp_path, capsys):
+    paths = [tmp_path / name for name in ("old.jsonl", "same.jsonl", "worse.jsonl", "other.jsonl")]
+    write(paths[0], [TIME])
+    write(paths[1], [dataclasses.replace(TIME, value=101.0)])
+    write(paths[2], [dataclasses.replace(TIME, value=150.0)])
+    write(paths[3], [COUNT])
+    assert main(["compare", str(paths[0]), str(paths[1])]) == 0
+    assert main(["compare", str(paths[0]), str(paths[2])]) == 1
+    assert "100 -> 150 us (+50.0%" in capsys.readouterr().out
+    assert main(["compare", str(paths[0]), str(paths[2]), "--least", "0.6"]) == 0
+    assert main(["compare", str(paths[0]), str(paths[3])]) == 2
+    assert main(["compare", str(paths[0]), str(tmp_path / "none")]) == 2
+
+
+def test_the_check_of_ci(tmp_path, capsys):
+    path = tmp_path / "counts-ci.jsonl"
+    other = dataclasses.replace(COUNT, what="bytes read")
+    write(path, [COUNT, other])
+    assert committed.check([COUNT, other], path, partial=False) == 0
+    worse = dataclasses.replace(COUNT, value=103_000)
+    assert committed.check([worse, other], path, partial=False) == 1
+    assert committed.RENEW in capsys.readouterr().out
+    assert committed.check([COUNT], path, partial=False) == 1
+    assert committed.check([COUNT], path, partial=True) == 0
+    better = dataclasses.replace(COUNT, value=1)
+    assert committed.check([better, other], path, partial=False) == 0
+
+
+def test_renewing_is_of_the_whole_record():
+    for more in (["--format", "fp8"], ["--backend", "emulated:sm_90a"], ["--full", "--no-peers"]):
+        assert main(["run", "counts", "--renew", *more]) == 2
+    assert main(["run", "gemm", "--check"]) == 2

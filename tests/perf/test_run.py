@@ -1,0 +1,234 @@
+"""Running suites: contenders are checked, and only those that are right are measured."""
+
+import functools
+import re
+
+import pytest
+import torch
+
+import grouped
+from cute_kernels.capability import UnsupportedError
+from perf.__main__ import main
+from perf.cases import GroupedShape
+from perf.contender import Contender, Task, relative_error
+from perf.measure import meter_of
+from perf.measure.base import of_times
+from perf.measure.emulator import count
+from perf.operands import Operands
+from perf.peers.pytorch import PEER
+from perf.records import read
+from perf.run import Choice, Report, measure_suite, measure_task
+from perf.suites import SUITES, gemm, layer, suite
+from perf.suites.base import Options, element_bytes
+from perf.suites.gemm import Pair
+from tests.helpers import has_compiler
+
+CPU = torch.device("cpu")
+SHAPE = GroupedShape("small", "up", 3, 64, 48)
+
+
+def contender(name, value, bound=0.1, raises=None):
+    def prepare():
+        if raises is not None:
+            raise raises
+        return lambda: value
+
+    return Contender(name, "f", prepare, lambda got: got, bound, bytes=8.0, versions={name: "1"})
+
+
+def test_who_is_wrong_is_not_timed():
+    nan, wrong = contender("nan", float("nan")), contender("wrong", 0.2)
+    broken = contender("broken", 0.0, raises=RuntimeError("no such symbol\nmore"))
+    missing = contender("missing", 0.0, raises=UnsupportedError("op: no kernel yet"))
+    right = contender("right", 0.1)
+    report = Report()
+    task = Task("s", {"rows": 1}, lambda copy: [nan, wrong, broken, missing, right])
+    meter = meter_of("reference", "", True, {})
+    found = measure_task(task, meter, {"kind": "cpu", "versions": {"t": "2"}}, Choice(), report)
+    assert [r.contender for r in found] == ["right"]
+    assert found[0].error == 0.1 and found[0].versions == {"t": "2", "right": "1"}
+    assert len(report.wrong) == 2 and "relative error 0.2, at most 0.1" in report.wrong[1]
+    assert report.failed == ["s rows=1: broken [f]: RuntimeError: no such symbol"]
+    assert report.unsupported == ["missing [f]: no kernel yet"]
+
+
+def test_contenders_are_chosen_by_name_and_format():
+    task = Task("s", {"rows": 1}, lambda copy: [contender("ours", 0.0), contender("torch", 0.0)])
+    meter = meter_of("reference", "", True, {})
+    for choice, wanted in (
+        (Choice(contender="tor"), ["torch"]),
+        (Choice(format="g"), []),
+        (Choice(contender="s$", format="f"), ["ours"]),
+    ):
+        found = measure_task(task, meter, {"kind": "cpu"}, choice, Report())
+        assert [r.contender for r in found] == wanted
+    assert task.matches("rows=1$") and not task.matches("rows=2")
+
+
+@pytest.mark.parametrize("product", ["fprop", "dgrad", "wgrad"])
+def test_products_are_checked_against_fp32(product):
+    """A result that is right passes, and one with a group, a row or a scale wrong does not."""
+    work = Operands(SHAPE, 40, product, "17 0 23", CPU, seed=1)
+    a, b = work.a.double(), work.b.double()
+    parts, rows = [], torch.arange(40).split([17, 0, 23])
+    for group, part in enumerate(rows):
+        weight = b[group] if product != "wgrad" else None
+        left = a[part]
+        parts.append(
+            left.T @ b[part]
+            if product == "wgrad"
+            else left @ (weight if product == "dgrad" else weight.T)
+        )
+    right = (torch.stack(parts) if product == "wgrad" else torch.cat(parts)).bfloat16()
+    assert work.error(right) < 3e-3
+    assert work.error(right * 1.02) > 1e-2
+    assert work.error(right.flip(0)) > 0.5
+    poisoned = right.clone()
+    poisoned[0, 0] = float("nan")
+    assert not work.error(poisoned) <= 1
+    if product == "wgrad":
+        dirty = right.clone()
+        dirty[1, 0, 0] = 1.0
+        assert work.error(dirty) >= 1.0
+
+
+def test_least_bytes_count_each_input_once():
+    work = Operands(SHAPE, 40, "fprop", "17 0 23", CPU)
+    # Weights of the group without rows are not read.
+    assert work.least_bytes(2, 0.5) == 40 * 48 * 2 + 2 * 64 * 48 * 0.5 + 40 * 64 * 2
+    assert work.flops == 2 * 40 * 64 * 48
+    wgrad = Operands(SHAPE, 40, "wgrad", "balanced", CPU)
+    assert wgrad.least_bytes(1, 2) == 40 * 64 + 40 * 48 * 2 + 3 * 64 * 48 * 2
+    assert element_bytes(grouped.NVFP4()) == 0.5625
+    assert element_bytes(grouped.MXFP8()) == 1 + 1 / 32
+    assert element_bytes(grouped.FP8Block()) == 1 + 4 / 128
+    assert element_bytes(grouped.FP8Block(block=(128, 128))) == 1 + 4 / 128**2
+    assert element_bytes(None) == 2
+
+
+def test_pairs_fit_products():
+    row_scaled, mixed, plain = (
+        Pair("nvfp4:row_scaled", "nvfp4"),
+        Pair(None, "nvfp4"),
+        Pair(None, None),
+    )
+    assert row_scaled.fits("dgrad") and not row_scaled.fits("wgrad")
+    assert mixed.fits("dgrad") and not mixed.fits("wgrad") and plain.fits("wgrad")
+    assert Pair("nvfp4", "nvfp4:block=16x16").text("wgrad") == "nvfp4 x nvfp4"
+    assert plain.text("fprop") == "bfloat16" and mixed.text("fprop") == "bfloat16 x nvfp4"
+
+
+def run(name, chosen="", **options):
+    records = []
+    report = measure_suite(name, Options(quick=True, **options), Choice(chosen), records.extend)
+    assert not report.failed and not report.wrong
+    return records, report
+
+
+def test_gemm_on_the_reference():
+    meter = meter_of("reference", "", True, {})
+    options = Options(peers=[PEER({})])
+    for product in ("fprop", "dgrad", "wgrad"):
+        task = gemm.task(meter, options, SHAPE, 30, product, "11 0 19")
+        report = Report()
+        found = measure_task(task, meter, {"kind": "cpu"}, Choice(), report)
+        assert not report.failed and not report.wrong
+        who = {(r.contender, r.format) for r in found}
+        assert {("ours", "bfloat16"), ("torch", "bfloat16")} < who
+        assert all(r.value > 0 and r.repeats == 2 and r.flops for r in found)
+        assert (
+            "ours, tokens quantized too",
+            "nvfp4:row_scaled x nvfp4",
+        ) in who or product != "fprop"
+
+
+def test_quantize_on_the_reference():
+    records, _ = run("quantize", r"directions=row\+column amax=given|op=amax", backend="reference")
+    who = {(r.case["op"], r.case.get("directions"), r.format) for r in records}
+    assert {("quantize", "row+column", "nvfp4"), ("amax", None, "bfloat16")} < who
+    assert {r.error for r in records if r.case["op"] == "quantize"} == {0.0}
+    assert {r.kind for r in records} == {"cpu"} and all(r.commit and r.machine for r in records)
+
+
+def test_layers_on_the_reference():
+    meter = meter_of("reference", "", True, {})
+    options = Options(quick=True, peers=[PEER({})])
+    tasks = list(layer.SUITE.tasks(meter, options))
+    report = Report()
+    found = [
+        r for t in tasks[1:3] for r in measure_task(t, meter, {"kind": "cpu"}, Choice(), report)
+    ]
+    assert not report.failed and not report.wrong
+    names = {(r.case["layer"], r.contender, r.format) for r in found}
+    assert ("linear", "ours, weight kept", "NVFP4") in names
+    assert ("mlp", "torch", "BF16") in names
+    errors = {r.format: r.error for r in found if r.contender == "ours"}
+    assert errors["BF16"] < 0.01 < errors["NVFP4"] < 0.4
+
+
+def test_layers_are_compared_with_fp32():
+    """A gradient that is off by little fails the check."""
+    work = layer.LayerWork("mlp", layer._TINY, 20, "7 0 6 7", layer.PASSES[1], CPU)
+    results = [t.clone() for t in work.expected]
+    assert work.error(results) == 0.0 and len(results) == 4
+    for index in range(4):
+        wrong = [t.clone() for t in results]
+        wrong[index] *= 1.1
+        assert work.error(wrong) == pytest.approx(0.1, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["host", "memory"])
+def test_suites_without_a_gpu(name):
+    records, _ = run(name)
+    assert records and {r.suite for r in records} == {name}
+    if name == "host":
+        launches = {r.format: r.value for r in records if r.what == "launches"}
+        assert launches["nvfp4:row_scaled x nvfp4:block=16x16"] == 2 and launches["bfloat16"] == 1
+
+
+def test_the_command(tmp_path, capsys):
+    out = tmp_path / "r.jsonl"
+    command = ["run", "quantize", "--backend", "reference", "--quick", "--no-peers"]
+    chosen = ["--filter", "op=amax|directions=row amax=given", "--format", "nvfp4$|bfloat16"]
+    assert main([*command, *chosen, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"ours \[nvfp4\] time [\d.]+", printed)
+    records = read(out)
+    assert {r.format for r in records} == {"nvfp4", "bfloat16"}
+    assert main([*command, "--list"]) == 0
+    assert "directions=row+column amax=computed" in capsys.readouterr().out
+    assert main([*command, "--path", "nonsense"]) == 2
+    if not torch.cuda.is_available():
+        assert main(["run", "gemm", "--backend", "cuda"]) == 2
+
+
+def test_suites_are_named():
+    for name in SUITES:
+        assert suite(name).name == name
+    with pytest.raises(ValueError, match="suite must be one of"):
+        suite("speed")
+
+
+def test_a_count_needs_the_emulator():
+    with pytest.raises(RuntimeError, match="nothing ran"):
+        count(lambda: None)
+
+
+@pytest.mark.skipif(not has_compiler(), reason="the emulator needs g++")
+def test_counts_are_the_committed_ones():
+    """What CI compares in full, of the smallest kernels: they are where they were."""
+    pytest.importorskip("cutlass")
+    assert main(["run", "counts", "--check", "--no-peers", "--filter", "op=(amax|dbias)"]) == 0
+
+
+def test_medians_and_spreads():
+    found = of_times([3.0, 1.0, 2.0], "time", "p")
+    assert (found.value, found.spread, found.repeats, found.unit) == (2.0, 2.0, 3, "us")
+
+
+def test_relative_errors():
+    assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 4.0])) == pytest.approx(0.75)
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
+    assert relative_error(torch.ones(4), torch.zeros(4)) == 2.0
+    nan = functools.reduce(torch.minimum, [torch.tensor([float("nan")]), torch.ones(1)])
+    assert relative_error(nan, torch.ones(1)) != relative_error(nan, torch.ones(1))
