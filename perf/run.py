@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import gc
+import math
 import re
 import sys
 from pathlib import Path
@@ -81,37 +82,81 @@ def measure_task(
         report: takes what went wrong.
     """
     chosen = [c for c in task.contenders(0) if choice.takes(c)]
-    checked = [right for c in chosen if (right := _checked(task, c, meter, report))]
-    if not checked:
-        return []
-    least = min((c.bytes for c, _, _ in checked if c.bytes), default=0.0)
-    copies = meter.copies(least) if least else 1
-    runs = [[run] for _, run, _ in checked]
-    for copy in range(1, copies):
-        others = {c.key: c for c in task.contenders(copy)}
-        for mine, (contender, _, _) in zip(runs, checked, strict=True):
-            mine.append(others[contender.key].prepare())
-    measured = meter.measure([c for c, _, _ in checked], runs)
-    records = []
-    for (contender, _, error), found in zip(checked, measured, strict=True):
-        for measurement in found:
-            fields = _joined(facts, dataclasses.asdict(measurement))
-            if contender.versions:
-                fields["versions"] = {**facts.get("versions", {}), **contender.versions}
-            records.append(
-                Record(
-                    suite=task.suite,
-                    case=task.case,
-                    contender=contender.name,
-                    format=contender.format,
-                    error=_short(error),
-                    bytes=contender.bytes,
-                    flops=contender.flops,
-                    note=contender.note,
-                    **fields,
-                )
-            )
+    checked = []
+    for contender in chosen:
+        right = _checked(task, contender, meter, report)
+        if right is not None:
+            if math.isfinite(meter.room()):
+                right.run = None
+            checked.append(right)
+    records: list[Record] = []
+    for batch in _batches(checked, meter.room()):
+        records += _measure_batch(task, batch, meter, facts)
     return records
+
+
+@dataclasses.dataclass
+class _Checked:
+    """A contender whose result is right.
+
+    Attributes:
+        contender: it.
+        run: its call, or None if it was dropped for the sake of its memory.
+        error: its relative error.
+        weight: bytes that it takes.
+    """
+
+    contender: Contender
+    run: Callable[[], Any] | None
+    error: float
+    weight: float
+
+
+def _batches(checked: Sequence[_Checked], room: float) -> Iterator[list[_Checked]]:
+    """Contenders that have room together, all of them if they have."""
+    batch: list[_Checked] = []
+    for one in checked:
+        if batch and sum(other.weight for other in batch) + one.weight > room:
+            yield batch
+            batch = []
+        batch.append(one)
+    if batch:
+        yield batch
+
+
+def _measure_batch(
+    task: Task, batch: Sequence[_Checked], meter: Meter, facts: dict[str, Any]
+) -> list[Record]:
+    contenders = [one.contender for one in batch]
+    least = min((c.bytes for c in contenders if c.bytes), default=0.0)
+    runs = [[one.run or one.contender.prepare()] for one in batch]
+    for copy in range(1, meter.copies(least) if least else 1):
+        others = {c.key: c for c in task.contenders(copy)}
+        for mine, contender in zip(runs, contenders, strict=True):
+            mine.append(others[contender.key].prepare())
+    measured = meter.measure(contenders, runs)
+    return [
+        _record(task, one, dataclasses.asdict(measurement), facts)
+        for one, found in zip(batch, measured, strict=True)
+        for measurement in found
+    ]
+
+
+def _record(task: Task, one: _Checked, own: dict[str, Any], facts: dict[str, Any]) -> Record:
+    contender, fields = one.contender, _joined(facts, own)
+    if contender.versions:
+        fields["versions"] = {**facts.get("versions", {}), **contender.versions}
+    return Record(
+        suite=task.suite,
+        case=task.case,
+        contender=contender.name,
+        format=contender.format,
+        error=_short(one.error),
+        bytes=contender.bytes,
+        flops=contender.flops,
+        note=contender.note,
+        **fields,
+    )
 
 
 def _joined(facts: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -127,14 +172,12 @@ def _short(error: float) -> float:
     return float(f"{error:.3g}")
 
 
-def _checked(
-    task: Task, contender: Contender, meter: Meter, report: Report
-) -> tuple[Contender, Callable[[], Any], float] | None:
-    """A contender whose result is right, its call and its error."""
+def _checked(task: Task, contender: Contender, meter: Meter, report: Report) -> _Checked | None:
+    """A contender whose result is right; None if it is wrong, fails or is not supported."""
     try:
-        run = contender.prepare()
-        with meter.active():
-            got = run()
+        with meter.weighing() as weight:
+            run = contender.prepare()
+            got = meter.call(run)
         error = contender.error(got)
     except UnsupportedError as reason:
         report.unsupported.append(f"{contender}: {str(reason).rpartition(': ')[2]}")
@@ -147,7 +190,7 @@ def _checked(
         allowed = f"relative error {error:.3g}, at most {contender.bound:.3g} is right"
         report.wrong.append(f"{task}: {contender}: {allowed}")
         return None
-    return contender, run, error
+    return _Checked(contender, run, error, sum(weight))
 
 
 def measure_suite(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
+import math
 import statistics
 from typing import TYPE_CHECKING, Any
 
 import cute_kernels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -67,6 +69,11 @@ class Meter(abc.ABC):
         """What calls of contenders happen in; operands are made outside of it."""
         return cute_kernels.backend(self.backend)
 
+    def call(self, run: Callable[[], Any]) -> Any:
+        """What one call returns, to be checked before it is measured."""
+        with self.active():
+            return run()
+
     def copies(self, smallest: float) -> int:
         """How many sets of operands of ``smallest`` bytes a cache must not hold."""
         del smallest
@@ -75,6 +82,15 @@ class Meter(abc.ABC):
     def ceilings(self) -> dict[str, float]:
         """Rates that nothing exceeds, measured now; see ``Record.ceilings``."""
         return {}
+
+    def room(self) -> float:
+        """Bytes that contenders of a task may take together; those that do not fit wait."""
+        return math.inf
+
+    @contextlib.contextmanager
+    def weighing(self) -> Iterator[list[float]]:
+        """Gives a list, and adds to it the bytes that what happens inside takes at most."""
+        yield [0.0]
 
     @abc.abstractmethod
     def environment(self) -> Environment:

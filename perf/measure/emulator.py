@@ -62,7 +62,7 @@ def installed(arch: str, num_sms: int) -> Iterator[None]:
 
 
 class EmulatorMeter(Meter):
-    """Counts one call of each contender.
+    """Counts one call of each contender, the one that is checked.
 
     Attributes:
         num_sms: SMs of the emulated GPU.
@@ -80,9 +80,17 @@ class EmulatorMeter(Meter):
         self.arch = backend.removeprefix("emulated:")
         self._options = {"num_sms": _DEFAULT_SMS, **options}
         self.num_sms = int(self._options["num_sms"])
+        #: Of calls that were checked, and so counted.
+        self._counted: dict[Callable[[], Any], dict[str, int]] = {}
 
     def active(self) -> AbstractContextManager[None]:
         return cute_kernels.backend(self.backend, **self._options)
+
+    def call(self, run: Callable[[], Any]) -> Any:
+        returned: list[Any] = []
+        with self.active():
+            self._counted[run] = count(lambda: returned.append(run()))
+        return returned[0]
 
     def environment(self) -> Environment:
         return environment("emulator", f"{self.arch}, {self.num_sms} SMs")
@@ -92,7 +100,8 @@ class EmulatorMeter(Meter):
     ) -> list[list[Measurement]]:
         del contenders
         with self.active():
-            counted = [count(mine[0]) for mine in runs]
+            counted = [self._counted.get(run) or count(run) for run, *_ in runs]
+        self._counted.clear()
         return [
             [Measurement(name, value, "1", "counted", 0.0, 1) for name, value in counts.items()]
             for counts in counted

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import itertools
 import math
 import random
@@ -15,9 +17,10 @@ from cute_kernels.runtime.arch import device_architecture
 from perf.environment import Environment, environment
 from perf.measure.base import Measurement, Meter, of_times
 from perf.measure.power import PowerMeter
+from perf.measure.profile import details_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from perf.contender import Contender
 
@@ -33,6 +36,8 @@ _BURST_CALLS, _IDLE_SECONDS = 10, 0.5
 #: Operands of one turn are this many times what L2 holds.
 _CACHES = 3
 _MOST_COPIES = 64
+#: Share of the free memory that contenders fill; a graph keeps what its calls take.
+_ROOM = 0.5
 _COPY_ELEMENTS, _DENSE = 1 << 29, 8192
 
 
@@ -66,6 +71,21 @@ class GpuMeter(Meter):
         wanted = math.ceil(_CACHES * self._l2 / max(1.0, smallest))
         return min(_MOST_COPIES, max(1, wanted))
 
+    def room(self) -> float:
+        # What is kept for later graphs, and what others hold, is not free.
+        gc.collect()
+        torch.cuda.empty_cache()
+        return _ROOM * torch.cuda.mem_get_info()[0]
+
+    @contextlib.contextmanager
+    def weighing(self) -> Iterator[list[float]]:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found: list[float] = []
+        yield found
+        found.append(float(torch.cuda.max_memory_allocated() - before))
+
     def measure(
         self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
     ) -> list[list[Measurement]]:
@@ -74,10 +94,14 @@ class GpuMeter(Meter):
             for contender, mine in zip(contenders, runs, strict=True)
         ]
         times, meters = self._replay(timers)
-        return [
-            [of_times(mine, c.what, self._name(timer), **power.result())]
-            for c, timer, mine, power in zip(contenders, timers, times, meters, strict=True)
-        ]
+        found = []
+        for c, timer, mine, power, (run, *_) in zip(
+            contenders, timers, times, meters, runs, strict=True
+        ):
+            found.append([of_times(mine, c.what, self._name(timer), **power.result())])
+            if c.is_step:
+                found[-1] += details_of(run)
+        return found
 
     def ceilings(self) -> dict[str, float]:
         """Rates of a copy kernel and of dense products, of the same protocol."""

@@ -210,6 +210,7 @@ class LayerWork:
             bound,
             flops=self.flops,
             capturable=capturable,
+            is_step=True,
             versions=versions or {},
         )
 
