@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import cute_kernels  # noqa: F401  (registers the ops)
+from cute_kernels.formats import parse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ __all__ = [
     "offsets",
     "ops",
     "poisoned",
+    "quantized",
     "sample",
     "weird_values",
 ]
@@ -122,6 +124,18 @@ def poisoned(like: Tensor) -> Tensor:
     """A tensor of the shape, strides and dtype of ``like``, every byte of it a sentinel."""
     storage = torch.full((like.untyped_storage().nbytes(),), SENTINEL, dtype=torch.uint8)
     return storage.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def quantized(
+    x: Tensor, text: str, offs: Tensor | None = None, *, columnwise: bool = False
+) -> list[Tensor]:
+    """What a reader needs of one direction of ``x``: codes, block scales, what decodes."""
+    fmt = parse(text)
+    buffers = ops.grouped_quantize(
+        x, text, offs, rowwise=not columnwise, columnwise=columnwise
+    )
+    named = dict(zip(fmt.buffer_names(columnwise), buffers, strict=True))
+    return [named[name] for name in fmt.operand_names(columnwise)]
 
 
 def dequantize_arguments(

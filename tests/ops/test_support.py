@@ -124,7 +124,8 @@ def grouped_gemm_w4a16(fmt, dtype):
     x = sample(6, K, dtype=torch.float32).to(dtype)
     weights = grouped.quantize(sample(len(OFFS), N, K), fmt)
     grouped.grouped_gemm(x, weights, offs=OFFS)
-    ops.m_grouped_gemm(*m_grouped_arguments(x, list(weights.rowwise), OFFS, b_format=fmt.text))
+    codes, scales = weights.rowwise.operand
+    ops.m_grouped_gemm(*m_grouped_arguments(x, [codes, *scales], OFFS, b_format=fmt.text))
 
 
 CALLS = {
