@@ -131,9 +131,7 @@ def quantized(
 ) -> list[Tensor]:
     """What a reader needs of one direction of ``x``: codes, block scales, what decodes."""
     fmt = parse(text)
-    buffers = ops.grouped_quantize(
-        x, text, offs, rowwise=not columnwise, columnwise=columnwise
-    )
+    buffers = ops.grouped_quantize(x, text, offs, rowwise=not columnwise, columnwise=columnwise)
     named = dict(zip(fmt.buffer_names(columnwise), buffers, strict=True))
     return [named[name] for name in fmt.operand_names(columnwise)]
 

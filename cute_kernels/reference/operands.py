@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, scale_tiles
+from cute_kernels.layout.shapes import TILE_ROWS, ceil_div
 from cute_kernels.reference.conversions import decode, f32
-from cute_kernels.reference.groups import untile_scales
+from cute_kernels.reference.scales import linear_column_scales, linear_scales, tile_view
 
 if TYPE_CHECKING:
     from cute_kernels.formats import BlockScale, Format
@@ -103,17 +103,11 @@ class Operand(NamedTuple):
             depth: K.
         """
         codes, fmt = self.codes[rows], self.fmt
-        scale = None if fmt is None else fmt.scale
-        if fmt is None or scale is None or self.scales is None:
+        if fmt is None or self.scales is None:
             return Rows(codes, fmt)
-        count, first = len(codes), first_slot // TILE_ROWS
-        if scale.layout == "mn_major":
-            if fmt.is_2d:
-                return Rows(codes, fmt, _of_each(self.scales, scale, first_slot, count))
-            return Rows(codes, fmt, self.scales[:, first_slot : first_slot + count].T)
-        tiles = self.scales[first : first + ceil_div(count, TILE_ROWS)].unsqueeze(1)
-        linear = untile_scales(tiles, ceil_div(depth, scale.vec_size))
-        return Rows(codes, fmt, linear.flatten(0, 1)[:count])
+        tiles = tile_view(fmt, self.scales, columnwise=False)[_tiles(first_slot, len(codes))]
+        scales = linear_scales(fmt, tiles, False, depth).flatten(0, 1)
+        return Rows(codes, fmt, scales[: len(codes)])
 
     def columns(self, first_slot: int, depth: int) -> Rows:
         """Columns of a columnwise copy, contracted over its slot rows.
@@ -122,26 +116,22 @@ class Operand(NamedTuple):
             first_slot: the first slot row of the group, the first one of a tile.
             depth: how many of them, those of the last block that the group does not fill included.
         """
-        assert self.fmt is not None
-        fmt, scale = self.fmt, self.fmt.scale
+        fmt = self.fmt
+        assert fmt is not None
         if fmt.columnwise == "untransposed":
             codes = self.codes[first_slot : first_slot + depth].T
         else:
             first = fmt.element.width(first_slot)
             codes = self.codes[:, first : first + fmt.element.width(depth)]
-        if scale is None or self.scales is None:
+        if fmt.scale is None or self.scales is None:
             return Rows(codes, fmt)
-        blocks = ceil_div(depth, scale.vec_size)
-        if scale.layout == "mn_major":
-            first = first_slot // scale.vec_size
-            scales = self.scales[first : first + blocks].T
-            return Rows(codes, fmt, _of_each(scales, scale, 0, len(codes)) if fmt.is_2d else scales)
-        first = first_slot // TILE_ROWS * scale_tiles(TILE_ROWS, scale.vec_size)
-        tiles = self.scales[:, first : first + scale_tiles(depth, scale.vec_size)]
-        return Rows(codes, fmt, untile_scales(tiles, blocks)[: len(codes)])
+        blocks = ceil_div(depth, fmt.scale.vec_size)
+        tiles = _tiles(first_slot, depth)
+        scales = linear_column_scales(fmt, self.scales, len(codes), tiles)
+        return Rows(codes, fmt, scales[:, :blocks])
 
 
-def _of_each(scales: Tensor, scale: BlockScale, first: int, count: int) -> Tensor:
-    """The scales of ``count`` rows from ``first`` on, given those of square blocks of rows."""
-    blocks = scales[first // scale.vec_size : ceil_div(first + count, scale.vec_size)]
-    return blocks.repeat_interleave(scale.vec_size, dim=0)[:count]
+def _tiles(first_slot: int, count: int) -> slice:
+    """The slot tiles of ``count`` slot rows."""
+    first = first_slot // TILE_ROWS
+    return slice(first, first + ceil_div(count, TILE_ROWS))

@@ -87,7 +87,6 @@ def test_transforms_must_cancel():
                 call(a, turned, transpose_b=True)
 
 
-
 @each_call
 def test_accumulation_is_a_known_word(call):
     with pytest.raises(ValueError, match="accumulation must be fast or split, got 'slow'"):
@@ -118,6 +117,7 @@ def test_accumulation_of_plain_operands():
 
 def test_a_factor_is_that_of_the_operands_own_record():
     """Of the direction that is read, too: not a constant of the format."""
+
     class Halved(NVFP4):
         second_level = SecondLevel("group", ("amax",), 0.5)
 

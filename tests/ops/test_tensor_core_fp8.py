@@ -10,7 +10,7 @@ import grouped
 from cute_kernels import UnsupportedError, backend
 from cute_kernels.formats import parse
 from cute_kernels.reference.tensor_core import tensor_core_mma
-from tests.helpers import assert_same_bytes, ends, m_grouped_arguments, ops, quantized
+from tests.helpers import assert_same_bytes, m_grouped_arguments, ops
 from tests.reference.rational import fp32
 from tests.reference.test_gemm_fp8 import F32, KINDS, PAIRS, Product, Wgrad, scaled
 
@@ -79,8 +79,71 @@ def added(way):
     return lambda core, a, b, left, right: way(core, left, right)
 
 
-FP8_PAIRS = {name: pair for name, pair in PAIRS.items() if pair[0].startswith("fp8")}
-FP8_PAIRS = {name: p for name, p in FP8_PAIRS.items() if not p[0].startswith("fp8_block")}
+def promoted(core, a, b, left, right):
+    """Partial sums of a block, times both scales, each by a fresh accumulator."""
+    vec, powers = a.vec, a.vec == 32
+    first, second = (a.scales, b.scales) if a.per_row else (b.scales, a.scales)
+    acc = np.zeros((len(left), len(right)), np.float32)
+    for block, k in enumerate(range(0, left.shape[1], vec)):
+        partial = chain(core, left[:, k : k + vec], right[:, k : k + vec])
+        for i, j in np.ndindex(*acc.shape):
+            at = (i, j) if a.per_row else (j, i)
+            s, t = Fraction(first[at[0], block]), Fraction(second[at[1], block])
+            p = Fraction(partial[i, j].item())
+            product = p * s * t if powers else Fraction(fp32(p * s)) * t
+            acc[i, j] = fp32(product + Fraction(float(acc[i, j])))
+    return torch.from_numpy(acc)
+
+
+def block_scaled(core, a, b, left, right):
+    """Instructions that take scales of 32 elements."""
+    scales = []
+    for x in (a, b):
+        each = np.repeat(x.scales, x.vec // 32, axis=1)[:, : -(-x.codes.shape[1] // 32)]
+        scales.append(torch.from_numpy(each).float().to(torch.float8_e8m0fnu))
+        assert np.array_equal(scales[-1].double().numpy(), each)
+    return chain(core, left, right, scales=scales)
+
+
+def way_of(core, pair):
+    """How products with block scales are added."""
+    records = [parse(text) for text in pair]
+    if core == "sm_100a" and all(getattr(r, "pow2_scales", True) for r in records):
+        return block_scaled
+    return promoted
+
+
+FP8_PAIRS = {name: pair for name, pair in PAIRS.items() if parse(pair[0]).scale is None}
+BLOCK_PAIRS = {name: pair for name, pair in PAIRS.items() if name not in FP8_PAIRS}
+
+
+@each_core
+@each_way
+@pytest.mark.parametrize("pair", BLOCK_PAIRS.values(), ids=BLOCK_PAIRS)
+def test_block_scales(core, pair, transpose_b):
+    case = Product(pair, SPLITS, 32, DEPTH, transpose_b=transpose_b)
+    got = run_m(core, case)
+    assert_product(core, got, m_members(case), pair, way_of(core, pair))
+    assert not torch.equal(got, case.run())
+
+
+@each_core
+@pytest.mark.parametrize("pair", BLOCK_PAIRS.values(), ids=BLOCK_PAIRS)
+def test_block_scales_wgrad(core, pair):
+    case = Wgrad(pair, (131, 0, 5), 32, 32)
+    got = run_k(core, case)
+    assert_product(core, got, case.members(), pair, way_of(core, pair))
+    assert not got[1].any()
+
+
+@each_core
+def test_k_of_16_over(core):
+    """The last instruction, and the last scale, of K = 144: half of them are zeros."""
+    for name in ("fp8", "fp8_block 1D x 2D", "fp32 scales, 2D x 1D"):
+        pair = PAIRS[name]
+        case = Product(pair, SPLITS, 16, 144)
+        way = added(chain) if name == "fp8" else way_of(core, pair)
+        assert_product(core, run_m(core, case), m_members(case), pair, way)
 
 
 @each_core
@@ -156,9 +219,10 @@ def test_grouped_takes_the_choice(core):
             assert_same_bytes(found[None], found[default])
 
 
-def test_plain_operands_beside_fp8_have_no_tensor_core():
-    case = Product(KINDS["fp8"], SPLITS)
-    arguments = m_grouped_arguments(case.x, case.b, case.offs, b_format="fp8")
+@pytest.mark.parametrize("pair", KINDS.values(), ids=KINDS)
+def test_plain_operands_beside_quantized_ones_have_no_tensor_core(pair):
+    case = Product(pair, SPLITS)
+    arguments = m_grouped_arguments(case.x, case.b, case.offs, b_format=pair[1])
     for core in CORES:
         with (
             backend(f"reference:{core}"),

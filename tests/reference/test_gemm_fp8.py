@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cute_kernels.formats import parse
+from cute_kernels.reference.scales import tile_view
 from tests.helpers import (
     DTYPES,
     SPLITS,
@@ -32,9 +33,28 @@ PAIRS = {
     "fp8 e4m3 x e5m2": ("fp8", "fp8:dtype=e5m2"),
     "fp8 e5m2 x e4m3": ("fp8:dtype=e5m2", "fp8"),
     "fp8 e5m2": ("fp8:dtype=e5m2", "fp8:dtype=e5m2"),
+    "fp8_block 1D x 2D": ("fp8_block", "fp8_block:block=128x128"),
+    "fp8_block 1D x 1D": ("fp8_block:dtype=e5m2", "fp8_block"),
+    "fp8_block e5m2": ("fp8_block:dtype=e5m2", "fp8_block:block=128x128,dtype=e5m2"),
+    "fp32 scales, 1D x 2D": (
+        "fp8_block:pow2_scales=false",
+        "fp8_block:block=128x128,pow2_scales=false",
+    ),
+    "fp32 scales, 2D x 1D": (
+        "fp8_block:block=128x128,pow2_scales=false",
+        "fp8_block:dtype=e5m2,pow2_scales=false",
+    ),
+    "fp32 scales, 1D x 1D": ("fp8_block:pow2_scales=false", "fp8_block:pow2_scales=false"),
+    "fp32 and pow2 scales": ("fp8_block:pow2_scales=false", "fp8_block:block=128x128"),
+    "mxfp8": ("mxfp8", "mxfp8"),
+    "mxfp8 e5m2 x 2D": ("mxfp8:dtype=e5m2", "mxfp8:block=32x32"),
+    "mxfp8 e5m2": ("mxfp8:dtype=e5m2", "mxfp8:dtype=e5m2"),
 }
 #: One of each kind.
-KINDS = {name: PAIRS[name] for name in ("fp8",)}
+KINDS = {
+    name: PAIRS[name]
+    for name in ("fp8", "fp32 scales, 1D x 2D", "fp8_block 1D x 1D", "mxfp8 e5m2 x 2D")
+}
 #: Formats whose K need not fill the last block.
 RAGGED_K = {name: pair for name, pair in PAIRS.items() if parse(pair[0]).k_multiple == 16}
 
@@ -205,9 +225,9 @@ def test_m_grouped_bits(pair, transpose_b):
 
 @each_pair
 def test_wgrad_bits(pair):
-    case = Wgrad(pair, (70, 0, 131), 16, 32)
-    alpha, held = torch.tensor([0.9, 5.0, 1.1]), torch.randn(3, 16, 32)
-    plain, total = torch.zeros(3, 16, 32), held.clone()
+    case = Wgrad(pair, (7, 0, 131), 32, 32)
+    alpha, held = torch.tensor([0.9, 5.0, 1.1]), torch.randn(3, 32, 32)
+    plain, total = torch.zeros(3, 32, 32), held.clone()
     for g, a, b in case.members():
         acc, factor = acc_and_factor(a, b)
         plain[g] = scaled(acc, factor)
@@ -312,45 +332,43 @@ def test_out_leaves_tail_and_empty_groups_alone(pair, accumulate):
     assert_same_bytes(kept[1], poisoned(functional)[1])
 
 
+def poison(copy, text, columnwise, rows, live_tiles):
+    """Everything in the buffers of a ragged tensor that belongs to no group becomes NaN.
+
+    Args:
+        copy: codes, and block scales if there are any; a second level has one number a group.
+        text: the format.
+        columnwise: the direction.
+        rows: how many rows belong to groups, the first ones.
+        live_tiles: the slot tiles that belong to groups.
+    """
+    fmt, (codes, *rest) = parse(text), [t.clone() for t in copy]
+    dead = torch.ones(codes.shape[columnwise and fmt.columnwise == "transposed"] // 128 + 9).bool()
+    dead[live_tiles] = False
+    by_byte = codes.view(torch.uint8)
+    if not columnwise:
+        by_byte[rows:] = 0x7F
+    else:
+        by_slot = by_byte.T if fmt.columnwise == "transposed" else by_byte
+        by_slot[dead.repeat_interleave(128)[: len(by_slot)]] = 0x7F
+    if fmt.scale is None:
+        return [codes, *rest]
+    scales, nan = rest[0], 0xFF if rest[0].dtype == torch.uint8 else torch.nan
+    by_tile = tile_view(fmt, scales, columnwise)
+    by_tile[dead[: len(by_tile)]] = nan
+    assert by_tile.untyped_storage().data_ptr() == scales.untyped_storage().data_ptr()
+    return [codes, *rest]
+
+
 @each_kind
 def test_what_belongs_to_no_group_is_not_read(pair):
-    """Rows and slots of the tail are NaN; so are the gaps between the groups' slots."""
-    splits = (20, 0, 12)
-    case, wgrad = Product(pair, splits, tail=200), Wgrad(pair, splits, tail=200)
+    case, wgrad = Product(pair, (20, 0, 12), tail=200), Wgrad(pair, (20, 0, 12), tail=200)
     want, want_wgrad = case.run(), wgrad.run()
-    live = torch.zeros(5 * 128, dtype=torch.bool)  # of slots: 232 rows, 3 groups
-    live[: 1 * 128] = live[2 * 128 : 3 * 128] = True
-
-    def with_nan(copy, columnwise, live_rows):
-        """A copy of the buffers in which everything is NaN but what the live rows have."""
-        fmt = parse(pair[0])
-        slots, made = live[: copy[0].shape[1]], []
-        tiles = live.view(-1, 128)[: len(live) // 128, 0]
-        for i, t in enumerate(copy):
-            bad = t.clone()
-            raw = bad.view(torch.uint8) if bad.dtype != torch.float32 else bad
-            nan = torch.nan if raw.dtype == torch.float32 else 0x7F
-            if i == 0 and not columnwise:
-                raw[live_rows:] = nan
-            elif i == 0:
-                of_slots = raw if fmt.columnwise == "untransposed" else raw.T
-                of_slots[~live[: len(of_slots)]] = nan
-            elif fmt.scale is None:
-                continue
-            elif fmt.scale.layout == "tiles_128x4" and not columnwise:
-                raw[~tiles[: len(raw)]] = 0xFF
-            elif fmt.scale.layout == "tiles_128x4":
-                raw[:, ~tiles[: raw.shape[1]]] = 0xFF
-            elif columnwise or fmt.is_2d:
-                raw[~tiles[: len(raw)]] = nan
-            else:
-                raw[:, ~live[: raw.shape[1]]] = nan
-            made.append(bad)
-        return made if len(made) == len(copy) else [made[0], *copy[1:]]
-
-    case.a = with_nan(case.a, False, 32)
+    case.a = poison(case.a, pair[0], False, 32, [0, 2])
     assert_same_bytes(case.run(), want)
-    wgrad.copies = [with_nan(copy, True, 32) for copy in wgrad.copies]
+    wgrad.copies = [
+        poison(copy, text, True, 32, [0, 2]) for copy, text in zip(wgrad.copies, pair, strict=True)
+    ]
     assert_same_bytes(wgrad.run(), want_wgrad)
 
 
@@ -377,9 +395,7 @@ def test_plain_activations_beside_quantized_weights(pair, transpose_b, dtype):
     bias, alpha = torch.randn(3, 32), torch.tensor([1.7, 2.0, -0.3])
     x = case.x.to(dtype)
     options = (bias, alpha, transpose_b, F32)
-    got = ops.m_grouped_gemm(
-        *m_grouped_arguments(x, case.b, case.offs, *options, b_format=pair[1])
-    )
+    got = ops.m_grouped_gemm(*m_grouped_arguments(x, case.b, case.offs, *options, b_format=pair[1]))
     for g, rows, _, b in case.members():
         acc = (x[rows].double() @ torch.from_numpy(b.values()).T).float()
         level = None if b.level is None else torch.tensor(b.level)
