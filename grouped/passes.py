@@ -291,7 +291,7 @@ def _copies_of(weight: GroupedTensor) -> Copies:
 
 def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
     """Whether a weight that is quantized already has what is read of it."""
-    if weight.offs is not None:
+    if weight.grouping != "uniform":
         raise ValueError(f"weight must be uniform, got {weight!r}")
     level = weight.format.second_level
     if level is not None and level.per == "row":

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import cute_kernels  # noqa: F401  (registers the ops)
+from cute_kernels import support
+from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     Operand: TypeAlias = "Tensor | Sequence[Tensor]"
 
 __all__ = [
+    "BUILT",
     "DTYPES",
     "NVFP4_TEXTS",
     "SENTINEL",
@@ -37,6 +39,7 @@ __all__ = [
     "offsets",
     "ops",
     "poisoned",
+    "quantized",
     "sample",
     "weird_values",
 ]
@@ -56,6 +59,16 @@ def has_compiler() -> bool:
 
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="Inductor needs g++")
+
+E5M2 = torch.float8_e5m2
+_RECORDS = (
+    *(NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))),
+    *(NVFP4(hadamard=True), NVFP4(four_over_six=True)),
+    *(MXFP8(), MXFP8(E5M2), MXFP8(block=(32, 32))),
+    *(FP8Block(), FP8Block(block=(128, 128)), FP8Block(pow2_scales=False), FP8(), FP8(E5M2)),
+)
+#: Formats that the reference quantizes without anything beside the tensor, by their texts.
+BUILT = {fmt.text: fmt for fmt in _RECORDS if support("grouped_quantize", fmt, "reference")}
 
 #: Byte that no quantizer writes by chance everywhere; marks what must stay untouched.
 SENTINEL = 0xA5
@@ -122,6 +135,16 @@ def poisoned(like: Tensor) -> Tensor:
     """A tensor of the shape, strides and dtype of ``like``, every byte of it a sentinel."""
     storage = torch.full((like.untyped_storage().nbytes(),), SENTINEL, dtype=torch.uint8)
     return storage.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def quantized(
+    x: Tensor, text: str, offs: Tensor | None = None, *, columnwise: bool = False
+) -> list[Tensor]:
+    """What a reader needs of one direction of ``x``: codes, block scales, what decodes."""
+    fmt = parse(text)
+    buffers = ops.grouped_quantize(x, text, offs, rowwise=not columnwise, columnwise=columnwise)
+    named = dict(zip(fmt.buffer_names(columnwise), buffers, strict=True))
+    return [named[name] for name in fmt.operand_names(columnwise)]
 
 
 def dequantize_arguments(

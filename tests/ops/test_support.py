@@ -125,7 +125,8 @@ def grouped_gemm_w4a16(fmt, dtype):
     with cute_kernels.backend("reference"):  # it quantizes what others only multiply
         weights = grouped.quantize(sample(len(OFFS), N, K), fmt)
     grouped.grouped_gemm(x, weights, offs=OFFS)
-    ops.m_grouped_gemm(*m_grouped_arguments(x, list(weights.rowwise), OFFS, b_format=fmt.text))
+    codes, scales = weights.rowwise.operand
+    ops.m_grouped_gemm(*m_grouped_arguments(x, [codes, *scales], OFFS, b_format=fmt.text))
 
 
 CALLS = {
