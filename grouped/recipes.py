@@ -122,17 +122,20 @@ def _require_built(role: str, fmt: Format) -> None:
 
 def _check_products(x: Format, weight: Format, grad_output: Format) -> None:
     """Refuse formats that are not multiplied with each other."""
-    pairs = (
-        ("fprop multiplies input by weight", x, weight, (None, None)),
-        ("dgrad multiplies grad_output by weight", grad_output, weight, (None, weight)),
-        ("wgrad multiplies grad_output by input", grad_output, x, (grad_output, x)),
-    )
-    for name, a, b, read_columnwise in pairs:
-        try:
-            check_pair(a, b)
-            check_transforms(*read_columnwise)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+    _check_product("fprop multiplies input by weight", x, weight)
+    _check_product("dgrad multiplies grad_output by weight", grad_output, weight, None, weight)
+    _check_product("wgrad multiplies grad_output by input", grad_output, x, grad_output, x)
+
+
+def _check_product(
+    name: str, a: Format, b: Format, rows_a: Format | None = None, rows_b: Format | None = None
+) -> None:
+    """Refuse a product; the last two are the formats of columnwise copies that it reads."""
+    try:
+        check_pair(a, b)
+        check_transforms(rows_a, rows_b)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,6 @@ class ModelConfig:
         if self.top_k > self.experts:
             raise ValueError(f"top_k must be at most experts = {self.experts}, got {self.top_k}")
 
-
     def check(self, recipe: Recipe) -> None:
         """Raise ValueError for sizes that the products of a recipe do not take."""
         for name in ("hidden", "intermediate"):

@@ -6,10 +6,10 @@ from torch import nn
 
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.grouped.cases import FORMATS, RECIPES, WEIGHT_FORMAT, bytes_of, parameter
+from tests.grouped.cases import ALL_RECIPES, FORMATS, RECIPES, WEIGHT_FORMAT, bytes_of, parameter
 from tests.helpers import assert_same_bytes, needs_compiler, sample
 
-K, N = 64, 48
+K, N = 64, 96
 TOKENS = (40, 41, 130, 7, 300)
 
 
@@ -57,7 +57,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 def test_training_with_changing_token_counts(make, recipe, single):
     module = make(recipe=recipe, single_parameter=single)
@@ -264,7 +264,7 @@ def test_compute_offsets():
     assert function(torch.tensor([3, 0, 5])).tolist() == [6, 6, 16]
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_export(recipe):
     module = MODULES["linear"](recipe=recipe)
     tokens = torch.export.Dim("tokens", min=2, max=4096)
