@@ -9,7 +9,7 @@ from grouped.nn import GroupedLinear, GroupedMLP
 from tests.grouped.cases import ALL_RECIPES, FORMATS, RECIPES, WEIGHT_FORMAT, bytes_of, parameter
 from tests.helpers import assert_same_bytes, needs_compiler, sample
 
-K, N = 64, 96
+K, N = 64, 48
 TOKENS = (40, 41, 130, 7, 300)
 
 
@@ -50,17 +50,24 @@ def step(function, module, x, offs):
     return y.detach(), leaf.grad, *(p.grad.clone() for p in module.parameters())
 
 
-MODULES = {
-    "linear": lambda **kwargs: GroupedLinear(3, K, N, dtype=torch.bfloat16, **kwargs),
-    "mlp": lambda **kwargs: GroupedMLP(3, K, 32, dtype=torch.bfloat16, **kwargs),
-}
+def linear(recipe, **options):
+    cols = max(N, 3 * recipe.multiple)
+    return GroupedLinear(3, K, cols, recipe=recipe, dtype=torch.bfloat16, **options)
 
 
-@pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
+def mlp(recipe, **options):
+    return GroupedMLP(3, K, 32, recipe=recipe, dtype=torch.bfloat16, **options)
+
+
+MODULES = {"linear": linear, "mlp": mlp}
+#: All recipes, and both forms of the parameters.
+CASES = [(name, True) for name in ALL_RECIPES] + [(name, False) for name in RECIPES]
+
+
+@pytest.mark.parametrize(("name", "single"), CASES)
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
-def test_training_with_changing_token_counts(make, recipe, single):
-    module = make(recipe=recipe, single_parameter=single)
+def test_training_with_changing_token_counts(make, name, single):
+    module = make(ALL_RECIPES[name], single_parameter=single)
     function, frames = compiled(module)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in TOKENS:
