@@ -58,6 +58,7 @@ def quantize(
     columnwise: bool = ...,
     dbias: Literal[False] = ...,
     amax: Tensor | None = ...,
+    scale: Tensor | None = ...,
     out: GroupedTensor | None = ...,
 ) -> GroupedTensor: ...
 
@@ -73,6 +74,7 @@ def quantize(
     columnwise: bool = ...,
     dbias: Literal[True],
     amax: Tensor | None = ...,
+    scale: Tensor | None = ...,
     out: GroupedTensor | None = ...,
 ) -> tuple[GroupedTensor, Tensor]: ...
 
@@ -87,6 +89,7 @@ def quantize(
     columnwise: bool = False,
     dbias: bool = False,
     amax: Tensor | None = None,
+    scale: Tensor | None = None,
     out: GroupedTensor | None = None,
 ) -> GroupedTensor | tuple[GroupedTensor, Tensor]:
     """Quantize the groups of ``x``.
@@ -114,6 +117,10 @@ def quantize(
         dbias: also return the column sums of each group; with ``offs`` only.
         amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so that
             its sign is dropped.
+        scale: (G,) fp32 factor of each group, which ``FP8(scaling="delayed")`` needs instead of an
+            amax and other formats refuse: elements are multiplied by it and saturate. The result
+            has it, its reciprocal ``scale_inv``, and the amax of this ``x``, which
+            ``delayed_scaling_update`` makes the next scale from.
         out: a tensor of the same shape, format, groups and directions to quantize into. One that
             requires a gradient only under ``torch.no_grad()``.
 
@@ -158,12 +165,15 @@ def quantize(
         ends = ends.clone()
     if out is None:
         flat = flat_shapes(members)
-        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, rowwise, columnwise, flat)
-        out = assemble(x.shape, x.dtype, fmt.text, ends, buffers, rowwise, columnwise, members)
+        directions = (rowwise, columnwise)
+        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, *directions, scale, flat)
+        out = assemble(x.shape, x.dtype, fmt.text, ends, buffers, *directions, members)
     else:
+        if fmt.takes_scale and scale is None:
+            raise ValueError(f"scale is missing: {fmt.text} takes (G,) fp32 scales")
         _check_reused(out, fmt, x, ends, members, rowwise, columnwise)
         refuse_derivatives("quantize(out=)", [("out", out)], "write it under torch.no_grad()")
-        torch.ops.grouped.quantize_out(x, ends, amax, out)
+        torch.ops.grouped.quantize_out(x, ends, amax, out, scale)
     if not dbias:
         return out
     sums: Tensor = ops.grouped_dbias(x, ends)
@@ -197,11 +207,18 @@ def _check_reused(
 
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
-_LIBRARY.define("quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out) -> ()")
+_LIBRARY.define(
+    "quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out, Tensor? scale=None) -> ()"
+)
 
 
 @handler(torch.ops.grouped.quantize_out.default)
 def _quantize_out(
-    func: Any, x: Tensor, offs: Tensor | None, amax: Tensor | None, out: GroupedTensor
+    func: Any,
+    x: Tensor,
+    offs: Tensor | None,
+    amax: Tensor | None,
+    out: GroupedTensor,
+    scale: Tensor | None = None,
 ) -> None:
-    out._quantize_into(x, offs, amax)
+    out._quantize_into(x, offs, amax, scale)

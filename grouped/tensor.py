@@ -62,9 +62,11 @@ class GroupedTensor(Tensor):
     everything else raises TypeError and names ``dequantize()``.
 
     - In place (``add_``, ``mul_``, ``copy_``, ``normal_``, ``torch._foreach_*_``, fused
-      optimizers): decode, compute, quantize into the same storage, return self. An update that
-      changes no byte warns on a CPU; on a GPU, where nobody may look, the first one says that it
-      might.
+      optimizers): decode, compute, quantize into the same storage, return self. A format that takes
+      its scales from the caller (delayed FP8) quantizes with those that the tensor has: values
+      beyond them saturate, and ``amax`` is the new values'. ``copy_`` of a tensor of the same
+      format takes over its bytes, scales among them. An update that changes no byte warns on a CPU;
+      on a GPU, where nobody may look, the first one says that it might.
     - Out of place, with a plain tensor as the result: ``+ - * / **``, ``neg``, ``abs``, ``lerp``,
       ``where``, comparisons, ``isfinite``, ``isnan``, ``isinf``, ``torch.equal``, vector norms, and
       the ``torch._foreach_*`` forms of arithmetic and norm.
@@ -389,16 +391,27 @@ class GroupedTensor(Tensor):
         context = (self.format, dtype or self.dtype, self.prepacked, self._shapes)
         return self.__tensor_unflatten__(inner, context, self.shape, self.stride())
 
-    def _quantize_into(self, x: Tensor, offs: Tensor | None, amax: Tensor | None = None) -> None:
-        """Quantize ``x``, of this shape and cut at ``offs``, into this tensor's storage."""
+    def _quantize_into(
+        self,
+        x: Tensor,
+        offs: Tensor | None,
+        amax: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> None:
+        """Quantize ``x``, of this shape and cut at ``offs``, into this tensor's storage.
+
+        Where the format takes scales and none is given, with those that this tensor has.
+        """
         copies = (self.rowwise, self.columnwise)
         directions = [copy is not None for copy in copies]
         held = zip((False, True), directions, strict=True)
         names = [n for way, is_held in held if is_held for n in self.format.buffer_names(way)]
         inner = [getattr(self, f"_{name}") for name in dict.fromkeys(names)]
+        if scale is None and self.format.takes_scale:
+            held_scale: Tensor = self._scale  # type: ignore[attr-defined]
+            scale = held_scale.clone()
         torch.ops.cute_kernels.grouped_quantize_out(
-            *(x, self.format.text, offs, amax, *directions),
-            shapes=flat_shapes(self._shapes),
+            *(x, self.format.text, offs, amax, *directions, scale, flat_shapes(self._shapes)),
             out=inner,
         )
         if self.prepacked:
@@ -446,12 +459,17 @@ class GroupedTensor(Tensor):
         return known(func, *args, **(kwargs or {}))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # Bytes of codes: ``pickle`` writes tensors of FP8 that PyTorch then does not read.
+        inner = {
+            name: t.view(torch.uint8) if name.startswith("_codes") else t
+            for name, t in self._inner().items()
+        }
         return _rebuild, (
             tuple(self.shape),
             self.dtype,
             self.format.name,
             self._saved_fields(),
-            self._inner(),
+            inner,
             self.requires_grad,
             getattr(self, "_is_param", False),
             version(),
@@ -500,6 +518,12 @@ def _rebuild(
             f"a GroupedTensor has no field {', '.join(unknown)}: the file was written by "
             f"grouped-kernels {written_by}, this is {version()}"
         )
+    inner = {
+        name: t.view(fmt.element.dtype)
+        if name.startswith("_codes") and t.dtype == torch.uint8
+        else t
+        for name, t in inner.items()
+    }
     self = GroupedTensor(
         *(shape, dtype, fmt, inner.get("_offs"), *_copies(fmt, inner), requires_grad),
         prepacked=prepacked,

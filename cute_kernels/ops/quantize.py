@@ -45,6 +45,10 @@ class GroupedQuantize(Op):
             sign is dropped. Elements beyond it saturate.
         rowwise: write the rowwise copy, blocks along K.
         columnwise: write the columnwise copy, blocks along the rows of a group.
+        scale: (G,) fp32, what the elements of each group are multiplied by, of a format that takes
+            its scales from the caller: FP8 with delayed scaling, which needs it and takes no
+            ``amax``. Products beyond the format's largest number saturate. The amax that is
+            returned is that of ``x``, whatever the scale.
         shapes: [m0, n0, m1, n1, ...], rows and columns of each group, where the last dimension
             varies or both do; each n a positive multiple of what the format asks for. The groups
             lie in ``x`` one after the other, contiguous; what is left of it is never read. Each has
@@ -63,6 +67,7 @@ class GroupedQuantize(Op):
     amax: Tensor | None = None
     rowwise: bool = True
     columnwise: bool = False
+    scale: Tensor | None = None
     shapes: list[int] | None = None
 
     name: ClassVar[str] = "grouped_quantize"
@@ -94,12 +99,26 @@ class GroupedQuantize(Op):
             check_multiple("K", self.x.shape[-1], multiple, f"{self.format}, x is (..., K)")
         if not (self.rowwise or self.columnwise):
             raise ValueError("rowwise and columnwise are both False: nothing to quantize")
+        self._check_given()
+
+    def _check_given(self) -> None:
+        """What is given for the second level must be what the format takes."""
+        takes = self.record.takes_scale
+        if takes and self.scale is None:
+            raise ValueError(f"scale is missing: {self.format} takes (G,) fp32 scales")
+        if self.scale is not None:
+            if not takes:
+                raise ValueError(f"scale is for formats that take one, {self.format} computes it")
+            check_tensor("scale", self.scale, dtypes=(torch.float32,), shape=(self.num_groups,))
+            same_device("x", self.device, scale=self.scale)
         if self.amax is None:
             return
+        if takes:
+            raise ValueError(f"amax decides nothing: {self.format} takes its scale, not its amax")
         check_tensor("amax", self.amax, dtypes=(torch.float32,), shape=(self.num_groups,))
         same_device("x", self.device, amax=self.amax)
         asked = [way for way, on in ((False, self.rowwise), (True, self.columnwise)) if on]
-        levels = [fmt.level(columnwise) for columnwise in asked]
+        levels = [self.record.level(columnwise) for columnwise in asked]
         if not any(level is not None and level.per == "group" for level in levels):
             raise ValueError(
                 f"amax is the second level of groups, which {self.format} does not use in the "
@@ -140,8 +159,8 @@ class GroupedQuantize(Op):
         directions = {"rowwise": self.rowwise, "columnwise": self.columnwise}
         parts = member_parts(self.record, shapes, **directions)
         for i, x in enumerate(member_views(self.x, shapes)):
-            amax = None if self.amax is None else self.amax[i : i + 1]
-            op = dataclasses.replace(self, x=x, shapes=None, amax=amax)
+            amax, scale = (v if v is None else v[i : i + 1] for v in (self.amax, self.scale))
+            op = dataclasses.replace(self, x=x, shapes=None, amax=amax, scale=scale)
             into = zip(parts.values(), outputs, strict=True)
             yield op, [of_members[i].of(buffer) for of_members, buffer in into]
 
@@ -152,5 +171,5 @@ class GroupedQuantize(Op):
             return
         out = dict(zip(self.specs(), outputs, strict=True))
         groups = Groups.of(self.x.shape, self.offs, self.device)
-        given = reference.Given(self.amax)
+        given = reference.Given(self.amax, self.scale)
         reference.quantize(reference.Elements(self.x), groups, self.record, out, given)

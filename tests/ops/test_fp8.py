@@ -111,5 +111,3 @@ def test_what_is_not_built_says_so():
             pytest.raises(cute_kernels.UnsupportedError, match=f"no {arch} kernel of grouped_gemm"),
         ):
             grouped.grouped_gemm(q, w)
-    with pytest.raises(cute_kernels.UnsupportedError, match="scaling='delayed'"):
-        grouped.quantize(sample(8, 32), grouped.FP8(scaling="delayed"), offs=[8])

@@ -1,5 +1,6 @@
 """Groups that have shapes of their own: each is quantized and decoded as it would be alone."""
 
+import functools
 import itertools
 
 import pytest
@@ -68,7 +69,7 @@ def check_against_members(fmt, members, directions, amax=None, tail=9):
     shapes, dtype = [tuple(x.shape) for x in members], members[0].dtype
     poison = torch.full((tail,), torch.nan, dtype=dtype)
     x = torch.cat([*(member.flatten() for member in members), poison])
-    out = ops.grouped_quantize(x, fmt.text, None, amax, *directions, flat(shapes))
+    out = ops.grouped_quantize(x, fmt.text, None, amax, *directions, shapes=flat(shapes))
     got, want = named(fmt, shapes, directions, out), alone(fmt, members, directions, amax)
     asked = dict(zip(("rowwise", "columnwise"), directions, strict=True))
     parts = member_parts(fmt, shapes, **asked)
@@ -113,7 +114,9 @@ def test_given_amaxes(fmt):
     directions = tuple(level is not None and level.per == "group" for level in levels)
     if not any(directions):
         with pytest.raises(ValueError, match="amax is the second level"):
-            ops.grouped_quantize(sample(32), fmt.text, None, torch.ones(1), True, False, [1, 32])
+            ops.grouped_quantize(
+                sample(32), fmt.text, None, torch.ones(1), True, False, shapes=[1, 32]
+            )
         return
     members = [sample(*shape) for shape in SHAPES["empty middle"]]
     check_against_members(fmt, members, directions, torch.tensor([2.0, -3.0, 0.0, 50.0]))
@@ -126,7 +129,7 @@ def test_many_members(text):
     rows = torch.randint(0, 3, (1030,), generator=generator).tolist()
     shapes = [(m, 32 if i % 3 else 64) for i, m in enumerate(rows)]
     x = sample(live(shapes))
-    out = ops.grouped_quantize(x, fmt.text, None, None, True, False, flat(shapes))
+    out = ops.grouped_quantize(x, fmt.text, None, None, True, False, shapes=flat(shapes))
     got = named(fmt, shapes, (True, False), out)
     parts = member_parts(fmt, shapes)
     start = 0
@@ -142,9 +145,9 @@ def test_many_members(text):
 def test_only_the_parts_of_members_are_written(fmt):
     shapes = SHAPES["both vary"]
     x = sample(live(shapes))
-    want = ops.grouped_quantize(x, fmt.text, None, None, True, True, flat(shapes))
+    want = ops.grouped_quantize(x, fmt.text, None, None, True, True, shapes=flat(shapes))
     out = [poisoned(t) for t in want]
-    ops.grouped_quantize_out(x, fmt.text, None, None, True, True, flat(shapes), out=out)
+    ops.grouped_quantize_out(x, fmt.text, None, None, True, True, shapes=flat(shapes), out=out)
     got = named(fmt, shapes, (True, True), out)
     for name, parts in member_parts(fmt, shapes, columnwise=True).items():
         outside = got[name].view(torch.uint8).clone()
@@ -161,8 +164,8 @@ def test_only_the_parts_of_members_are_written(fmt):
 def test_a_strided_tensor_and_strided_buffers():
     shapes, fmt = [(5, 64), (2, 32)], NVFP4()
     x = sample(2 * live(shapes))[::2]
-    got = ops.grouped_quantize(x, fmt.text, None, None, True, True, flat(shapes))
-    want = ops.grouped_quantize(x.clone(), fmt.text, None, None, True, True, flat(shapes))
+    got = ops.grouped_quantize(x, fmt.text, None, None, True, True, shapes=flat(shapes))
+    want = ops.grouped_quantize(x.clone(), fmt.text, None, None, True, True, shapes=flat(shapes))
     for a, b in zip(got, want, strict=True):
         assert_same_bytes(a, b)
     spread = [torch.stack([t, t], dim=1).flatten()[::2] for t in got]
@@ -234,16 +237,20 @@ def test_rules_of_decoding():
 
 
 def test_other_shapes_are_another_plan():
-    """What is kept for a call is not taken for one with other shapes and equal buffers."""
+    """What is kept for a call is not taken for one with other shapes."""
     x = sample(256)
+    call = functools.partial(ops.grouped_quantize, x, "fp8")
     first, second = ([4, 32, 4, 32], [2, 64, 2, 64])
     for shapes in (first, second, first):
-        got = cute_kernels.ops.grouped_quantize(x, "fp8", None, None, True, False, shapes)
+        got = call(shapes=shapes)
         amaxes = [part.abs().max() for part in x.view(2, 128).float()]
         assert got[3].tolist() == amaxes
         (m, n), codes = shapes[:2], got[0]
         want = ops.grouped_quantize(x.view(2, m, n), "fp8")[0]
         assert_same_bytes(codes[: m * n].view(m, n), want[0])
+    assert call(shapes=[1, 32, 7, 32])[0].shape == (128 + 256,)
+    with pytest.raises(ValueError, match="must have a positive multiple of 16 columns"):
+        call(shapes=[4, 24, 4, 32])
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
