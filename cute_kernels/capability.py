@@ -57,9 +57,10 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
 #: Ops and formats of which some architectures run the rowwise copy only.
 _COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
 #: Values of a record's fields that nothing runs yet, by the name of the format.
-_NOT_BUILT: dict[str, dict[str, object]] = {
+_NOT_BUILT: dict[str, dict[str, object]] = {"fp8": {"scaling": "delayed"}}
+#: Values of a record's fields that the reference alone runs, by the name of the format.
+_REFERENCE_ONLY: dict[str, dict[str, object]] = {
     "nvfp4": {"hadamard": True, "stochastic_rounding": True, "four_over_six": True},
-    "fp8": {"scaling": "delayed"},
 }
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
@@ -126,6 +127,7 @@ def support(
         _why_not_format(op, fmt)
         or _why_not_arch(op, fmt, arch, columnwise)
         or _why_not_dtype(op, fmt, arch, dtype)
+        or _why_not_transformed(op, fmt, dtype, columnwise)
     )
     if prepacked and not reason:
         reason = _why_not_prepacked(op, arch)
@@ -157,6 +159,10 @@ def _why_not_arch(op: str, fmt: Format | None, arch: str, columnwise: bool) -> s
     key = op, None if fmt is None else fmt.name
     if arch not in _RUNS[key]:
         return f"no {arch} kernel of {op} yet"
+    if fmt is not None and arch != "reference":
+        for field, value in _REFERENCE_ONLY.get(fmt.name, {}).items():
+            if getattr(fmt, field) == value:
+                return f"no {arch} kernel of {op} for {type(fmt).__name__}({field}={value!r}) yet"
     if columnwise and arch not in _COLUMNWISE_RUNS.get(key, ARCHITECTURES):
         return f"no {arch} kernel of {op} for the columnwise copy yet"
     return ""
@@ -175,6 +181,16 @@ def _why_not_dtype(op: str, fmt: Format | None, arch: str, dtype: torch.dtype | 
             "a tensor core cuts float32 to tf32 before it multiplies: use bf16 or fp16 operands, "
             "or the backend reference"
         )
+    return ""
+
+
+def _why_not_transformed(
+    op: str, fmt: Format | None, dtype: torch.dtype | None, columnwise: bool
+) -> str:
+    if fmt is None or not fmt.is_transformed or not columnwise:
+        return ""
+    if op == "grouped_quantize" and dtype not in (None, torch.bfloat16):
+        return f"the columnwise copy of {fmt.text} is made of bfloat16 only"
     return ""
 
 
@@ -207,6 +223,9 @@ def markdown_table() -> str:
         ("NVFP4", NVFP4(), False),
         ("row-scaled NVFP4", NVFP4(row_scaled=True), False),
         ("16x16 NVFP4", NVFP4(block=(16, 16)), False),
+        ("Hadamard NVFP4", NVFP4(hadamard=True), False),
+        ("stochastic NVFP4", NVFP4(stochastic_rounding=True), False),
+        ("4over6 NVFP4", NVFP4(four_over_six=True), False),
         ("prepacked NVFP4", NVFP4(), True),
         ("MXFP8", MXFP8(), False),
         ("FP8Block", FP8Block(), False),

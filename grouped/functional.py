@@ -11,6 +11,7 @@ from cute_kernels import ops
 from cute_kernels.capability import require
 from cute_kernels.ops.derivatives import refuse_derivatives
 from grouped.offsets import Offsets, as_offs
+from grouped.seeds import as_seed
 from grouped.tensor import GroupedTensor, assemble, handler
 from grouped.validation import check_format
 
@@ -56,6 +57,7 @@ def quantize(
     columnwise: bool = ...,
     dbias: Literal[False] = ...,
     amax: Tensor | None = ...,
+    seed: int | Tensor | None = ...,
     out: GroupedTensor | None = ...,
 ) -> GroupedTensor: ...
 
@@ -70,6 +72,7 @@ def quantize(
     columnwise: bool = ...,
     dbias: Literal[True],
     amax: Tensor | None = ...,
+    seed: int | Tensor | None = ...,
     out: GroupedTensor | None = ...,
 ) -> tuple[GroupedTensor, Tensor]: ...
 
@@ -83,6 +86,7 @@ def quantize(
     columnwise: bool = False,
     dbias: bool = False,
     amax: Tensor | None = None,
+    seed: int | Tensor | None = None,
     out: GroupedTensor | None = None,
 ) -> GroupedTensor | tuple[GroupedTensor, Tensor]:
     """Quantize the groups of ``x``.
@@ -90,6 +94,7 @@ def quantize(
     E2M1 codes hold no NaN and an amax passes over it: a NaN in ``x`` decodes to a finite number. An
     infinity makes its group's amax, or its row's, infinite, and what they decode to not finite.
     ``Recipe(propagate_nonfinite=True)`` and ``grouped.debug.detect_nonfinite`` are for training.
+    ``NVFP4(hadamard=True)`` spreads a NaN or an infinity over its 16 rows of the columnwise copy.
 
     Args:
         x: (T, K) with ``offs``, or uniform (G, N, K) without; bf16, fp16 or fp32; K a multiple
@@ -103,7 +108,12 @@ def quantize(
             dgrad (weights) read.
         dbias: also return the column sums of each group.
         amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so that
-            its sign is dropped.
+            its sign is dropped. With ``NVFP4(hadamard=True)`` and both directions (2, G), rowwise
+            and columnwise, since the columnwise copy is of transformed values.
+        seed: of ``NVFP4(stochastic_rounding=True)`` only: an int, or a (2,) int64 tensor on the
+            device of ``x``. Codes depend on it, on the element and on the direction alone. None
+            draws one from torch's default generator of that device, so that ``torch.manual_seed``
+            governs it.
         out: a tensor of the same shape, format, groups and directions to quantize into. One that
             requires a gradient only under ``torch.no_grad()``.
 
@@ -135,13 +145,14 @@ def quantize(
     if ends is offs and ends is not None and out is None:
         # The result owns its boundaries: ``out=`` writes them, and the caller may reuse its buffer.
         ends = ends.clone()
+    numbers = as_seed(seed, fmt, x.device)
     if out is None:
-        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, rowwise, columnwise)
+        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, rowwise, columnwise, numbers)
         out = assemble(x.shape, x.dtype, fmt.text, ends, buffers, rowwise, columnwise)
     else:
         _check_reused(out, fmt, x, ends, rowwise, columnwise)
         refuse_derivatives("quantize(out=)", [("out", out)], "write it under torch.no_grad()")
-        torch.ops.grouped.quantize_out(x, ends, amax, out)
+        torch.ops.grouped.quantize_out(x, ends, amax, out, numbers)
     if not dbias:
         return out
     sums: Tensor = ops.grouped_dbias(x, ends)
@@ -173,11 +184,18 @@ def _check_reused(
 
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
-_LIBRARY.define("quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out) -> ()")
+_LIBRARY.define(
+    "quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out, Tensor? seed=None) -> ()"
+)
 
 
 @handler(torch.ops.grouped.quantize_out.default)
 def _quantize_out(
-    func: Any, x: Tensor, offs: Tensor | None, amax: Tensor | None, out: GroupedTensor
+    func: Any,
+    x: Tensor,
+    offs: Tensor | None,
+    amax: Tensor | None,
+    out: GroupedTensor,
+    seed: Tensor | None = None,
 ) -> None:
-    out._quantize_into(x, offs, amax)
+    out._quantize_into(x, offs, amax, seed)

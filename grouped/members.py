@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, scale_tiles, slot_tile, uniform_tiles
+from cute_kernels.layout.shapes import (
+    TILE_ROWS,
+    ceil_div,
+    round_up,
+    scale_tiles,
+    slot_tile,
+    uniform_tiles,
+)
 from cute_kernels.reference.groups import untile_scales
 
 if TYPE_CHECKING:
@@ -78,7 +85,8 @@ class GroupedMember:
         codes: (m, K / 2) uint8, two E2M1 codes a byte, the even column in the low nibble.
         scales: (m, K / 16) float8_e4m3fn.
         amax: fp32 scalar, or (m,) when row-scaled.
-        codes_t: (K, ceil(m / 2)) uint8.
+        codes_t: (K, ceil(m / 2)) uint8; of a transformed copy of whole blocks of 16 rows, which m
+            rows are spread over.
         scales_t: (K, ceil(m / 16)) float8_e4m3fn.
         amax_t: fp32 scalar.
 
@@ -165,11 +173,15 @@ def _columnwise(
     # Each group of a uniform tensor has tiles of its own.
     tile = 0 if is_uniform else span.tile
     codes = copy.codes[span.group] if is_uniform else copy.codes
-    first, width = fmt.element.width(tile * TILE_ROWS), fmt.element.width(span.rows)
+    rows = span.rows
+    if fmt.is_transformed and fmt.scale is not None:
+        # What the last rows became lies in a whole block.
+        rows = round_up(rows, fmt.scale.vec_size)
+    first, width = fmt.element.width(tile * TILE_ROWS), fmt.element.width(rows)
     if fmt.columnwise == "transposed":
         yield codes[:, first : first + width]
     else:
-        yield codes[tile * TILE_ROWS : tile * TILE_ROWS + span.rows]
+        yield codes[tile * TILE_ROWS : tile * TILE_ROWS + rows]
     if fmt.scale is not None:
         scales, vec = copy.scales[span.group] if is_uniform else copy.scales, fmt.scale.vec_size
         first_tile = tile * scale_tiles(TILE_ROWS, vec)

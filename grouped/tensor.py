@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from cute_kernels import prepack, unpack
 from cute_kernels.formats import parse
 from grouped.members import GroupedMember, GroupSpan, QuantizedCopy, group_spans, member
+from grouped.seeds import draw_seed
 from grouped.validation import check_parts, saved_format, version
 
 if TYPE_CHECKING:
@@ -202,7 +203,9 @@ class GroupedTensor(Tensor):
     ) -> Tensor:
         """Decode to a plain tensor of this shape; rows of the tail are zeros.
 
-        Its gradient with respect to a parameter is the identity: that of the decoded values.
+        Its gradient with respect to a parameter is the identity: that of the decoded values. The
+        columnwise copy of ``NVFP4(hadamard=True)`` gives the values before the transform, which is
+        undone in fp32.
 
         Args:
             dtype: bf16, fp16 or fp32; this tensor's dtype by default. One rounding.
@@ -323,15 +326,26 @@ class GroupedTensor(Tensor):
         context = (self.format, dtype or self.dtype, self.prepacked)
         return self.__tensor_unflatten__(inner, context, self.shape, self.stride())
 
-    def _quantize_into(self, x: Tensor, offs: Tensor | None, amax: Tensor | None = None) -> None:
-        """Quantize ``x``, of this shape and cut at ``offs``, into this tensor's storage."""
+    def _quantize_into(
+        self,
+        x: Tensor,
+        offs: Tensor | None,
+        amax: Tensor | None = None,
+        seed: Tensor | None = None,
+    ) -> None:
+        """Quantize ``x``, of this shape and cut at ``offs``, into this tensor's storage.
+
+        Where the format is stochastic and no seed is given, by one that is drawn.
+        """
         copies = (self.rowwise, self.columnwise)
         directions = [copy is not None for copy in copies]
         held = zip((False, True), directions, strict=True)
         names = [n for way, is_held in held if is_held for n in self.format.buffer_names(way)]
         inner = [getattr(self, f"_{name}") for name in dict.fromkeys(names)]
+        if seed is None:
+            seed = draw_seed(self.format, x.device)
         torch.ops.cute_kernels.grouped_quantize_out(
-            x, self.format.text, offs, amax, *directions, out=inner
+            x, self.format.text, offs, amax, *directions, seed, out=inner
         )
         if self.prepacked:
             for copy in copies:

@@ -27,6 +27,7 @@ from cute_kernels.ops.checks import (
     check_dtype,
     check_multiple,
     check_offs,
+    check_seed,
     check_tensor,
     same_device,
 )
@@ -191,6 +192,16 @@ class GroupedGemm(Op):
             raise ValueError(
                 f"a and b must have one format, got {self.a_format!r} and {self.b_format!r}"
             )
+        transforms = [fmt is not None and fmt.is_transformed for fmt in self._contracted_by_rows()]
+        if transforms[0] != transforms[1]:
+            raise ValueError(
+                "a and b must both be transformed along the rows that are contracted, or neither, "
+                f"got {self.a_format!r} and {self.b_format!r}"
+            )
+
+    def _contracted_by_rows(self) -> tuple[Format | None, Format | None]:
+        """The formats of A and of B, where it is their columnwise copy that is read."""
+        return self.a_record, self.b_record
 
 
 class MGrouped(GroupedGemm):
@@ -200,6 +211,9 @@ class MGrouped(GroupedGemm):
     transpose_b: bool
 
     fills_fresh: ClassVar[bool] = True
+
+    def _contracted_by_rows(self) -> tuple[Format | None, Format | None]:
+        return None, self.b_record if self.transpose_b else None
 
     @property
     def depth(self) -> int:
@@ -233,6 +247,8 @@ class MGrouped(GroupedGemm):
         a, b = self.a_record, self.b_record
         if a is None or self.quantizes_a:
             check_dtype("a", self.a.dtype, self.plain_dtypes)
+            if a is not None:
+                check_seed(getattr(self, "seed", None), a, "a", self.device)
         else:
             copy = (self.a, self.a_scales or [])
             check_copy("a", "a_scales", copy, a, (rows, depth), groups, columnwise=False)
@@ -381,6 +397,7 @@ class MGroupedQuantizeGemm(MGrouped):
         transpose_b: as for ``m_grouped_gemm``.
         out_dtype: bf16, fp16 or fp32; bf16 by default, as in the second of the two ops.
         prepacked: as for ``m_grouped_gemm``.
+        seed: as for ``grouped_quantize``.
 
     Returns:
         (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
@@ -397,6 +414,7 @@ class MGroupedQuantizeGemm(MGrouped):
     transpose_b: bool = False
     out_dtype: torch.dtype | None = None
     prepacked: bool = False
+    seed: Tensor | None = None
 
     name: ClassVar[str] = "m_grouped_quantize_gemm"
     quantized_sides: ClassVar[str] = "b"
@@ -413,7 +431,7 @@ class MGroupedQuantizeGemm(MGrouped):
 
     def quantizer(self) -> GroupedQuantize:
         """What quantizes A."""
-        return GroupedQuantize(self.a, self.a_format, self.offs)
+        return GroupedQuantize(self.a, self.a_format, self.offs, seed=self.seed)
 
     def product(self, a: Sequence[Tensor]) -> MGroupedGemm:
         """The GEMM of what the quantizer made of A."""

@@ -14,6 +14,7 @@ from cute_kernels.layout.buffers import BufferSpec, buffers
 from cute_kernels.ops.checks import (
     check_input,
     check_multiple,
+    check_seed,
     check_tensor,
     same_device,
 )
@@ -41,9 +42,14 @@ class GroupedQuantize(Op):
         format: the text of the format, such as ``"nvfp4:row_scaled"`` (``Format.text``).
         offs: (G,) int32 end rows. Rows from the last on are neither read nor written.
         amax: (G,) fp32, the amax of each group, instead of computing it. It is a magnitude: its
-            sign is dropped. Elements beyond it saturate.
+            sign is dropped. Elements beyond it saturate. Where both directions of a format are
+            asked for whose columnwise copy is transformed (``Format.is_transformed``), (2, G): that
+            of the rowwise and that of the columnwise copy.
         rowwise: write the rowwise copy, blocks along K.
-        columnwise: write the columnwise copy, blocks along the rows of a group.
+        columnwise: write the columnwise copy, blocks along the rows of a group. Of a format that
+            transforms it, ``x`` must be bf16.
+        seed: (2,) int64, which stochastic formats need and others refuse. Codes depend on it, on
+            the element and on the direction alone (``cute_kernels.reference.draws``).
 
     Returns:
         The buffers of the directions that are asked for, in the order of ``Format.buffer_names``
@@ -58,6 +64,7 @@ class GroupedQuantize(Op):
     amax: Tensor | None = None
     rowwise: bool = True
     columnwise: bool = False
+    seed: Tensor | None = None
 
     name: ClassVar[str] = "grouped_quantize"
     returns_list: ClassVar[bool] = True
@@ -82,9 +89,17 @@ class GroupedQuantize(Op):
         check_multiple("K", self.x.shape[-1], fmt.k_multiple, f"{self.format}, x is (..., K)")
         if not (self.rowwise or self.columnwise):
             raise ValueError("rowwise and columnwise are both False: nothing to quantize")
+        if self.columnwise and fmt.is_transformed and self.x.dtype != torch.bfloat16:
+            raise TypeError(
+                f"x must be bfloat16, of which {fmt.text} transforms the columnwise copy, got "
+                f"{str(self.x.dtype).removeprefix('torch.')}"
+            )
+        check_seed(self.seed, fmt, "x", self.device)
         if self.amax is None:
             return
-        check_tensor("amax", self.amax, dtypes=(torch.float32,), shape=(self.num_groups,))
+        has_two = self.rowwise and self.columnwise and fmt.is_transformed
+        shape = (2, self.num_groups) if has_two else (self.num_groups,)
+        check_tensor("amax", self.amax, dtypes=(torch.float32,), shape=shape)
         same_device("x", self.device, amax=self.amax)
         asked = [way for way, on in ((False, self.rowwise), (True, self.columnwise)) if on]
         levels = [fmt.level(columnwise) for columnwise in asked]
@@ -121,5 +136,8 @@ class GroupedQuantize(Op):
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
         out = dict(zip(self.specs(), outputs, strict=True))
         groups = Groups.of(self.x.shape, self.offs, self.device)
-        given = reference.Given(self.amax)
+        draws = None
+        if self.seed is not None:
+            draws = reference.KeyedDraws(self.seed, self.x.shape[-1])
+        given = reference.Given(self.amax, draws=draws)
         reference.quantize(reference.Elements(self.x), groups, self.record, out, given)

@@ -5,14 +5,18 @@ the layout contract says is written. They run on any device; grouped GEMM and th
 read ``offs`` on the host, which on a GPU means a synchronization.
 """
 
+from cute_kernels.reference.draws import Draws, GivenDraws, KeyedDraws
 from cute_kernels.reference.elements import Elements
 from cute_kernels.reference.gemm import Operand, k_grouped_gemm, m_grouped_gemm
 from cute_kernels.reference.quantize import Given, dequantize, quantize
 from cute_kernels.reference.reductions import compute_offsets, grouped_amax, grouped_dbias
 
 __all__ = [
+    "Draws",
     "Elements",
     "Given",
+    "GivenDraws",
+    "KeyedDraws",
     "Operand",
     "compute_offsets",
     "dequantize",
