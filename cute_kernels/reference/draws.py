@@ -12,6 +12,9 @@ call of Philox4x32 with 7 rounds serves a block of 16 elements:
     block   = row * (K / 16) + column / 16      rowwise; rows are those of the whole tensor
             = slot row / 16 * K + column        columnwise
 
+Where groups have shapes of their own, a group's blocks are counted as those of a uniform tensor of
+this one group and come after those of the groups before it.
+
 So a seed's second number may count steps, and bit 63 of it is not read. Both directions of a square
 block hold the same codes, those of the rowwise rule.
 
@@ -36,9 +39,10 @@ from cute_kernels.reference.philox import philox4x32
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Draws", "GivenDraws", "KeyedDraws"]
+__all__ = ["BLOCK", "Draws", "GivenDraws", "KeyedDraws"]
 
-_BLOCK = 16
+#: Elements that one call of the generator serves.
+BLOCK = 16
 _ROUNDS = 7
 _WORD = 0xFFFFFFFF
 
@@ -80,7 +84,7 @@ class GivenDraws(Draws):
         if self._columnwise is None:
             raise ValueError("columnwise is None, but the columnwise copy is rounded by it")
         slots: Tensor = self._columnwise.unflatten(0, (-1, TILE_ROWS))[tiles]
-        blocks: Tensor = slots.unflatten(1, (-1, _BLOCK)).movedim(2, -1)
+        blocks: Tensor = slots.unflatten(1, (-1, BLOCK)).movedim(2, -1)
         return blocks
 
 
@@ -90,26 +94,27 @@ class KeyedDraws(Draws):
     Args:
         seed: (2,) int64.
         cols: K, a multiple of 16.
+        before: blocks that come before the first one, rowwise and columnwise.
     """
 
-    def __init__(self, seed: Tensor, cols: int) -> None:
+    def __init__(self, seed: Tensor, cols: int, before: tuple[int, int] = (0, 0)) -> None:
         first, second = seed.unbind()
         self._key = (first & _WORD, (first >> 32) & _WORD)
         self._low, self._high = second & _WORD, (second >> 32) & (_WORD >> 1)
-        self._cols = cols
+        self._cols, self._before = cols, before
 
     def rows(self, rows: Tensor) -> Tensor:
         """See ``Draws``."""
-        blocks = self._cols // _BLOCK
+        blocks = self._cols // BLOCK
         block = rows.unsqueeze(-1) * blocks + torch.arange(blocks, device=rows.device)
-        return self._bytes(block, self._high).flatten(-2)
+        return self._bytes(block + self._before[0], self._high).flatten(-2)
 
     def tiles(self, tiles: Tensor) -> Tensor:
         """See ``Draws``."""
-        per_tile = TILE_ROWS // _BLOCK
+        per_tile = TILE_ROWS // BLOCK
         chunk = tiles[:, None] * per_tile + torch.arange(per_tile, device=tiles.device)
         block = chunk.unsqueeze(-1) * self._cols + torch.arange(self._cols, device=tiles.device)
-        return self._bytes(block, self._high | 1 << 31)
+        return self._bytes(block + self._before[1], self._high | 1 << 31)
 
     def _bytes(self, block: Tensor, high: Tensor) -> Tensor:
         """(..., 16) uint8 of the blocks of given numbers."""

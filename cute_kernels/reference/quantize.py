@@ -269,7 +269,8 @@ def _held(fmt: Format, live: Tensor) -> Tensor:
     if not fmt.is_transformed:
         return live
     chunks = live.unflatten(1, (-1, hadamard.CHUNK))
-    return chunks.any(2, keepdim=True).expand_as(chunks).flatten(1)
+    held: Tensor = chunks.any(2, keepdim=True).expand_as(chunks).flatten(1)
+    return held
 
 
 def _code_tiles(fmt: Format, codes_t: Tensor) -> Tensor:
