@@ -7,20 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
-from cute_kernels.layout.shapes import (
-    TILE_ROWS,
-    ceil_div,
-    round_up,
-    scale_tiles,
-    slot_tile,
-    uniform_tiles,
-)
-from cute_kernels.reference.groups import untile_scales
-=======
-from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, slot_tile, uniform_tiles
+from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, round_up, slot_tile, uniform_tiles
 from cute_kernels.reference.scales import linear_column_scales, linear_row_scales
->>>>>>> main
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -87,15 +75,6 @@ class GroupedMember:
     An attribute of a direction that is not held is None; scales lie as the codes do.
 
     Attributes:
-<<<<<<< HEAD
-        codes: (m, K / 2) uint8, two E2M1 codes a byte, the even column in the low nibble.
-        scales: (m, K / 16) float8_e4m3fn.
-        amax: fp32 scalar, or (m,) when row-scaled.
-        codes_t: (K, ceil(m / 2)) uint8; of a transformed copy of whole blocks of 16 rows, which m
-            rows are spread over.
-        scales_t: (K, ceil(m / 16)) float8_e4m3fn.
-        amax_t: fp32 scalar.
-=======
         codes: (m, K) FP8; of NVFP4 (m, K / 2) uint8, two E2M1 codes a byte, the even column in the
             low nibble.
         scales: (m, K / 16) float8_e4m3fn of NVFP4, (m, K / 32) uint8 E8M0 of MXFP8, (m, ceil(K /
@@ -103,11 +82,11 @@ class GroupedMember:
         amax: fp32 scalar of NVFP4 and FP8, or (m,) when row-scaled.
         scale: fp32 scalar of FP8, what elements were multiplied by.
         scale_inv: fp32 scalar of FP8, what codes are multiplied by.
-        codes_t: (K, m) FP8, of NVFP4 (K, ceil(m / 2)) uint8; (m, K) FP8 of MXFP8.
+        codes_t: (K, m) FP8, of NVFP4 (K, ceil(m / 2)) uint8; (m, K) FP8 of MXFP8. Of a transformed
+            copy whole blocks, which the m rows are spread over.
         scales_t: (K, ceil(m / 16)) float8_e4m3fn of NVFP4, (ceil(m / 32), K) uint8 of MXFP8, (K,
             ceil(m / 128)) fp32 of FP8Block, or (ceil(K / 128), ceil(m / 128)).
         amax_t: fp32 scalar of NVFP4.
->>>>>>> main
 
     Args:
         fmt: the format.
@@ -192,18 +171,12 @@ def _columnwise(
     # Each group of a uniform tensor has tiles of its own.
     tile = 0 if is_uniform else span.tile
     codes = copy.codes[span.group] if is_uniform else copy.codes
-<<<<<<< HEAD
-    rows = span.rows
+    rows, is_transposed = span.rows, fmt.columnwise == "transposed"
     if fmt.is_transformed and fmt.scale is not None:
         # What the last rows became lies in a whole block.
         rows = round_up(rows, fmt.scale.vec_size)
-    first, width = fmt.element.width(tile * TILE_ROWS), fmt.element.width(rows)
-    if fmt.columnwise == "transposed":
-=======
-    is_transposed = fmt.columnwise == "transposed"
     if is_transposed:
-        first, width = fmt.element.width(tile * TILE_ROWS), fmt.element.width(span.rows)
->>>>>>> main
+        first, width = fmt.element.width(tile * TILE_ROWS), fmt.element.width(rows)
         yield codes[:, first : first + width]
     else:
         yield codes[tile * TILE_ROWS : tile * TILE_ROWS + rows]

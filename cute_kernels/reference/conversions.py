@@ -1,11 +1,7 @@
 """Conversions between fp32 and the element types, and the packing of E2M1 codes.
 
-<<<<<<< HEAD
-All of them saturate and, but for one, round to nearest even, as ``cvt.rn.satfinite`` does.
-=======
-All of them saturate, and round to nearest even as the ``cvt.rn.satfinite`` instructions do; a scale
-of E8M0 is rounded up (``cvt.rp.satfinite``).
->>>>>>> main
+All of them saturate, and round to nearest even as the ``cvt.rn.satfinite`` instructions do, but for
+the stochastic one; a scale of E8M0 is rounded up (``cvt.rp.satfinite``).
 """
 
 from __future__ import annotations

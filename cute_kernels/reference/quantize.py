@@ -11,12 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
-from cute_kernels.layout.shapes import SF_TILE_ROWS, TILE_ROWS, ceil_div, round_up, scale_tiles
-from cute_kernels.reference import hadamard
-=======
 from cute_kernels.layout.shapes import SF_TILE_ROWS, TILE_ROWS, ceil_div, round_up
->>>>>>> main
+from cute_kernels.reference import hadamard
 from cute_kernels.reference.codecs import Codec, codec_of
 from cute_kernels.reference.codecs.base import scaled
 from cute_kernels.reference.conversions import decode, pack
@@ -26,12 +22,8 @@ from cute_kernels.reference.scales import lay_scales, linear_row_scales, linear_
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-<<<<<<< HEAD
-    from cute_kernels.formats import BlockScale, Format
-    from cute_kernels.reference.draws import Draws
-=======
     from cute_kernels.formats import Format
->>>>>>> main
+    from cute_kernels.reference.draws import Draws
     from cute_kernels.reference.elements import Elements
     from cute_kernels.reference.groups import Groups
 
@@ -80,20 +72,13 @@ def quantize(
     codec = codec_of(fmt, elements.dtype)
     rowwise, columnwise = (_named(fmt, out, direction) for direction in (False, True))
     if rowwise and groups.is_uniform:
-<<<<<<< HEAD
-        # The rows of all groups are equally far apart, so these are views.
-        rowwise = {name: rows_first(t, fmt, name) for name, t in rowwise.items()}
-    per_row = elements.absmax()
-    per_group = _group_amaxes(elements, groups, fmt, per_row, given.amax, bool(columnwise))
-=======
         rowwise = _rows_first(rowwise)
     if fmt.second_level is None:
         # Nobody asks for amaxes of whole rows, which take a pass over all elements.
         per_row = torch.zeros(1, device=elements.device).expand(elements.rows)
     else:
         per_row = elements.absmax()
-    per_group = group_amax(per_row, groups) if given.amax is None else given.amax.abs()
->>>>>>> main
+    per_group = _group_amaxes(elements, groups, fmt, per_row, given.amax, bool(columnwise))
     for is_columnwise, copy in ((False, rowwise), (True, columnwise)):
         if copy:
             _store_level(codec, groups, copy, per_row, per_group[is_columnwise], is_columnwise)
@@ -196,16 +181,10 @@ def _quantize_rows(
         shape = groups.num_tiles * TILE_ROWS, ceil_div(cols, vec)
         linear = torch.zeros(shape, dtype=scale.dtype, device=elements.device)
     for part in _chunks(len(slot), cols):  # the live rows are the first ones
-<<<<<<< HEAD
-        blocks = elements.take(part).unflatten(1, (-1, vec))
+        blocks = _whole_blocks(elements.take(part), vec).unflatten(1, (-1, vec))
         drawn = None if draws is None else draws.rows(row[part]).unflatten(1, (-1, vec))
         encoded, stored = codec.encode(blocks, absmax(blocks), g[part, None], drawn)
-        copy["codes"][part] = pack(fmt.element, encoded.flatten(1))
-=======
-        blocks = _whole_blocks(elements.take(part), vec).unflatten(1, (-1, vec))
-        encoded, stored = codec.encode(blocks, absmax(blocks), g[part, None])
         copy["codes"][part] = pack(fmt.element, encoded.flatten(1)[:, :cols])
->>>>>>> main
         if linear is not None and stored is not None:
             linear[slot[part]] = stored
     if linear is not None:
@@ -239,20 +218,13 @@ def _quantize_tiles(
         blocks = _column_blocks(values, vec)
         a = absmax(blocks)
         if fmt.is_2d:
-<<<<<<< HEAD
-            a = absmax(a.unflatten(2, (-1, vec))).repeat_interleave(vec, dim=2)
+            squares = absmax(_whole_blocks(a, vec).unflatten(2, (-1, vec)))
+            a = squares.repeat_interleave(vec, dim=2)[..., :cols]
         drawn = None if draws is None else _tile_draws(draws, fmt, tile, row, vec)
         encoded, stored = codec.encode(blocks, a, per_group[group, None, None], drawn)
         codes = encoded.movedim(-1, 2).flatten(1, 2)  # (t, 128, K)
         codes = codes.masked_fill(~_held(fmt, live).unsqueeze(-1), 0)
-=======
-            squares = absmax(_whole_blocks(a, vec).unflatten(2, (-1, vec)))
-            a = squares.repeat_interleave(vec, dim=2)[..., :cols]
-        encoded, stored = codec.encode(blocks, a, per_group[all_groups[part], None, None])
-        codes = encoded.movedim(-1, 2).flatten(1, 2)  # (t, 128, K)
-        codes = codes.masked_fill(~live.unsqueeze(-1), 0)
         index = _tile_index(groups, tile)
->>>>>>> main
         if columnwise:
             lying = codes if fmt.columnwise == "untransposed" else codes.mT
             _code_tiles(fmt, columnwise["codes"])[index] = pack(fmt.element, lying)
@@ -386,15 +358,11 @@ def _dequantize_tiles(
             stored = linear_scales(fmt, scale_tiles, True, cols)
         if level is not None:
             vector = copy[level.buffers[0]][tile_group[part]][:, None, None]
-<<<<<<< HEAD
-        values = _decode(codec, code_tiles[index], stored, vector, vec).mT  # (t, 128, K)
-        if fmt.is_transformed:
-            values = hadamard.undo(values.unflatten(1, (-1, hadamard.CHUNK))).flatten(1, 2)
-=======
         columns = decode(fmt.element, code_tiles[index])
         if fmt.columnwise == "untransposed":
             columns = columns.mT
         values = scaled(columns, codec.decode_factor(stored, vector), vec).mT  # (t, 128, K)
->>>>>>> main
+        if fmt.is_transformed:
+            values = hadamard.undo(values.unflatten(1, (-1, hadamard.CHUNK))).flatten(1, 2)
         live = row >= 0
         out[row[live]] = values[live].to(out.dtype)
