@@ -63,13 +63,20 @@ def combinations():
                 yield pytest.param(op, fmt, arch, dtype, prepacked, id=name)
 
 
+def seed_of(fmt):
+    """What seeds the rounding of a stochastic format."""
+    return torch.tensor([1, 2]) if fmt.is_stochastic else None
+
+
 def held(fmt, uniform=False, columnwise=False):
     """What a reader of one direction needs, as the reference made it; zeros if nothing makes it."""
     shape, offs = ((len(OFFS), N, K), None) if uniform else ((6, K), OFFS)
     directions = {"rowwise": not columnwise, "columnwise": columnwise}
     if support("grouped_quantize", fmt, "reference"):
         with cute_kernels.backend("reference"):
-            made = ops.grouped_quantize(sample(*shape), fmt.text, offs, **directions)
+            made = ops.grouped_quantize(
+                sample(*shape), fmt.text, offs, **directions, seed=seed_of(fmt)
+            )
     else:
         specs = buffers(fmt, shape, None if uniform else len(OFFS), **directions)
         made = [spec.allocate(OFFS.device, True) for spec in specs.values()]
@@ -85,8 +92,14 @@ def per_group(fmt):
 def grouped_quantize(fmt, dtype):
     x = sample(len(OFFS), N, K, dtype=torch.float32).to(dtype)
     for columnwise in (False, True):
-        ops.grouped_quantize(x, fmt.text, None, None, True, columnwise)
-        ops.grouped_quantize(x[0], fmt.text, OFFS, None, True, columnwise)
+        if columnwise and not support(
+            "grouped_quantize", fmt, "reference", dtype=dtype, columnwise=True
+        ):
+            with pytest.raises(TypeError, match="must be bfloat16"):
+                grouped.quantize(x, fmt, columnwise=True)
+            return
+        ops.grouped_quantize(x, fmt.text, None, None, True, columnwise, seed=seed_of(fmt))
+        ops.grouped_quantize(x[0], fmt.text, OFFS, None, True, columnwise, seed=seed_of(fmt))
     grouped.quantize(x, fmt, columnwise=True)
 
 
@@ -112,7 +125,7 @@ def grouped_gemm(fmt, dtype, prepacked=False):
     if prepacked:
         b[0] = cute_kernels.prepack(b[0])
     ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, prepacked=prepacked, **texts))
-    options = (None, None, False, None, prepacked)
+    options = (None, None, False, None, prepacked, seed_of(fmt))
     ops.m_grouped_quantize_gemm(plain, b[0], OFFS, b[1:], *texts.values(), *options)
     if not prepacked:
         columns = held(fmt, columnwise=True)
