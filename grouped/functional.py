@@ -12,6 +12,7 @@ from cute_kernels.capability import require
 from cute_kernels.ops.derivatives import refuse_derivatives
 from grouped.offsets import Offsets, as_offs
 from grouped.seeds import as_seed
+from grouped.shapes import MemberShapes, Shapes, as_shapes, flat_shapes
 from grouped.tensor import GroupedTensor, assemble, handler
 from grouped.validation import check_format
 
@@ -53,6 +54,7 @@ def quantize(
     fmt: Format,
     *,
     offs: Offsets | None = ...,
+    shapes: Shapes | None = ...,
     rowwise: bool = ...,
     columnwise: bool = ...,
     dbias: Literal[False] = ...,
@@ -68,6 +70,7 @@ def quantize(
     fmt: Format,
     *,
     offs: Offsets | None = ...,
+    shapes: Shapes | None = ...,
     rowwise: bool = ...,
     columnwise: bool = ...,
     dbias: Literal[True],
@@ -82,6 +85,7 @@ def quantize(
     fmt: Format,
     *,
     offs: Offsets | None = None,
+    shapes: Shapes | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
     dbias: bool = False,
@@ -97,16 +101,22 @@ def quantize(
     ``NVFP4(hadamard=True)`` spreads a NaN or an infinity over its 16 rows of the columnwise copy.
 
     Args:
-        x: (T, K) with ``offs``, or uniform (G, N, K) without; bf16, fp16 or fp32; K a multiple
-            of what the format asks for (``Format.k_multiple``), 16 for NVFP4.
+        x: (T, K) with ``offs``, (capacity,) with ``shapes``, or uniform (G, N, K) without; bf16,
+            fp16 or fp32; K a multiple of what the format asks for (``Format.k_multiple``), 16 for
+            NVFP4.
         fmt: the format, such as ``grouped.NVFP4(row_scaled=True)``.
         offs: (G,) end row of each group, non-decreasing: an int32 or int64 tensor on the device of
             ``x``, never read on the host, or a host list. Rows from the last on are the tail of a
             capacity buffer: neither read nor written.
+        shapes: (m, n) of each group where the last dimension varies, or both do: a host list, or
+            an integer tensor (G, 2) on the CPU. Group i is contiguous and row-major in ``x``, from
+            element m_0 * n_0 + ... + m_(i-1) * n_(i-1) on; each n is a multiple of what the format
+            asks for, m may be 0. What no group has is a tail that is never read. Each group has
+            the codes and scales that it would have alone. No product takes such tensors.
         rowwise: make the copy with blocks along K, which fprop and dgrad read.
         columnwise: make the copy with blocks along the rows of each group, which wgrad (ragged) and
             dgrad (weights) read.
-        dbias: also return the column sums of each group.
+        dbias: also return the column sums of each group; with ``offs`` only.
         amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so that
             its sign is dropped. With ``NVFP4(hadamard=True)`` and both directions (2, G), rowwise
             and columnwise, since the columnwise copy is of transformed values.
@@ -137,20 +147,33 @@ def quantize(
     x = x.detach()
     # Formats that no backend runs; what this backend runs is checked by the op.
     require("grouped_quantize", fmt, "reference", columnwise=columnwise)
-    if x.dim() == 2 and offs is None:
-        raise ValueError("offs is missing: x (T, K) is cut into groups by offs; uniform x is 3D")
+    if offs is None and shapes is None and x.dim() in (1, 2):
+        name, kind = ("shapes", "(capacity,)") if x.dim() == 1 else ("offs", "(T, K)")
+        raise ValueError(
+            f"{name} is missing: x {kind} is cut into groups by {name}; uniform x is 3D"
+        )
+    if offs is not None and shapes is not None:
+        raise ValueError("offs and shapes are both given: groups are cut by one of them")
+    if dbias and shapes is not None:
+        raise ValueError(
+            "dbias has no meaning with shapes: the last dimension varies, and with it how many "
+            "sums a group has"
+        )
     if dbias and offs is None:
         raise ValueError("dbias needs offs: it sums over the rows of ragged groups")
+    members = None if shapes is None else as_shapes(shapes)
     ends = None if offs is None else as_offs(offs, x.shape[0], x.device)
     if ends is offs and ends is not None and out is None:
         # The result owns its boundaries: ``out=`` writes them, and the caller may reuse its buffer.
         ends = ends.clone()
     numbers = as_seed(seed, fmt, x.device)
     if out is None:
-        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, rowwise, columnwise, numbers)
-        out = assemble(x.shape, x.dtype, fmt.text, ends, buffers, rowwise, columnwise)
+        flat = flat_shapes(members)
+        options = (rowwise, columnwise, numbers, flat)
+        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, *options)
+        out = assemble(x.shape, x.dtype, fmt.text, ends, buffers, rowwise, columnwise, members)
     else:
-        _check_reused(out, fmt, x, ends, rowwise, columnwise)
+        _check_reused(out, fmt, x, ends, members, rowwise, columnwise)
         refuse_derivatives("quantize(out=)", [("out", out)], "write it under torch.no_grad()")
         torch.ops.grouped.quantize_out(x, ends, amax, out, numbers)
     if not dbias:
@@ -164,6 +187,7 @@ def _check_reused(
     fmt: Format,
     x: Tensor,
     ends: Tensor | None,
+    shapes: MemberShapes | None,
     rowwise: bool,
     columnwise: bool,
 ) -> None:
@@ -176,6 +200,7 @@ def _check_reused(
         ("rowwise", rowwise, out.rowwise is not None),
         ("columnwise", columnwise, out.columnwise is not None),
         ("offs", ends is None, out.offs is None),
+        ("shapes", shapes, out.member_shapes),
     ):
         if got != want:
             raise ValueError(f"out was made with another {name}: {want}, not {got}")
