@@ -59,6 +59,7 @@ def quantize(
     columnwise: bool = ...,
     dbias: Literal[False] = ...,
     amax: Tensor | None = ...,
+    scale: Tensor | None = ...,
     seed: int | Tensor | None = ...,
     out: GroupedTensor | None = ...,
 ) -> GroupedTensor: ...
@@ -75,6 +76,7 @@ def quantize(
     columnwise: bool = ...,
     dbias: Literal[True],
     amax: Tensor | None = ...,
+    scale: Tensor | None = ...,
     seed: int | Tensor | None = ...,
     out: GroupedTensor | None = ...,
 ) -> tuple[GroupedTensor, Tensor]: ...
@@ -90,6 +92,7 @@ def quantize(
     columnwise: bool = False,
     dbias: bool = False,
     amax: Tensor | None = None,
+    scale: Tensor | None = None,
     seed: int | Tensor | None = None,
     out: GroupedTensor | None = None,
 ) -> GroupedTensor | tuple[GroupedTensor, Tensor]:
@@ -120,6 +123,10 @@ def quantize(
         amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so that
             its sign is dropped. With ``NVFP4(hadamard=True)`` and both directions (2, G), rowwise
             and columnwise, since the columnwise copy is of transformed values.
+        scale: (G,) fp32 factor of each group, which ``FP8(scaling="delayed")`` needs instead of an
+            amax and other formats refuse: elements are multiplied by it and saturate. The result
+            has it, its reciprocal ``scale_inv``, and the amax of this ``x``, which
+            ``delayed_scaling_update`` makes the next scale from.
         seed: of ``NVFP4(stochastic_rounding=True)`` only: an int, or a (2,) int64 tensor on the
             device of ``x``. Codes depend on it, on the element and on the direction alone. None
             draws one from torch's default generator of that device, so that ``torch.manual_seed``
@@ -169,13 +176,16 @@ def quantize(
     numbers = as_seed(seed, fmt, x.device)
     if out is None:
         flat = flat_shapes(members)
-        options = (rowwise, columnwise, numbers, flat)
-        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, *options)
-        out = assemble(x.shape, x.dtype, fmt.text, ends, buffers, rowwise, columnwise, members)
+        directions = (rowwise, columnwise)
+        given = (scale, numbers, flat)
+        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, *directions, *given)
+        out = assemble(x.shape, x.dtype, fmt.text, ends, buffers, *directions, members)
     else:
+        if fmt.takes_scale and scale is None:
+            raise ValueError(f"scale is missing: {fmt.text} takes (G,) fp32 scales")
         _check_reused(out, fmt, x, ends, members, rowwise, columnwise)
         refuse_derivatives("quantize(out=)", [("out", out)], "write it under torch.no_grad()")
-        torch.ops.grouped.quantize_out(x, ends, amax, out, numbers)
+        torch.ops.grouped.quantize_out(x, ends, amax, out, scale, numbers)
     if not dbias:
         return out
     sums: Tensor = ops.grouped_dbias(x, ends)
@@ -210,7 +220,8 @@ def _check_reused(
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _LIBRARY.define(
-    "quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out, Tensor? seed=None) -> ()"
+    "quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out, Tensor? scale=None, "
+    "Tensor? seed=None) -> ()"
 )
 
 
@@ -221,6 +232,7 @@ def _quantize_out(
     offs: Tensor | None,
     amax: Tensor | None,
     out: GroupedTensor,
+    scale: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> None:
-    out._quantize_into(x, offs, amax, seed)
+    out._quantize_into(x, offs, amax, scale, seed)

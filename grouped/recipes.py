@@ -70,8 +70,9 @@ class Recipe:
             if fmt is not None:
                 _require_built(name, fmt)
         if self.weight is not None and self.weight.is_transformed:
-            raise ValueError(f"weight cannot have hadamard, which dgrad's other operand has not: "
-                             f"{self.weight}")
+            raise ValueError(
+                f"weight cannot have hadamard, which dgrad's other operand has not: {self.weight}"
+            )
         ways = [fmt is not None and fmt.is_transformed for fmt in (self.input, self.grad_output)]
         if ways[0] != ways[1]:
             raise ValueError(

@@ -63,9 +63,11 @@ class GroupedTensor(Tensor):
     everything else raises TypeError and names ``dequantize()``.
 
     - In place (``add_``, ``mul_``, ``copy_``, ``normal_``, ``torch._foreach_*_``, fused
-      optimizers): decode, compute, quantize into the same storage, return self. An update that
-      changes no byte warns on a CPU; on a GPU, where nobody may look, the first one says that it
-      might.
+      optimizers): decode, compute, quantize into the same storage, return self. A format that takes
+      its scales from the caller (delayed FP8) quantizes with those that the tensor has: values
+      beyond them saturate, and ``amax`` is the new values'. ``copy_`` of a tensor of the same
+      format takes over its bytes, scales among them. An update that changes no byte warns on a CPU;
+      on a GPU, where nobody may look, the first one says that it might.
     - Out of place, with a plain tensor as the result: ``+ - * / **``, ``neg``, ``abs``, ``lerp``,
       ``where``, comparisons, ``isfinite``, ``isnan``, ``isinf``, ``torch.equal``, vector norms, and
       the ``torch._foreach_*`` forms of arithmetic and norm.
@@ -397,22 +399,27 @@ class GroupedTensor(Tensor):
         x: Tensor,
         offs: Tensor | None,
         amax: Tensor | None = None,
+        scale: Tensor | None = None,
         seed: Tensor | None = None,
     ) -> None:
         """Quantize ``x``, of this shape and cut at ``offs``, into this tensor's storage.
 
-        Where the format is stochastic and no seed is given, by one that is drawn.
+        Where the format takes scales and none is given, with those that this tensor has; where it
+        is stochastic and no seed is given, by one that is drawn.
         """
         copies = (self.rowwise, self.columnwise)
         directions = [copy is not None for copy in copies]
         held = zip((False, True), directions, strict=True)
         names = [n for way, is_held in held if is_held for n in self.format.buffer_names(way)]
         inner = [getattr(self, f"_{name}") for name in dict.fromkeys(names)]
+        if scale is None and self.format.takes_scale:
+            held_scale: Tensor = self._scale  # type: ignore[attr-defined]
+            scale = held_scale.clone()
         if seed is None:
             seed = draw_seed(self.format, x.device)
+        given = (scale, seed, flat_shapes(self._shapes))
         torch.ops.cute_kernels.grouped_quantize_out(
-            *(x, self.format.text, offs, amax, *directions, seed),
-            shapes=flat_shapes(self._shapes),
+            *(x, self.format.text, offs, amax, *directions, *given),
             out=inner,
         )
         if self.prepacked:

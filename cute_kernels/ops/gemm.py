@@ -249,6 +249,11 @@ class MGrouped(GroupedGemm):
             check_dtype("a", self.a.dtype, self.plain_dtypes)
             if a is not None:
                 check_seed(getattr(self, "seed", None), a, "a", self.device)
+            if a is not None and a.takes_scale:
+                raise ValueError(
+                    f"a_format {a.text!r} takes a scale of each group, which {self.name} has no "
+                    "argument for: quantize a first"
+                )
         else:
             copy = (self.a, self.a_scales or [])
             check_copy("a", "a_scales", copy, a, (rows, depth), groups, columnwise=False)

@@ -51,6 +51,10 @@ class GroupedQuantize(Op):
         rowwise: write the rowwise copy, blocks along K.
         columnwise: write the columnwise copy, blocks along the rows of a group. Of a format that
             transforms it, ``x`` must be bf16.
+        scale: (G,) fp32, what the elements of each group are multiplied by, of a format that takes
+            its scales from the caller: FP8 with delayed scaling, which needs it and takes no
+            ``amax``. Products beyond the format's largest number saturate. The amax that is
+            returned is that of ``x``, whatever the scale.
         seed: (2,) int64, which stochastic formats need and others refuse. Codes depend on it, on
             the element and on the direction alone (``cute_kernels.reference.draws``).
         shapes: [m0, n0, m1, n1, ...], rows and columns of each group, where the last dimension
@@ -71,6 +75,7 @@ class GroupedQuantize(Op):
     amax: Tensor | None = None
     rowwise: bool = True
     columnwise: bool = False
+    scale: Tensor | None = None
     seed: Tensor | None = None
     shapes: list[int] | None = None
 
@@ -109,14 +114,28 @@ class GroupedQuantize(Op):
                 f"{str(self.x.dtype).removeprefix('torch.')}"
             )
         check_seed(self.seed, fmt, "x", self.device)
+        self._check_given()
+
+    def _check_given(self) -> None:
+        """What is given for the second level must be what the format takes."""
+        takes = self.record.takes_scale
+        if takes and self.scale is None:
+            raise ValueError(f"scale is missing: {self.format} takes (G,) fp32 scales")
+        if self.scale is not None:
+            if not takes:
+                raise ValueError(f"scale is for formats that take one, {self.format} computes it")
+            check_tensor("scale", self.scale, dtypes=(torch.float32,), shape=(self.num_groups,))
+            same_device("x", self.device, scale=self.scale)
         if self.amax is None:
             return
-        has_two = self.rowwise and self.columnwise and fmt.is_transformed
+        if takes:
+            raise ValueError(f"amax decides nothing: {self.format} takes its scale, not its amax")
+        has_two = self.rowwise and self.columnwise and self.record.is_transformed
         shape = (2, self.num_groups) if has_two else (self.num_groups,)
         check_tensor("amax", self.amax, dtypes=(torch.float32,), shape=shape)
         same_device("x", self.device, amax=self.amax)
         asked = [way for way, on in ((False, self.rowwise), (True, self.columnwise)) if on]
-        levels = [fmt.level(columnwise) for columnwise in asked]
+        levels = [self.record.level(columnwise) for columnwise in asked]
         if not any(level is not None and level.per == "group" for level in levels):
             raise ValueError(
                 f"amax is the second level of groups, which {self.format} does not use in the "
@@ -157,8 +176,9 @@ class GroupedQuantize(Op):
         directions = {"rowwise": self.rowwise, "columnwise": self.columnwise}
         parts = member_parts(self.record, shapes, **directions)
         for i, x in enumerate(member_views(self.x, shapes)):
-            amax = None if self.amax is None else self.amax[..., i : i + 1]
-            op = dataclasses.replace(self, x=x, shapes=None, amax=amax)
+            given = (self.amax, self.scale)
+            amax, scale = (v if v is None else v[..., i : i + 1] for v in given)
+            op = dataclasses.replace(self, x=x, shapes=None, amax=amax, scale=scale)
             into = zip(parts.values(), outputs, strict=True)
             yield op, [of_members[i].of(buffer) for of_members, buffer in into]
 
@@ -185,5 +205,5 @@ class GroupedQuantize(Op):
         draws = None
         if self.seed is not None:
             draws = reference.KeyedDraws(self.seed, self.x.shape[-1], drawn_before)
-        given = reference.Given(self.amax, draws=draws)
+        given = reference.Given(self.amax, self.scale, draws)
         reference.quantize(reference.Elements(self.x), groups, self.record, out, given)

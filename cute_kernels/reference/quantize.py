@@ -46,10 +46,12 @@ class Given(NamedTuple):
         amax: (G,) fp32 amax per group to use instead of computing it; its sign is dropped. (2, G),
             rowwise and columnwise, where both are asked for of a format whose columnwise copy is
             transformed.
+        scale: (G,) fp32 scale per group, of formats that take it (``Format.takes_scale``).
         draws: what codes of stochastic formats are rounded by.
     """
 
     amax: Tensor | None = None
+    scale: Tensor | None = None
     draws: Draws | None = None
 
 
@@ -81,17 +83,20 @@ def quantize(
     per_group = _group_amaxes(elements, groups, fmt, per_row, given.amax, bool(columnwise))
     for is_columnwise, copy in ((False, rowwise), (True, columnwise)):
         if copy:
-            _store_level(codec, groups, copy, per_row, per_group[is_columnwise], is_columnwise)
+            amaxes = per_row, per_group[is_columnwise]
+            _store_level(codec, groups, copy, *amaxes, given.scale, is_columnwise)
+    # What the scales of blocks follow from.
+    second = per_group if given.scale is None else (given.scale, given.scale)
     if rowwise and not fmt.is_2d:
         level = fmt.second_level
         if level is not None and level.per == "row":
             g = per_row
         else:
-            g = per_group[0][groups.group_of_row().clamp_max_(max(0, len(groups) - 1))]
+            g = second[0][groups.group_of_row().clamp_max_(max(0, len(groups) - 1))]
         _quantize_rows(codec, elements, groups, g, rowwise, given.draws)
     if columnwise or (rowwise and fmt.is_2d):
         squares = rowwise if fmt.is_2d else {}
-        _quantize_tiles(codec, elements, groups, per_group[1], squares, columnwise, given.draws)
+        _quantize_tiles(codec, elements, groups, second[1], squares, columnwise, given.draws)
 
 
 def _group_amaxes(
@@ -150,13 +155,14 @@ def _store_level(
     copy: Mapping[str, Tensor],
     per_row: Tensor,
     per_group: Tensor,
+    scale: Tensor | None,
     columnwise: bool,
 ) -> None:
     level = codec.fmt.level(columnwise)
     if level is None:
         return
     if level.per == "group":
-        for name, vector in zip(level.buffers, codec.level(per_group), strict=True):
+        for name, vector in zip(level.buffers, codec.level(per_group, scale), strict=True):
             copy[name].copy_(vector)
         return
     live = groups.group_of_row() < len(groups)

@@ -47,7 +47,7 @@ def live(shapes):
 def alone(fmt, members, directions, amax=None):
     """Buffers of each member quantized by itself, and what they decode to: an independent loop."""
     for i, x in enumerate(members):
-        given = None if amax is None else amax[i : i + 1]
+        given = None if amax is None else amax[..., i : i + 1]
         out = ops.grouped_quantize(x[None], fmt.text, None, given, *directions)
         names = buffers(fmt, (1, *x.shape), None, rowwise=directions[0], columnwise=directions[1])
         yield dict(zip(names, out, strict=True))
@@ -113,9 +113,7 @@ def test_given_amaxes(fmt):
     directions = tuple(level is not None and level.per == "group" for level in levels)
     if not any(directions):
         with pytest.raises(ValueError, match="amax is the second level"):
-            ops.grouped_quantize(
-                sample(32), fmt.text, None, torch.ones(1), shapes=[1, 32]
-            )
+            ops.grouped_quantize(sample(32), fmt.text, None, torch.ones(1), shapes=[1, 32])
         return
     members = [sample(*shape) for shape in SHAPES["empty middle"]]
     amax = torch.tensor([2.0, -3.0, 0.0, 50.0])
@@ -243,7 +241,9 @@ def test_other_shapes_are_another_plan():
     x = sample(256)
     first, second = ([4, 32, 4, 32], [2, 64, 2, 64])
     for shapes in (first, second, first):
-        got = cute_kernels.ops.grouped_quantize(x, "fp8", None, None, True, False, None, shapes)
+        got = cute_kernels.ops.grouped_quantize(
+            x, "fp8", None, None, True, False, None, None, shapes
+        )
         amaxes = [part.abs().max() for part in x.view(2, 128).float()]
         assert got[3].tolist() == amaxes
         (m, n), codes = shapes[:2], got[0]
