@@ -132,7 +132,7 @@ def check(x, offs, variant, amax=None):
             has_two = variant.is_transformed and rowwise and columnwise
             given = torch.stack(amax) if has_two else of_direction
         names = fmt.buffer_names(False) * rowwise + fmt.buffer_names(True) * columnwise
-        call = (x, variant.text, offs, given, rowwise, columnwise, variant.seed)
+        call = (x, variant.text, offs, given, rowwise, columnwise, None, variant.seed)
         got = ops.grouped_quantize(*call)
         for name, g in zip(names, got, strict=True):
             assert_same_bytes(g, want[name], f"{name} of {rowwise=} {columnwise=}")
@@ -178,10 +178,10 @@ def test_other_dtypes(dtype, variant):
     x, offs = sample(40, 32, dtype=dtype), offsets((17, 3, 20))
     for rowwise in (True, False):
         with pytest.raises(TypeError, match=f"x must be bfloat16.*hadamard.*{str(dtype)[6:]}"):
-            ops.grouped_quantize(x, variant.text, offs, None, rowwise, True, variant.seed)
+            ops.grouped_quantize(x, variant.text, offs, None, rowwise, True, None, variant.seed)
     plain = variant.text.replace("hadamard,", "").replace(":hadamard", "")
-    want = ops.grouped_quantize(x, plain, offs, None, True, False, variant.seed)
-    got = ops.grouped_quantize(x, variant.text, offs, None, True, False, variant.seed)
+    want = ops.grouped_quantize(x, plain, offs, None, True, False, None, variant.seed)
+    got = ops.grouped_quantize(x, variant.text, offs, None, True, False, None, variant.seed)
     for name, g, w in zip(("codes", "scales", "amax"), got, want, strict=True):
         assert_same_bytes(g, w, name)
 
@@ -208,8 +208,8 @@ def test_amaxes_of_a_transformed_copy_have_one_row_for_each_direction():
         ops.grouped_quantize(x, "nvfp4", offs, twos, True, True)
 
 
-def columns(text, x, offs, seed=None):
-    return ops.grouped_quantize(x, text, offs, None, False, True, seed)
+def columns(text, x, offs):
+    return ops.grouped_quantize(x, text, offs, None, False, True)
 
 
 def test_the_order_of_a_transform_is_the_stated_one():
@@ -239,7 +239,7 @@ def test_dequantize(variant, columnwise, uniform):
     offs = None if uniform else offsets((35, 0, 40))
     fmt = parse(variant.text)
     copy = ops.grouped_quantize(
-        x, variant.text, offs, None, not columnwise, columnwise, variant.seed
+        x, variant.text, offs, None, not columnwise, columnwise, None, variant.seed
     )
     groups, _ = oracle.uniform_groups(2, 35) if uniform else oracle.ragged_groups(offs.tolist(), 75)
     bound = fmt.e4m3_max
@@ -321,7 +321,7 @@ def test_many_groups(name):
             slots = tiles.movedim(-1, 2).reshape(-1, 16)
             draws = reference.GivenDraws(keyed.rows(torch.arange(start, end)), slots)
         like = ops.grouped_quantize(
-            rows, variant.text, ends(end - start), None, True, True, variant.seed
+            rows, variant.text, ends(end - start), None, True, True, None, variant.seed
         )
         out = dict(zip(names, like, strict=True))
         given = reference.Given(draws=draws)
@@ -348,7 +348,7 @@ def test_groups_with_shapes_of_their_own(name):
     fmt, flat = parse(variant.text), [size for shape in shapes for size in shape]
     members = [sample(1, *shape) for shape in shapes]
     x = torch.cat([m.flatten() for m in members])
-    call = (variant.text, None, None, True, True, variant.seed)
+    call = (variant.text, None, None, True, True, None, variant.seed)
     got = ops.grouped_quantize(x, *call, flat)
     decoded = ops.grouped_dequantize(
         got[0], got[1:3], variant.text, len(x), torch.float32, None, False, flat
