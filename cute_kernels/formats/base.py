@@ -168,6 +168,11 @@ class Format(abc.ABC):
         return self.columnwise_level if columnwise else self.second_level
 
     @property
+    def has_pow2_scales(self) -> bool:
+        """Whether every block scale is a power of two."""
+        return self.scale is not None and self.scale.element == E8M0
+
+    @property
     def takes_scale(self) -> bool:
         """Whether the caller gives the scale of each group, which else follows from its amax."""
         return False
