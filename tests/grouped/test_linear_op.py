@@ -114,6 +114,7 @@ def test_errors(change, error, match):
         grouped.linear(**arguments | change)
 
 
+@pytest.mark.usefixtures("comparable")
 @pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_opcheck(recipe):
     x, weight = sample(40, K).requires_grad_(), sample(3, 96, K).requires_grad_()
