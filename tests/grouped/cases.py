@@ -45,8 +45,9 @@ FP8_RECIPES = {
     ),
     "fp8": recipes.FP8Current(),
 }
-#: One of each kind.
+#: One of each kind whose results no random numbers decide; inputs are bf16.
 ALL_RECIPES = RECIPES | {name: FP8_RECIPES[name] for name in ("mxfp8", "fp8-block", "fp8")}
+ALL_RECIPES["hadamard"] = recipes.NVFP4(hadamard=True)
 QUANTIZED = {name: recipe for name, recipe in RECIPES.items() if recipe.is_quantized}
 FORMATS = {
     "1x16": grouped.NVFP4(),

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import grouped
+from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
 from tests.grouped.cases import (
     ALL_RECIPES,
@@ -53,6 +54,7 @@ def step(function, module, x, offs):
     leaf = x.clone().requires_grad_()
     torch._dynamo.mark_dynamic(leaf, 0)
     module.zero_grad()
+    torch.manual_seed(1)  # of stochastic rounding
     y = function(leaf, offs)
     y.float().square().sum().backward()
     return y.detach(), leaf.grad, *(p.grad.clone() for p in module.parameters())
@@ -69,13 +71,14 @@ def mlp(recipe, **options):
 
 MODULES = {"linear": linear, "mlp": mlp}
 #: All recipes, and both forms of the parameters.
-CASES = [(name, True) for name in ALL_RECIPES] + [(name, False) for name in RECIPES]
+TRAINED = ALL_RECIPES | {"stochastic": recipes.NVFP4(hadamard=True, stochastic_rounding=True)}
+CASES = [(name, True) for name in TRAINED] + [(name, False) for name in RECIPES]
 
 
 @pytest.mark.parametrize(("name", "single"), CASES)
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 def test_training_with_changing_token_counts(make, name, single):
-    module = make(ALL_RECIPES[name], single_parameter=single)
+    module = make(TRAINED[name], single_parameter=single)
     function, frames = compiled(module)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in TOKENS:

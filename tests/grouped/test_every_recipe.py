@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import grouped
+from grouped import recipes
 from grouped.nn import GroupedLinear
 from tests.grouped.cases import ALL_RECIPES, FP8_RECIPES, OpCounter, weights_quantized
 from tests.grouped.test_linear import close, expected
@@ -106,6 +107,32 @@ def test_under_torch_func(recipe):
     got = torch.func.grad(loss, argnums=(0, 1))(layer.weight.detach(), x)
     assert_same_bytes(got[0], dw)
     assert_same_bytes(got[1], dx)
+
+
+def test_stochastic_gradients():
+    """Random bits decide the gradients alone, and a seed decides the bits."""
+    layer = layer_of(recipes.NVFP4(hadamard=True, stochastic_rounding=True), dtype=torch.bfloat16)
+    x, dy = sample(40, K), sample(40, N)
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(step(layer, x, dy))
+    for a, b in zip(*runs[:2], strict=True):
+        assert_same_bytes(a, b)
+    same = [torch.equal(a, b) for a, b in zip(*runs[1:], strict=True)]
+    assert same == [True, False, False, True]  # y, dx, dw, db
+    nearest = layer_of(recipes.NVFP4(hadamard=True), dtype=torch.bfloat16)
+    plain = layer_of(recipes.NVFP4(), dtype=torch.bfloat16)
+    assert_same_bytes(step(nearest, x, dy)[0], runs[0][0])
+    assert not torch.equal(step(plain, x, dy)[2], step(nearest, x, dy)[2])
+
+
+def test_fp32_inputs_are_not_transformed():
+    layer = layer_of(recipes.NVFP4(hadamard=True))
+    with pytest.raises(TypeError, match="x must be bfloat16"):
+        layer(torch.randn(40, K), ENDS)
+    with torch.no_grad():  # Nothing reads a transformed copy.
+        layer(torch.randn(40, K), ENDS)
 
 
 # ------------------------------------------------------------------------------- not finite

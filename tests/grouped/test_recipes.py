@@ -91,6 +91,12 @@ def test_roles_of_the_named_recipes():
     assert texts(recipes.BF16()) == (None, None, None)
     assert texts(recipes.NVFP4()) == ("nvfp4", "nvfp4:block=16x16", "nvfp4")
     assert texts(recipes.NVFP4RowScaled()) == ("nvfp4:row_scaled", "nvfp4:block=16x16", "nvfp4")
+    nvidia = recipes.NVFP4(hadamard=True, stochastic_rounding=True)
+    assert texts(nvidia) == (
+        *("nvfp4:hadamard", "nvfp4:block=16x16", "nvfp4:hadamard,stochastic_rounding"),
+    )
+    stochastic = recipes.NVFP4RowScaled(stochastic_rounding=True)
+    assert texts(stochastic)[::2] == ("nvfp4:row_scaled", "nvfp4:stochastic_rounding")
     assert texts(recipes.MXFP8()) == ("mxfp8",) * 3
     assert texts(recipes.FP8Block()) == ("fp8_block", "fp8_block:block=128x128", "fp8_block")
     assert texts(recipes.FP8Current()) == ("fp8", "fp8", "fp8:dtype=e5m2")
