@@ -61,6 +61,8 @@ _NOT_BUILT: dict[str, dict[str, object]] = {
     "nvfp4": {"hadamard": True, "stochastic_rounding": True, "four_over_six": True},
     "fp8": {"scaling": "delayed"},
 }
+#: Ops that take groups that have shapes of their own, on the reference backend.
+_SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
 
@@ -91,6 +93,7 @@ def support(
     dtype: torch.dtype | None = None,
     columnwise: bool = False,
     prepacked: bool = False,
+    shapes: bool = False,
 ) -> Support:
     """Say whether ``op`` runs for ``fmt`` on ``arch``.
 
@@ -106,6 +109,7 @@ def support(
             one that the op takes everywhere, such as bf16.
         columnwise: the columnwise copy is asked for, alone or with the rowwise one.
         prepacked: the weights have the order of bits of ``cute_kernels.prepack``.
+        shapes: the groups have shapes of their own: the last dimension varies.
 
     Returns:
         A ``Support``, true if it runs, otherwise with the reason.
@@ -129,6 +133,8 @@ def support(
     )
     if prepacked and not reason:
         reason = _why_not_prepacked(op, arch)
+    if shapes and not reason:
+        reason = _why_not_shapes(op, arch)
     return Support(False, reason) if reason else _YES
 
 
@@ -183,6 +189,14 @@ def _why_not_prepacked(op: str, arch: str) -> str:
         return "prepacked weights multiply quantized activations: unpack() them"
     if op == "grouped_gemm" and arch not in _PREPACKED:
         return f"prepacked weights are for sm_90a, not {arch}: unpack() them"
+    return ""
+
+
+def _why_not_shapes(op: str, arch: str) -> str:
+    if op not in _SHAPED:
+        return f"{op} takes ragged or uniform groups, not those that have shapes of their own"
+    if arch != "reference":
+        return f"no {arch} kernel of {op} for groups that have shapes of their own yet"
     return ""
 
 

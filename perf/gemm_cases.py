@@ -110,19 +110,18 @@ class Case:
 
     def nvfp4(self) -> tuple[Parts, Parts]:
         """Codes, block scales and amaxes of both operands."""
-        columns = {"rowwise": False, "columnwise": True}
         if self.is_wgrad:
             first, second = (
-                self._parts(buffers(B_FORMAT, (self.rows, cols), self.groups, **columns))
-                for cols in (self.n, self.k)
+                self._parts(buffers(B_FORMAT, shape, self.groups, rowwise=False, columnwise=True))
+                for shape in ((self.rows, self.n), (self.rows, self.k))
             )
             for codes in (first[0], second[0]):
                 codes &= self._slot_mask()
             return first, second
-        weight = (self.groups, self.n, self.k)
+        weight, dgrad = (self.groups, self.n, self.k), self.is_dgrad
         return (
             self._parts(buffers(A_FORMAT, (self.rows, self.depth), self.groups)),
-            self._parts(buffers(B_FORMAT, weight, None, **columns if self.is_dgrad else {})),
+            self._parts(buffers(B_FORMAT, weight, None, rowwise=not dgrad, columnwise=dgrad)),
         )
 
     def call(

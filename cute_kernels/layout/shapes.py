@@ -15,6 +15,7 @@ Every function takes and returns plain ints, or ``torch.SymInt`` under ``torch.c
 from __future__ import annotations
 
 __all__ = [
+    "MEMBER_ALIGNMENT",
     "PIECE_K",
     "PITCH_ALIGNMENT",
     "SF_TILE_BYTES",
@@ -38,6 +39,9 @@ PIECE_K = 128
 SF_TILE_ROWS = 128
 SF_TILE_COLS = 4
 SF_TILE_BYTES = SF_TILE_ROWS * SF_TILE_COLS
+#: Where groups have shapes of their own, the codes and scales of each start at a multiple of this
+#: many bytes: enough for TMA, and a cache line.
+MEMBER_ALIGNMENT = 128
 #: TMA takes only row pitches that are a multiple of this many bytes.
 PITCH_ALIGNMENT = 16
 

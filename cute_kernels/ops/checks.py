@@ -87,8 +87,18 @@ def same_device(first: str, device: torch.device, **others: Tensor | None) -> No
             )
 
 
-def check_input(name: str, x: Tensor, offs: Tensor | None) -> None:
-    """``x`` must be (T, K) with ``offs``, or (G, N, K) without; bf16, fp16 or fp32."""
+def check_input(
+    name: str, x: Tensor, offs: Tensor | None, shapes: Sequence[int] | None = None
+) -> None:
+    """``x`` must be (T, K) with ``offs``, (capacity,) with ``shapes``, or (G, N, K) without.
+
+    Its dtype must be bf16, fp16 or fp32.
+    """
+    if shapes is not None:
+        if offs is not None:
+            raise ValueError("offs and shapes are both given: groups are cut by one of them")
+        check_tensor(f"{name} with shapes", x, dtypes=INPUT_DTYPES, ndim=(1,))
+        return
     check_tensor(name, x, dtypes=INPUT_DTYPES, ndim=(3,) if offs is None else (2,))
     if offs is not None:
         check_offs(offs)
@@ -105,6 +115,7 @@ def check_copy(
     shape: Sequence[int],
     num_groups: int | None,
     columnwise: bool,
+    shapes: Sequence[tuple[int, int]] | None = None,
 ) -> None:
     """Check one direction of a quantized tensor against ``layout.buffers``.
 
@@ -113,13 +124,15 @@ def check_copy(
         scales_name: the argument that lists the rest of ``Format.operand_names``.
         copy: both.
         fmt: its format.
-        shape: (T, K) of a ragged tensor, or (G, N, K) of a uniform one.
-        num_groups: G of a ragged tensor; None if uniform.
+        shape: (T, K) of a ragged tensor, (G, N, K) of a uniform one, or (capacity,).
+        num_groups: G of a ragged tensor; None if uniform, or with ``shapes``.
         columnwise: which direction.
+        shapes: (m, n) of each member of a tensor of one dimension.
     """
     codes, scales = copy
     names = fmt.operand_names(columnwise)
-    wanted = buffers(fmt, shape, num_groups, rowwise=not columnwise, columnwise=columnwise)
+    asked = {"rowwise": not columnwise, "columnwise": columnwise}
+    wanted = buffers(fmt, shape, num_groups, shapes=shapes, **asked)
     if len(scales) != len(names) - 1:
         raise ValueError(
             f"{scales_name} must be {', '.join(names[1:])} of {fmt.text}, got {len(scales)} tensors"

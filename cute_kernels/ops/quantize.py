@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_kernels import reference
 from cute_kernels.formats import Format, parse
-from cute_kernels.layout.buffers import BufferSpec, buffers
+from cute_kernels.layout.buffers import BufferSpec, buffers, member_parts
 from cute_kernels.ops.checks import (
     check_input,
     check_multiple,
@@ -18,11 +18,12 @@ from cute_kernels.ops.checks import (
     same_device,
 )
 from cute_kernels.ops.launch import quantize as launch_quantize
+from cute_kernels.ops.members import check_shapes, member_views, pairs
 from cute_kernels.ops.registry import Op, register
 from cute_kernels.reference.groups import Groups
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
@@ -36,14 +37,18 @@ class GroupedQuantize(Op):
     """Quantize the groups of ``x``.
 
     Args:
-        x: (T, K) with ``offs``, or (G, N, K) without; bf16, fp16 or fp32; K a multiple of what the
-            format asks for.
+        x: (T, K) with ``offs``, (capacity,) with ``shapes``, or (G, N, K) without; bf16, fp16 or
+            fp32; K a multiple of what the format asks for.
         format: the text of the format, such as ``"nvfp4:row_scaled"`` (``Format.text``).
         offs: (G,) int32 end rows. Rows from the last on are neither read nor written.
         amax: (G,) fp32, the amax of each group, instead of computing it. It is a magnitude: its
             sign is dropped. Elements beyond it saturate.
         rowwise: write the rowwise copy, blocks along K.
         columnwise: write the columnwise copy, blocks along the rows of a group.
+        shapes: [m0, n0, m1, n1, ...], rows and columns of each group, where the last dimension
+            varies or both do; each n a positive multiple of what the format asks for. The groups
+            lie in ``x`` one after the other, contiguous; what is left of it is never read. Each has
+            the codes and scales of a uniform tensor of this one group.
 
     Returns:
         The buffers of the directions that are asked for, in the order of ``Format.buffer_names``
@@ -58,6 +63,7 @@ class GroupedQuantize(Op):
     amax: Tensor | None = None
     rowwise: bool = True
     columnwise: bool = False
+    shapes: list[int] | None = None
 
     name: ClassVar[str] = "grouped_quantize"
     returns_list: ClassVar[bool] = True
@@ -74,12 +80,18 @@ class GroupedQuantize(Op):
     @property
     def num_groups(self) -> int:
         """G."""
+        if self.shapes is not None:
+            return len(self.shapes) // 2
         return self.x.shape[0] if self.offs is None else self.offs.shape[0]
 
     def check(self) -> None:
         fmt = self.record
-        check_input("x", self.x, self.offs)
-        check_multiple("K", self.x.shape[-1], fmt.k_multiple, f"{self.format}, x is (..., K)")
+        check_input("x", self.x, self.offs, self.shapes)
+        multiple = fmt.k_multiple
+        if self.shapes is not None:
+            check_shapes(pairs(self.shapes), self.x.shape[0], multiple, self.format)
+        else:
+            check_multiple("K", self.x.shape[-1], multiple, f"{self.format}, x is (..., K)")
         if not (self.rowwise or self.columnwise):
             raise ValueError("rowwise and columnwise are both False: nothing to quantize")
         if self.amax is None:
@@ -96,13 +108,13 @@ class GroupedQuantize(Op):
 
     def specs(self) -> dict[str, BufferSpec]:
         """The buffers that are asked for, by name."""
-        num_groups = None if self.offs is None else self.num_groups
         return buffers(
             self.record,
             self.x.shape,
-            num_groups,
+            None if self.offs is None else self.num_groups,
             rowwise=self.rowwise,
             columnwise=self.columnwise,
+            shapes=None if self.shapes is None else pairs(self.shapes),
         )
 
     def outputs(self) -> list[BufferSpec]:
@@ -115,10 +127,29 @@ class GroupedQuantize(Op):
     def uses_columnwise(self) -> bool:
         return self.columnwise
 
+    @property
+    def has_shapes(self) -> bool:
+        return self.shapes is not None
+
     def kernels(self, launch: Launcher) -> Runner:
         return launch_quantize.quantize(self, launch)
 
+    def members(self, outputs: Sequence[Tensor]) -> Iterator[tuple[GroupedQuantize, list[Tensor]]]:
+        """Each group that has a shape of its own as a call for itself, with its outputs: views."""
+        shapes = pairs(self.shapes or ())
+        directions = {"rowwise": self.rowwise, "columnwise": self.columnwise}
+        parts = member_parts(self.record, shapes, **directions)
+        for i, x in enumerate(member_views(self.x, shapes)):
+            amax = None if self.amax is None else self.amax[i : i + 1]
+            op = dataclasses.replace(self, x=x, shapes=None, amax=amax)
+            into = zip(parts.values(), outputs, strict=True)
+            yield op, [of_members[i].of(buffer) for of_members, buffer in into]
+
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+        if self.shapes is not None:
+            for op, of_member in self.members(outputs):
+                op.run_reference(of_member, **options)
+            return
         out = dict(zip(self.specs(), outputs, strict=True))
         groups = Groups.of(self.x.shape, self.offs, self.device)
         given = reference.Given(self.amax)

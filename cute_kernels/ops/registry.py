@@ -50,6 +50,7 @@ _SCHEMA_TYPES = {
     "list[Tensor] | None": "Tensor[]?",
     "bool": "bool",
     "int": "SymInt",
+    "list[int] | None": "SymInt[]?",
     "str": "str",
     "str | None": "str?",
     "torch.dtype": "ScalarType",
@@ -191,7 +192,8 @@ class Op(abc.ABC):
             if isinstance(value, Tensor):
                 found[field.name] = value
             elif isinstance(value, (list, tuple)):
-                found |= {f"{field.name}[{i}]": t for i, t in enumerate(value)}
+                tensors = ((i, t) for i, t in enumerate(value) if isinstance(t, Tensor))
+                found |= {f"{field.name}[{i}]": t for i, t in tensors}
         return found
 
     @abc.abstractmethod
@@ -224,9 +226,16 @@ class Op(abc.ABC):
         """Whether a columnwise copy is written or read, which not every architecture can."""
         return False
 
+    @property
+    def has_shapes(self) -> bool:
+        """Whether the groups have shapes of their own, which not every architecture can."""
+        return False
+
     def require(self, backend: Backend) -> None:
         """Raise UnsupportedError if the backend does not run this call."""
-        require(*self.capability(), backend.arch, columnwise=self.uses_columnwise)
+        op, fmt = self.capability()
+        columnwise, shapes = self.uses_columnwise, self.has_shapes
+        require(op, fmt, backend.arch, columnwise=columnwise, shapes=shapes)
 
     def plan(self, backend: Backend) -> _Plan:
         """Check the arguments and decide what runs; the same for every call with this metadata."""

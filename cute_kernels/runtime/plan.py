@@ -32,7 +32,8 @@ def plan_key(op: Hashable, backend: Hashable, arguments: Iterable[object]) -> Ha
     Args:
         op: which op.
         backend: which backend, for tensors on a device.
-        arguments: the op's arguments in order: tensors, lists of them, and what is hashable.
+        arguments: the op's arguments in order: tensors, lists of them or of integers, and what is
+            hashable.
     """
     # One expression rather than a function a tensor, and looks at types before at classes: this is
     # a quarter of a call's host time.
@@ -44,7 +45,9 @@ def plan_key(op: Hashable, backend: Hashable, arguments: Iterable[object]) -> Ha
             if type(a) in INERT
             else (a.dtype, a.device, a.shape, a.stride())
             if isinstance(a, Tensor)
-            else tuple([(t.dtype, t.device, t.shape, t.stride()) for t in a])
+            else tuple(
+                [t if type(t) is int else (t.dtype, t.device, t.shape, t.stride()) for t in a]
+            )
             if isinstance(a, (list, tuple))
             else a
             for a in arguments

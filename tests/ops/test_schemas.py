@@ -56,6 +56,12 @@ def prepacked():
     return m_grouped_arguments(nvfp4(48), b, OFFS, prepacked=True)
 
 
+def decoding_shapes():
+    shapes = [2, 16, 0, 32, 1, 32]
+    copy = ops.grouped_quantize(w(70), BY_ROW, None, None, False, True, shapes)
+    return (*dequantize_arguments(copy, BY_ROW, 70, F32, columnwise=True), shapes)
+
+
 F32 = torch.float32
 #: Op, case, arguments.
 CASES = [
@@ -70,6 +76,12 @@ CASES = [
     ("grouped_quantize", "both, 2D", lambda: (x(48), SQUARE, OFFS, None, True, True)),
     ("grouped_quantize", "amax given", lambda: (x(48), "nvfp4", OFFS, torch.ones(3))),
     ("grouped_quantize", "uniform", lambda: (w(2, 5, 48), BY_ROW, None, None, True, True)),
+    (
+        "grouped_quantize",
+        "shapes",
+        lambda: (w(70), "nvfp4", None, None, True, True, [2, 16, 0, 32, 1, 32]),
+    ),
+    ("grouped_dequantize", "shapes", decoding_shapes),
     (
         "grouped_dequantize",
         "rowwise",

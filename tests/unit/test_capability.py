@@ -27,7 +27,10 @@ FORMATS = (
 
 OFFS, ONES = ends(3, 8), torch.ones(8, 32)
 COMBINATIONS = list(itertools.product(OPS, FORMATS, ARCHITECTURES))
-FACTS = [{}, {"columnwise": True}, {"prepacked": True}, {"columnwise": True, "prepacked": True}]
+FACTS = [
+    *({}, {"columnwise": True}, {"prepacked": True}, {"columnwise": True, "prepacked": True}),
+    *({"shapes": True}, {"columnwise": True, "shapes": True}),
+]
 
 
 @pytest.mark.parametrize(("op", "fmt", "arch"), COMBINATIONS)
@@ -282,5 +285,5 @@ def test_ops_ask_the_table(monkeypatch):
     monkeypatch.setattr(capability, "support", no)
     with pytest.raises(UnsupportedError, match="because of the test"):
         ops.grouped_quantize(torch.ones(4, 16), "nvfp4:row_scaled", ends(4))
-    facts = {"columnwise": False}
+    facts = {"columnwise": False, "shapes": False}
     assert asked == [("grouped_quantize", NVFP4(row_scaled=True), "reference", facts)]
