@@ -63,6 +63,8 @@ _NOT_BUILT: dict[str, dict[str, object]] = {
 }
 #: Ops that take groups that have shapes of their own, on the reference backend.
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
+#: Ops that put their input through an activation first, on the reference backend.
+_ACTIVATES = ("grouped_quantize", "grouped_dbias")
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
 
@@ -94,6 +96,7 @@ def support(
     columnwise: bool = False,
     prepacked: bool = False,
     shapes: bool = False,
+    activation: bool = False,
 ) -> Support:
     """Say whether ``op`` runs for ``fmt`` on ``arch``.
 
@@ -110,6 +113,7 @@ def support(
         columnwise: the columnwise copy is asked for, alone or with the rowwise one.
         prepacked: the weights have the order of bits of ``cute_kernels.prepack``.
         shapes: the groups have shapes of their own: the last dimension varies.
+        activation: the input goes through an activation first.
 
     Returns:
         A ``Support``, true if it runs, otherwise with the reason.
@@ -135,6 +139,8 @@ def support(
         reason = _why_not_prepacked(op, arch)
     if shapes and not reason:
         reason = _why_not_shapes(op, arch)
+    if activation and not reason:
+        reason = _why_not_activation(op, arch)
     return Support(False, reason) if reason else _YES
 
 
@@ -197,6 +203,14 @@ def _why_not_shapes(op: str, arch: str) -> str:
         return f"{op} takes ragged or uniform groups, not those that have shapes of their own"
     if arch != "reference":
         return f"no {arch} kernel of {op} for groups that have shapes of their own yet"
+    return ""
+
+
+def _why_not_activation(op: str, arch: str) -> str:
+    if op not in _ACTIVATES:
+        return f"{op} takes no activation"
+    if arch != "reference":
+        return f"no {arch} kernel of {op} with an activation yet"
     return ""
 
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels import ops
+from cute_kernels.activations import Activation
 from cute_kernels.capability import require
 from cute_kernels.ops.derivatives import refuse_derivatives
+from cute_kernels.ops.prologue import result_shape
 from grouped.offsets import Offsets, as_offs
 from grouped.tensor import GroupedTensor, assemble, handler
 from grouped.validation import check_format
@@ -54,6 +56,8 @@ def quantize(
     offs: Offsets | None = ...,
     rowwise: bool = ...,
     columnwise: bool = ...,
+    activation: str | Activation | None = ...,
+    grad: Tensor | None = ...,
     dbias: Literal[False] = ...,
     amax: Tensor | None = ...,
     out: GroupedTensor | None = ...,
@@ -68,6 +72,8 @@ def quantize(
     offs: Offsets | None = ...,
     rowwise: bool = ...,
     columnwise: bool = ...,
+    activation: str | Activation | None = ...,
+    grad: Tensor | None = ...,
     dbias: Literal[True],
     amax: Tensor | None = ...,
     out: GroupedTensor | None = ...,
@@ -81,6 +87,8 @@ def quantize(
     offs: Offsets | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
+    activation: str | Activation | None = None,
+    grad: Tensor | None = None,
     dbias: bool = False,
     amax: Tensor | None = None,
     out: GroupedTensor | None = None,
@@ -93,7 +101,8 @@ def quantize(
 
     Args:
         x: (T, K) with ``offs``, or uniform (G, N, K) without; bf16, fp16 or fp32; K a multiple
-            of what the format asks for (``Format.k_multiple``), 16 for NVFP4.
+            of what the format asks for (``Format.k_multiple``), 16 for NVFP4. (..., 2K) of a
+            gated activation without ``grad``.
         fmt: the format, such as ``grouped.NVFP4(row_scaled=True)``.
         offs: (G,) end row of each group, non-decreasing: an int32 or int64 tensor on the device of
             ``x``, never read on the host, or a host list. Rows from the last on are the tail of a
@@ -101,20 +110,27 @@ def quantize(
         rowwise: make the copy with blocks along K, which fprop and dgrad read.
         columnwise: make the copy with blocks along the rows of each group, which wgrad (ragged) and
             dgrad (weights) read.
-        dbias: also return the column sums of each group.
+        activation: what is done to ``x`` before it is quantized, a name such as ``"silu"`` or a
+            ``grouped.Activation``. A gated one such as ``"swiglu"`` makes K columns of the halves
+            [A | B] of 2K. Its fp32 result is rounded to the dtype of ``x`` first where the format
+            truncates: all formats but FP8. ``cute_kernels.reference.activations`` states the bits.
+        grad: the gradient of the activation's result, of its shape and of the dtype of ``x``. The
+            gradient with respect to ``x``, of the shape of ``x``, is quantized instead.
+        dbias: also return the column sums of each group of what is quantized, before it is rounded.
         amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so that
             its sign is dropped.
         out: a tensor of the same shape, format, groups and directions to quantize into. One that
             requires a gradient only under ``torch.no_grad()``.
 
     Returns:
-        A GroupedTensor, not differentiable; with ``dbias`` also the (G, K) sums: those are the
-        gradient of a bias, so of the dtype of ``x``. ``torch.ops.cute_kernels.grouped_dbias`` gives
-        them in the fp32 in which they are summed.
+        A GroupedTensor of the shape of what is quantized, not differentiable; with ``dbias`` also
+        the (G, K) sums: those are the gradient of a bias, so of the dtype of ``x``.
+        ``torch.ops.cute_kernels.grouped_dbias`` gives them in the fp32 in which they are summed.
 
     Raises:
         TypeError: ``fmt`` is no format record, or a dtype is not taken.
-        ValueError: a shape, a device, offs or a combination of arguments that breaks a rule.
+        ValueError: a shape, a device, offs, an activation or a combination of arguments that breaks
+            a rule.
         RuntimeError: ``out`` requires a gradient and gradients are enabled.
         cute_kernels.UnsupportedError: a format that the backend does not run.
     """
@@ -124,34 +140,45 @@ def quantize(
             "vmap over grouped.quantize: a GroupedTensor has its groups as the batch; stack x to "
             "(G, N, K), or call quantize on all rows with offs, outside of vmap"
         )
-    x = x.detach()
+    x, grad = x.detach(), None if grad is None else grad.detach()
+    act = _activation_text(activation)
+    shape = result_shape(x.shape, act, grad)
     # Formats that no backend runs; what this backend runs is checked by the op.
     require("grouped_quantize", fmt, "reference", columnwise=columnwise)
     if x.dim() == 2 and offs is None:
         raise ValueError("offs is missing: x (T, K) is cut into groups by offs; uniform x is 3D")
-    if dbias and offs is None:
-        raise ValueError("dbias needs offs: it sums over the rows of ragged groups")
     ends = None if offs is None else as_offs(offs, x.shape[0], x.device)
     if ends is offs and ends is not None and out is None:
         # The result owns its boundaries: ``out=`` writes them, and the caller may reuse its buffer.
         ends = ends.clone()
     if out is None:
-        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, rowwise, columnwise)
-        out = assemble(x.shape, x.dtype, fmt.text, ends, buffers, rowwise, columnwise)
+        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, rowwise, columnwise, act, grad)
+        out = assemble(shape, x.dtype, fmt.text, ends, buffers, rowwise, columnwise)
     else:
-        _check_reused(out, fmt, x, ends, rowwise, columnwise)
+        _check_reused(out, fmt, shape, ends, rowwise, columnwise)
         refuse_derivatives("quantize(out=)", [("out", out)], "write it under torch.no_grad()")
-        torch.ops.grouped.quantize_out(x, ends, amax, out)
+        torch.ops.grouped.quantize_out(x, ends, amax, act, grad, out)
     if not dbias:
         return out
-    sums: Tensor = ops.grouped_dbias(x, ends)
+    sums: Tensor = ops.grouped_dbias(x, ends, act, grad)
     return out, sums.to(x.dtype)
+
+
+def _activation_text(activation: str | Activation | None) -> str | None:
+    """What the flat ops take."""
+    if isinstance(activation, Activation):
+        return activation.text
+    if activation is None or isinstance(activation, str):
+        return activation
+    raise TypeError(
+        f"activation must be a name such as 'swiglu' or a grouped.Activation, got {activation!r}"
+    )
 
 
 def _check_reused(
     out: GroupedTensor,
     fmt: Format,
-    x: Tensor,
+    shape: tuple[int, ...],
     ends: Tensor | None,
     rowwise: bool,
     columnwise: bool,
@@ -161,7 +188,7 @@ def _check_reused(
         raise TypeError(f"out must be a GroupedTensor, got {type(out).__name__}")
     for name, got, want in (
         ("format", fmt, out.format),
-        ("shape", x.shape, out.shape),
+        ("shape", shape, tuple(out.shape)),
         ("rowwise", rowwise, out.rowwise is not None),
         ("columnwise", columnwise, out.columnwise is not None),
         ("offs", ends is None, out.offs is None),
@@ -173,11 +200,13 @@ def _check_reused(
 
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
-_LIBRARY.define("quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out) -> ()")
+_LIBRARY.define(
+    "quantize_out(Tensor x, Tensor? offs, Tensor? amax, str? activation, Tensor? grad, "
+    "Tensor(o!) out) -> ()"
+)
 
 
 @handler(torch.ops.grouped.quantize_out.default)
-def _quantize_out(
-    func: Any, x: Tensor, offs: Tensor | None, amax: Tensor | None, out: GroupedTensor
-) -> None:
-    out._quantize_into(x, offs, amax)
+def _quantize_out(func: Any, x: Tensor, *arguments: Any) -> None:
+    *given, out = arguments
+    out._quantize_into(x, *given)

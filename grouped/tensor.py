@@ -323,15 +323,26 @@ class GroupedTensor(Tensor):
         context = (self.format, dtype or self.dtype, self.prepacked)
         return self.__tensor_unflatten__(inner, context, self.shape, self.stride())
 
-    def _quantize_into(self, x: Tensor, offs: Tensor | None, amax: Tensor | None = None) -> None:
-        """Quantize ``x``, of this shape and cut at ``offs``, into this tensor's storage."""
+    def _quantize_into(
+        self,
+        x: Tensor,
+        offs: Tensor | None,
+        amax: Tensor | None = None,
+        activation: str | None = None,
+        grad: Tensor | None = None,
+    ) -> None:
+        """Quantize ``x``, or what an activation makes of it, into this tensor's storage.
+
+        What is quantized has this shape and is cut at ``offs``; the other arguments are those of
+        ``ops.grouped_quantize``.
+        """
         copies = (self.rowwise, self.columnwise)
         directions = [copy is not None for copy in copies]
         held = zip((False, True), directions, strict=True)
         names = [n for way, is_held in held if is_held for n in self.format.buffer_names(way)]
         inner = [getattr(self, f"_{name}") for name in dict.fromkeys(names)]
         torch.ops.cute_kernels.grouped_quantize_out(
-            x, self.format.text, offs, amax, *directions, out=inner
+            x, self.format.text, offs, amax, *directions, activation, grad, out=inner
         )
         if self.prepacked:
             for copy in copies:

@@ -131,6 +131,8 @@ class Format(Record, abc.ABC):
         columnwise: whether the columnwise copy is the transpose of the rows of each group, in slot
             columns, or keeps their orientation, in slot rows.
         k_multiple: what the last dimension of a tensor must be a multiple of.
+        truncates: what an activation makes of a bf16 or fp16 tensor is rounded to that dtype before
+            it is quantized, so that it gives the codes of an activation that is stored.
     """
 
     name: ClassVar[str]
@@ -138,6 +140,7 @@ class Format(Record, abc.ABC):
     scale: ClassVar[BlockScale | None]
     columnwise: ClassVar[Literal["transposed", "untransposed"]]
     k_multiple: ClassVar[int]
+    truncates: ClassVar[bool] = True
 
     @property
     @abc.abstractmethod

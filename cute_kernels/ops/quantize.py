@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,11 +20,12 @@ from cute_kernels.ops.checks import (
 )
 from cute_kernels.ops.launch import quantize as launch_quantize
 from cute_kernels.ops.members import check_shapes, member_views, pairs
+from cute_kernels.ops.prologue import check_prologue, elements_of, result_columns, result_shape
 from cute_kernels.ops.registry import Op, register
 from cute_kernels.reference.groups import Groups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
@@ -38,17 +40,24 @@ class GroupedQuantize(Op):
 
     Args:
         x: (T, K) with ``offs``, (capacity,) with ``shapes``, or (G, N, K) without; bf16, fp16 or
-            fp32; K a multiple of what the format asks for.
+            fp32; K a multiple of what the format asks for. (..., 2K) of a gated activation without
+            ``grad``.
         format: the text of the format, such as ``"nvfp4:row_scaled"`` (``Format.text``).
         offs: (G,) int32 end rows. Rows from the last on are neither read nor written.
         amax: (G,) fp32, the amax of each group, instead of computing it. It is a magnitude: its
             sign is dropped. Elements beyond it saturate.
         rowwise: write the rowwise copy, blocks along K.
         columnwise: write the columnwise copy, blocks along the rows of a group.
+        activation: the text of what is done to ``x`` first (``Activation.text``), such as
+            ``"swiglu"``: its result is quantized, in fp32 or, where the format truncates, rounded
+            to the dtype of ``x``. ``cute_kernels.reference.activations`` states it to the bit.
+        grad: of the shape of the activation's result and of the dtype of ``x``: the gradient with
+            respect to ``x`` is quantized instead.
         shapes: [m0, n0, m1, n1, ...], rows and columns of each group, where the last dimension
             varies or both do; each n a positive multiple of what the format asks for. The groups
             lie in ``x`` one after the other, contiguous; what is left of it is never read. Each has
-            the codes and scales of a uniform tensor of this one group.
+            the codes and scales of a uniform tensor of this one group. Of a gated activation they
+            are those of ``x``, (m, 2n); ``grad`` is flat, too.
 
     Returns:
         The buffers of the directions that are asked for, in the order of ``Format.buffer_names``
@@ -63,6 +72,8 @@ class GroupedQuantize(Op):
     amax: Tensor | None = None
     rowwise: bool = True
     columnwise: bool = False
+    activation: str | None = None
+    grad: Tensor | None = None
     shapes: list[int] | None = None
 
     name: ClassVar[str] = "grouped_quantize"
@@ -88,10 +99,15 @@ class GroupedQuantize(Op):
         fmt = self.record
         check_input("x", self.x, self.offs, self.shapes)
         multiple = fmt.k_multiple
+        check_prologue("x", self.x, self.activation, self.grad, self.shapes)
+        halves = self._columns(2) == 1
         if self.shapes is not None:
-            check_shapes(pairs(self.shapes), self.x.shape[0], multiple, self.format)
+            why = f"{self.format} after {self.activation}" if halves else self.format
+            each = 2 * multiple if halves else multiple
+            check_shapes(pairs(self.shapes), self.x.shape[0], each, why)
         else:
-            check_multiple("K", self.x.shape[-1], multiple, f"{self.format}, x is (..., K)")
+            what = f"x is (..., 2K) of {self.activation}" if halves else "x is (..., K)"
+            check_multiple("K", self._columns(self.x.shape[-1]), multiple, f"{self.format}, {what}")
         if not (self.rowwise or self.columnwise):
             raise ValueError("rowwise and columnwise are both False: nothing to quantize")
         if self.amax is None:
@@ -106,15 +122,23 @@ class GroupedQuantize(Op):
                 "directions that are asked for"
             )
 
+    def _columns(self, columns: int) -> int:
+        """Columns of what is quantized where ``x`` has ``columns`` ones."""
+        return result_columns(columns, self.activation, self.grad)
+
+    def _result_shapes(self) -> list[tuple[int, int]]:
+        """(m, n) of each member of what is quantized, of groups that have shapes of their own."""
+        return [(m, self._columns(n)) for m, n in pairs(self.shapes or ())]
+
     def specs(self) -> dict[str, BufferSpec]:
         """The buffers that are asked for, by name."""
         return buffers(
             self.record,
-            self.x.shape,
+            result_shape(self.x.shape, self.activation, self.grad),
             None if self.offs is None else self.num_groups,
             rowwise=self.rowwise,
             columnwise=self.columnwise,
-            shapes=None if self.shapes is None else pairs(self.shapes),
+            shapes=None if self.shapes is None else self._result_shapes(),
         )
 
     def outputs(self) -> list[BufferSpec]:
@@ -131,6 +155,10 @@ class GroupedQuantize(Op):
     def has_shapes(self) -> bool:
         return self.shapes is not None
 
+    @property
+    def has_activation(self) -> bool:
+        return self.activation is not None
+
     def kernels(self, launch: Launcher) -> Runner:
         return launch_quantize.quantize(self, launch)
 
@@ -138,10 +166,14 @@ class GroupedQuantize(Op):
         """Each group that has a shape of its own as a call for itself, with its outputs: views."""
         shapes = pairs(self.shapes or ())
         directions = {"rowwise": self.rowwise, "columnwise": self.columnwise}
-        parts = member_parts(self.record, shapes, **directions)
-        for i, x in enumerate(member_views(self.x, shapes)):
+        parts = member_parts(self.record, self._result_shapes(), **directions)
+        grads: Iterable[Tensor | None] = itertools.repeat(None)
+        if self.grad is not None:
+            of_results = [(m, result_columns(n, self.activation, None)) for m, n in shapes]
+            grads = member_views(self.grad, of_results)
+        for i, (x, grad) in enumerate(zip(member_views(self.x, shapes), grads, strict=False)):
             amax = None if self.amax is None else self.amax[i : i + 1]
-            op = dataclasses.replace(self, x=x, shapes=None, amax=amax)
+            op = dataclasses.replace(self, x=x, grad=grad, shapes=None, amax=amax)
             into = zip(parts.values(), outputs, strict=True)
             yield op, [of_members[i].of(buffer) for of_members, buffer in into]
 
@@ -152,5 +184,6 @@ class GroupedQuantize(Op):
             return
         out = dict(zip(self.specs(), outputs, strict=True))
         groups = Groups.of(self.x.shape, self.offs, self.device)
-        given = reference.Given(self.amax)
-        reference.quantize(reference.Elements(self.x), groups, self.record, out, given)
+        given, truncates = reference.Given(self.amax), self.record.truncates
+        elements = elements_of(self.x, self.activation, self.grad, truncates=truncates)
+        reference.quantize(elements, groups, self.record, out, given)
