@@ -92,7 +92,7 @@ _LOG2E = _hex("0x1.715476p+0")
 _LN2 = _hex("0x1.62e4p-1"), _hex("0x1.7f7d1cp-20")
 #: (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2, from the constant term up.
 _EXP = tuple(
-    map(_hex, ("0.5", "0x1.5554b2p-3", "0x1.5554c8p-5", "0x1.12266ap-7", "0x1.6d721ap-10"))
+    map(_hex, ("0x1p-1", "0x1.5554b2p-3", "0x1.5554c8p-5", "0x1.12266ap-7", "0x1.6d721ap-10"))
 )
 #: (tanh(r) / r - 1) / r^2 for 0 <= r <= ln(2) / 2 in powers of r^2.
 _TANH = tuple(map(_hex, ("-0x1.55554ep-2", "0x1.110c54p-3", "-0x1.b83438p-5", "0x1.3f46fp-6")))
