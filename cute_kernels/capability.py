@@ -51,6 +51,10 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_dequantize", "nvfp4"): ARCHITECTURES,
     ("grouped_quantize", "fp8"): ARCHITECTURES,
     ("grouped_dequantize", "fp8"): ARCHITECTURES,
+    ("grouped_quantize", "fp8_block"): ("reference",),
+    ("grouped_dequantize", "fp8_block"): ("reference",),
+    ("grouped_quantize", "mxfp8"): ("reference",),
+    ("grouped_dequantize", "mxfp8"): ("reference",),
     ("grouped_gemm", "nvfp4"): ARCHITECTURES,
     ("grouped_gemm_w4a16", "nvfp4"): ("reference", "sm_90a"),
 }

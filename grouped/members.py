@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, scale_tiles, slot_tile, uniform_tiles
-from cute_kernels.reference.groups import untile_scales
+from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, slot_tile, uniform_tiles
+from cute_kernels.reference.scales import linear_column_scales, linear_row_scales
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -72,15 +72,20 @@ class QuantizedCopy:
 class GroupedMember:
     """One group of m rows: codes, linear scales without padding, and its second level.
 
-    An attribute of a direction that is not held is None. Of NVFP4:
+    An attribute of a direction that is not held is None; scales lie as the codes do.
 
     Attributes:
-        codes: (m, K / 2) uint8, two E2M1 codes a byte, the even column in the low nibble.
-        scales: (m, K / 16) float8_e4m3fn.
-        amax: fp32 scalar, or (m,) when row-scaled.
-        codes_t: (K, ceil(m / 2)) uint8.
-        scales_t: (K, ceil(m / 16)) float8_e4m3fn.
-        amax_t: fp32 scalar.
+        codes: (m, K) FP8; of NVFP4 (m, K / 2) uint8, two E2M1 codes a byte, the even column in the
+            low nibble.
+        scales: (m, K / 16) float8_e4m3fn of NVFP4, (m, K / 32) uint8 E8M0 of MXFP8, (m, ceil(K /
+            128)) fp32 of FP8Block, or (ceil(m / 128), ceil(K / 128)) of its square blocks.
+        amax: fp32 scalar of NVFP4 and FP8, or (m,) when row-scaled.
+        scale: fp32 scalar of FP8, what elements were multiplied by.
+        scale_inv: fp32 scalar of FP8, what codes are multiplied by.
+        codes_t: (K, m) FP8, of NVFP4 (K, ceil(m / 2)) uint8; (m, K) FP8 of MXFP8.
+        scales_t: (K, ceil(m / 16)) float8_e4m3fn of NVFP4, (ceil(m / 32), K) uint8 of MXFP8, (K,
+            ceil(m / 128)) fp32 of FP8Block, or (ceil(K / 128), ceil(m / 128)).
+        amax_t: fp32 scalar of NVFP4.
 
     Args:
         fmt: the format.
@@ -148,10 +153,10 @@ def _rowwise(span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy) ->
     rows, level = slice(span.start, span.start + span.rows), fmt.second_level
     yield copy.codes.flatten(0, -2)[rows]
     if fmt.scale is not None:
-        tiles = copy.scales.flatten(0, -3)[span.tile : span.tile + ceil_div(span.rows, TILE_ROWS)]
-        blocks = ceil_div(columns, fmt.scale.vec_size)
-        linear = untile_scales(tiles.unsqueeze(1), blocks).flatten(0, 1)
-        yield _numbers(fmt.scale, linear[: span.rows])
+        first = span.tile * TILE_ROWS
+        slots = torch.arange(first, first + span.rows, device=copy.scales.device)
+        linear = linear_row_scales(fmt, copy.scales, slots, columns)
+        yield _numbers(fmt.scale, linear[:: _repeats(fmt)])
     for name in level.buffers if level is not None else ():
         vector: Tensor = getattr(copy, name)
         is_per_row = level is not None and level.per == "row"
@@ -165,19 +170,27 @@ def _columnwise(
     # Each group of a uniform tensor has tiles of its own.
     tile = 0 if is_uniform else span.tile
     codes = copy.codes[span.group] if is_uniform else copy.codes
-    first, width = fmt.element.width(tile * TILE_ROWS), fmt.element.width(span.rows)
-    if fmt.columnwise == "transposed":
+    is_transposed = fmt.columnwise == "transposed"
+    if is_transposed:
+        first, width = fmt.element.width(tile * TILE_ROWS), fmt.element.width(span.rows)
         yield codes[:, first : first + width]
     else:
         yield codes[tile * TILE_ROWS : tile * TILE_ROWS + span.rows]
     if fmt.scale is not None:
-        scales, vec = copy.scales[span.group] if is_uniform else copy.scales, fmt.scale.vec_size
-        first_tile = tile * scale_tiles(TILE_ROWS, vec)
-        tiles = scales[:, first_tile : first_tile + scale_tiles(span.rows, vec)]
-        yield _numbers(fmt.scale, untile_scales(tiles, ceil_div(span.rows, vec))[:columns])
+        scales = copy.scales[span.group] if is_uniform else copy.scales
+        tiles = slice(tile, tile + ceil_div(span.rows, TILE_ROWS))
+        linear = linear_column_scales(fmt, scales, columns, tiles)
+        linear = linear[:: _repeats(fmt), : ceil_div(span.rows, fmt.scale.vec_size)]
+        yield _numbers(fmt.scale, linear if is_transposed else linear.T)
     for name in level.buffers if level is not None else ():
         vector: Tensor = getattr(copy, name)
         yield vector[span.group]
+
+
+def _repeats(fmt: Format) -> int:
+    """How often linear scales repeat what is stored once: rows of a square block."""
+    scale = fmt.scale
+    return scale.vec_size if scale is not None and fmt.is_2d and scale.layout == "mn_major" else 1
 
 
 def _numbers(scale: BlockScale, stored: Tensor) -> Tensor:

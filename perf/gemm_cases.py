@@ -14,7 +14,7 @@ from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.layout.buffers import BufferSpec, buffers
 from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, num_slot_tiles
 from cute_kernels.reference.codecs import codec_of
-from cute_kernels.reference.quantize import linear_column_scales, linear_row_scales
+from cute_kernels.reference.scales import linear_column_scales, linear_row_scales
 from perf.routing import split_rows
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class Case:
             else:
                 slot = start // TILE_ROWS * TILE_ROWS + group * TILE_ROWS
                 slots = torch.arange(slot, slot + size, device="cuda")
-                scales = linear_row_scales(A_FORMAT.scale, a[1], slots, self.depth)
+                scales = linear_row_scales(A_FORMAT, a[1], slots, self.depth)
                 left = _CODEC.values(a[0][part], scales)
                 right = self._weights(b, group)
                 factor = (a[2][part, None] / 2688) * (b[2][group] / 2688)
@@ -228,7 +228,7 @@ class Case:
     def _weights(self, b: Parts, group: int) -> Tensor:
         """A group's matrix of B, code times block scale."""
         rows = torch.arange(self.cols, device="cuda")
-        scales = linear_row_scales(B_FORMAT.scale, b[1][group], rows, self.depth)
+        scales = linear_row_scales(B_FORMAT, b[1][group], rows, self.depth)
         return _CODEC.values(b[0][group], scales)
 
     def _slots(self, codes: Tensor, scales: Tensor, group: int) -> Tensor:
@@ -237,7 +237,5 @@ class Case:
         tile = (self.ends[group] - size) // TILE_ROWS + group
         tiles = slice(tile, tile + ceil_div(size, TILE_ROWS))
         codes = codes[:, 64 * tiles.start : 64 * tiles.stop]
-        scales = scales[:, 2 * tiles.start : 2 * tiles.stop]
-        slots = (tiles.stop - tiles.start) * TILE_ROWS
-        linear = linear_column_scales(B_FORMAT.scale, scales, len(codes), slots)
+        linear = linear_column_scales(B_FORMAT, scales, len(codes), tiles)
         return _CODEC.values(codes, linear)[:, :size]

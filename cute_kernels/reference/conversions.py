@@ -1,6 +1,7 @@
 """Conversions between fp32 and the element types, and the packing of E2M1 codes.
 
-All of them round to nearest even and saturate, as the ``cvt.rn.satfinite`` instructions do.
+All of them saturate, and round to nearest even as the ``cvt.rn.satfinite`` instructions do; a scale
+of E8M0 is rounded up (``cvt.rp.satfinite``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ __all__ = [
     "encode",
     "encode_e2m1",
     "encode_e4m3",
+    "encode_e8m0",
     "f32",
     "pack",
     "pack_codes",
@@ -28,6 +30,9 @@ _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MANTISSA_BITS = 23
 _ONE = 127 << _MANTISSA_BITS  # the bits of 1.0
 _EXPONENT_MASK = 0xFF << _MANTISSA_BITS
+_MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1
+_HALF = 1 << _MANTISSA_BITS - 1  # the bits of 2^-127
+_E8M0_MAX, _E8M0_NAN = 254, 255
 
 
 def f32(value: float) -> float:
@@ -87,6 +92,19 @@ def encode_e4m3(v: Tensor) -> Tensor:
 def decode_e4m3(codes: Tensor) -> Tensor:
     """Exact fp32 values of E4M3 bytes."""
     return codes.view(torch.float8_e4m3fn).float()
+
+
+def encode_e8m0(v: Tensor) -> Tensor:
+    """Round fp32 up to powers of two as E8M0 bytes (uint8), saturating at 2^127; NaN gives 255.
+
+    Up to 2^-127, zero included, all become that: byte 0. The sign is dropped.
+    """
+    bits = v.abs().view(torch.int32)
+    exponent = bits >> _MANTISSA_BITS
+    # Exponent 0 belongs to the subnormals, of which the upper half is above 2^-127.
+    above = (bits & _MANTISSA_MASK) > torch.where(exponent == 0, _HALF, 0)
+    byte = exponent.add_(above).clamp_max_(_E8M0_MAX)
+    return byte.masked_fill_(v.isnan(), _E8M0_NAN).to(torch.uint8)
 
 
 def pack_codes(codes: Tensor) -> Tensor:

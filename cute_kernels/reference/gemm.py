@@ -37,7 +37,7 @@ from cute_kernels.layout.pieces import DECODED_SCALE, in_pieces
 from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, scale_tiles
 from cute_kernels.reference.codecs import codec_of
 from cute_kernels.reference.conversions import f32
-from cute_kernels.reference.quantize import linear_column_scales, linear_row_scales
+from cute_kernels.reference.scales import linear_column_scales, linear_row_scales
 from cute_kernels.reference.tensor_core import tensor_core_gemm
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def m_grouped_gemm(
             return _Rows(a.codes[start:end])
         scale, scales = a.fmt.scale, None
         if scale is not None and a.scales is not None:
-            scales = linear_row_scales(scale, a.scales, slot_of[start:end], depth)
+            scales = linear_row_scales(a.fmt, a.scales, slot_of[start:end], depth)
         return _Rows(a.codes[start:end], a.fmt, scales)
 
     def right(g: int) -> _Rows:
@@ -218,7 +218,7 @@ def m_grouped_gemm(
         if scale is not None and b.scales is not None:
             tiles = b.scales[g, :, : scale_tiles(depth, scale.vec_size)]
             rows = torch.arange(b.codes.shape[1], device=out.device)
-            scales = linear_row_scales(scale, tiles, rows, depth)
+            scales = linear_row_scales(b.fmt, tiles, rows, depth)
         width = depth * b.fmt.element.bits // (b.codes.element_size() * 8)
         return _Rows(b.codes[g, :, :width], b.fmt, scales)
 
@@ -293,10 +293,8 @@ def _slot_columns(x: Operand, first: int, end: int, rows: int) -> _Rows:
     codes = x.codes.unflatten(1, (-1, TILE_ROWS // per_byte))[:, first:end].flatten(1)
     used, scales = rows, None
     if scale is not None and x.scales is not None:
-        tiles = x.scales.unflatten(1, (-1, scale_tiles(TILE_ROWS, scale.vec_size)))
-        tiles = tiles[:, first:end].flatten(1, 2)
         blocks = ceil_div(rows, scale.vec_size)
         used = blocks * scale.vec_size
-        slots = (end - first) * TILE_ROWS
-        scales = linear_column_scales(scale, tiles, len(codes), slots)[:, :blocks]
+        tiles = slice(first, end)
+        scales = linear_column_scales(x.fmt, x.scales, len(codes), tiles)[:, :blocks]
     return _Rows(codes[:, : ceil_div(used, per_byte)], x.fmt, scales)

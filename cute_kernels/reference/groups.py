@@ -8,19 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.shapes import (
-    SF_TILE_BYTES,
-    SF_TILE_COLS,
-    TILE_ROWS,
-    ceil_div,
-    num_slot_tiles,
-    uniform_tiles,
-)
+from cute_kernels.layout.shapes import TILE_ROWS, num_slot_tiles, uniform_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Groups", "tile_scales", "untile_scales"]
+__all__ = ["Groups"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,25 +97,3 @@ class Groups:
         local = index[:, None] * TILE_ROWS + torch.arange(TILE_ROWS, device=device)
         row = torch.where(local < self.rows[group, None], self.starts[group, None] + local, -1)
         return self.first_tile[group] + index, group, row
-
-
-def tile_scales(linear: Tensor) -> Tensor:
-    """Lay scale bytes (..., 128 R, C) out as 128x4 tiles (..., R, ceil(C / 4), 512)."""
-    *batch, rows, cols = linear.shape
-    tile_cols = ceil_div(cols, SF_TILE_COLS)
-    padded = torch.nn.functional.pad(linear, (0, tile_cols * SF_TILE_COLS - cols))
-    # row = 128 r + 32 i + j, column = 4 c + k, byte of the tile = 16 j + 4 i + k
-    tiles = padded.view(*batch, rows // 128, 4, 32, tile_cols, SF_TILE_COLS)
-    order = [d - 5 for d in (0, 3, 2, 1, 4)]
-    return tiles.permute(*range(len(batch)), *order).flatten(-3)
-
-
-def untile_scales(tiles: Tensor, cols: int) -> Tensor:
-    """Invert ``tile_scales``: tiles (..., R, ceil(cols / 4), 512) as bytes (..., 128 R, cols)."""
-    *batch, rows, tile_cols, tile_bytes = tiles.shape
-    assert tile_bytes == SF_TILE_BYTES and tile_cols == ceil_div(cols, SF_TILE_COLS)
-    order = [d - 5 for d in (0, 3, 2, 1, 4)]
-    split = tiles.reshape(*batch, rows, tile_cols, 32, 4, SF_TILE_COLS)
-    width = tile_cols * SF_TILE_COLS
-    linear = split.permute(*range(len(batch)), *order).reshape(*batch, rows * 128, width)
-    return linear[..., :cols]

@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.shapes import SF_TILE_ROWS, TILE_ROWS, ceil_div, round_up, scale_tiles
+from cute_kernels.layout.shapes import SF_TILE_ROWS, TILE_ROWS, ceil_div, round_up
 from cute_kernels.reference.codecs import Codec, codec_of
+from cute_kernels.reference.codecs.base import scaled
 from cute_kernels.reference.conversions import decode, pack
-from cute_kernels.reference.groups import Groups, tile_scales, untile_scales
 from cute_kernels.reference.reductions import absmax, group_amax
+from cute_kernels.reference.scales import lay_scales, linear_row_scales, linear_scales, tile_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from cute_kernels.formats import BlockScale, Format
+    from cute_kernels.formats import Format
     from cute_kernels.reference.elements import Elements
+    from cute_kernels.reference.groups import Groups
 
-__all__ = ["Given", "dequantize", "linear_column_scales", "linear_row_scales", "quantize"]
+__all__ = ["Given", "dequantize", "quantize"]
 
 #: Elements that are converted at a time: bounds the memory, and stays in the cache.
 _CHUNK = 1 << 19
@@ -64,9 +66,12 @@ def quantize(
     codec = codec_of(fmt, elements.dtype)
     rowwise, columnwise = (_named(fmt, out, direction) for direction in (False, True))
     if rowwise and groups.is_uniform:
-        # The rows of all groups are equally far apart, so these are views.
-        rowwise = {name: rows_first(t, fmt, name) for name, t in rowwise.items()}
-    per_row = elements.absmax()
+        rowwise = _rows_first(rowwise)
+    if fmt.second_level is None:
+        # Nobody asks for amaxes of whole rows, which take a pass over all elements.
+        per_row = torch.zeros(1, device=elements.device).expand(elements.rows)
+    else:
+        per_row = elements.absmax()
     per_group = group_amax(per_row, groups) if given.amax is None else given.amax.abs()
     for is_columnwise, copy in ((False, rowwise), (True, columnwise)):
         if copy:
@@ -98,20 +103,13 @@ def _by_name(names: Sequence[str], copy: Sequence[Tensor]) -> dict[str, Tensor]:
     return buffers
 
 
-def rows_first(buffer: Tensor, fmt: Format, name: str) -> Tensor:
-    """A rowwise buffer of uniform groups with the groups one after the other.
+def _rows_first(copy: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A rowwise copy of uniform groups, its codes and second level one row after the other.
 
-    A view of buffers that are written: their rows are equally far apart in all groups.
-
-    Args:
-        buffer: codes or scales, (G, N, ...), or a vector of the second level.
-        fmt: the format.
-        name: which of them.
+    Views: the rows of all groups are equally far apart. Scales stay as they are.
     """
-    level = fmt.second_level
-    if level is not None and name in level.buffers:
-        return buffer.flatten()
-    return buffer.flatten(0, 1)
+    views = {name: t if name == "scales" else t.flatten() for name, t in copy.items()}
+    return views | {"codes": copy["codes"].flatten(0, 1)}
 
 
 def _store_level(
@@ -143,18 +141,25 @@ def _quantize_rows(
     _, slot = groups.slot_of_row()
     linear = None
     if scale is not None:
-        shape = groups.num_tiles * TILE_ROWS, cols // vec
+        shape = groups.num_tiles * TILE_ROWS, ceil_div(cols, vec)
         linear = torch.zeros(shape, dtype=scale.dtype, device=elements.device)
     for part in _chunks(len(slot), cols):  # the live rows are the first ones
-        blocks = elements.take(part).unflatten(1, (-1, vec))
+        blocks = _whole_blocks(elements.take(part), vec).unflatten(1, (-1, vec))
         encoded, stored = codec.encode(blocks, absmax(blocks), g[part, None])
-        copy["codes"][part] = pack(fmt.element, encoded.flatten(1))
+        copy["codes"][part] = pack(fmt.element, encoded.flatten(1)[:, :cols])
         if linear is not None and stored is not None:
             linear[slot[part]] = stored
     if linear is not None:
         tile, _, _ = groups.used_tiles()
         by_tile = linear.view(groups.num_tiles, TILE_ROWS, linear.shape[1])
-        copy["scales"][tile] = tile_scales(by_tile[tile]).squeeze(1)
+        tiles = tile_view(fmt, copy["scales"], columnwise=False)
+        tiles[_tile_index(groups, tile)] = lay_scales(fmt, by_tile[tile], columnwise=False)
+
+
+def _whole_blocks(x: Tensor, vec: int) -> Tensor:
+    """``x`` with zeros after its last dimension up to a multiple of ``vec``: no amax sees them."""
+    missing = -x.shape[-1] % vec
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def _quantize_tiles(
@@ -178,38 +183,37 @@ def _quantize_tiles(
         blocks = values.unflatten(1, (-1, vec)).movedim(2, -1)  # (t, 128 / vec, K, vec)
         a = absmax(blocks)
         if fmt.is_2d:
-            a = absmax(a.unflatten(2, (-1, vec))).repeat_interleave(vec, dim=2)
+            squares = absmax(_whole_blocks(a, vec).unflatten(2, (-1, vec)))
+            a = squares.repeat_interleave(vec, dim=2)[..., :cols]
         encoded, stored = codec.encode(blocks, a, per_group[all_groups[part], None, None])
         codes = encoded.movedim(-1, 2).flatten(1, 2)  # (t, 128, K)
         codes = codes.masked_fill(~live.unsqueeze(-1), 0)
+        index = _tile_index(groups, tile)
         if columnwise:
-            index = _tile_index(groups, tile)
-            code_tiles = _code_tiles(fmt, columnwise["codes"])
-            code_tiles[index] = pack(fmt.element, codes.mT)
-            if scale is not None and stored is not None:
-                columns = torch.nn.functional.pad(stored.mT, (0, 0, 0, -cols % SF_TILE_ROWS))
-                block_tiles = _scale_tiles(scale, columnwise["scales"])
-                block_tiles[index] = tile_scales(columns).permute(0, 2, 1, 3)
+            lying = codes if fmt.columnwise == "untransposed" else codes.mT
+            _code_tiles(fmt, columnwise["codes"])[index] = pack(fmt.element, lying)
+            if stored is not None:
+                tiles = tile_view(fmt, columnwise["scales"], columnwise=True)
+                tiles[index] = lay_scales(fmt, stored.mT, columnwise=True)
         if rowwise:
             rowwise["codes"][row[live]] = pack(fmt.element, codes[live])
             if stored is not None:
                 by_row = stored[..., ::vec].repeat_interleave(vec, dim=1)  # (t, 128, K / vec)
                 by_row = by_row.masked_fill(~live.unsqueeze(-1), 0)
-                rowwise["scales"][tile] = tile_scales(by_row).squeeze(1)
+                tiles = tile_view(fmt, rowwise["scales"], columnwise=False)
+                tiles[index] = lay_scales(fmt, by_row, columnwise=False)
 
 
 def _code_tiles(fmt: Format, codes_t: Tensor) -> Tensor:
-    """Columnwise codes with the slot tile first: ([G,] tiles, K, codes of 128 rows)."""
-    per_tile = TILE_ROWS * fmt.element.bits // (codes_t.element_size() * 8)
-    tiles: Tensor = codes_t.unflatten(-1, (-1, per_tile))
-    return tiles.movedim(-2, -3)
+    """Columnwise codes with the slot tile first: ([G,] tiles, K, codes of 128 rows).
 
-
-def _scale_tiles(scale: BlockScale, scales_t: Tensor) -> Tensor:
-    """Columnwise scales with the slot tile first: ([G,] tiles, tiles of it, ceil(K / 128), 512)."""
-    per_tile = scale_tiles(TILE_ROWS, scale.vec_size)
-    tiles: Tensor = scales_t.unflatten(-2, (-1, per_tile))
-    return tiles.movedim(-4, -2)
+    Those that are not transposed: ([G,] tiles, 128, K).
+    """
+    if fmt.columnwise == "untransposed":
+        by_tile: Tensor = codes_t.unflatten(-2, (-1, TILE_ROWS))
+        return by_tile
+    by_tile = codes_t.unflatten(-1, (-1, fmt.element.width(TILE_ROWS)))
+    return by_tile.movedim(-2, -3)
 
 
 def _tile_index(groups: Groups, tile: Tensor) -> tuple[Tensor, ...]:
@@ -218,26 +222,6 @@ def _tile_index(groups: Groups, tile: Tensor) -> tuple[Tensor, ...]:
         return (tile,)
     each = groups.num_tiles // len(groups)
     return (tile // each, tile % each)
-
-
-def linear_row_scales(scale: BlockScale, scales: Tensor, slots: Tensor, cols: int) -> Tensor:
-    """Scales (R, cols / block) of the slot rows ``slots``."""
-    tile, first = slots // TILE_ROWS, slots % TILE_ROWS
-    used, where = torch.unique(tile, return_inverse=True)
-    linear = untile_scales(scales[used].unsqueeze(1), ceil_div(cols, scale.vec_size))
-    return linear[where, first]
-
-
-def linear_column_scales(scale: BlockScale, scales_t: Tensor, cols: int, rows: int) -> Tensor:
-    """Scales (cols, rows / block) of a columnwise copy.
-
-    Args:
-        scale: the format's block scale.
-        scales_t: (ceil(cols / 128), tiles along the rows, 512).
-        cols: K.
-        rows: slot rows that the tiles cover.
-    """
-    return untile_scales(scales_t, rows // scale.vec_size)[:cols]
 
 
 def dequantize(
@@ -258,7 +242,7 @@ def dequantize(
         _dequantize_tiles(codec, groups, buffers, out)
         return
     if groups.is_uniform:
-        buffers = {name: rows_first(t, fmt, name) for name, t in buffers.items()}
+        buffers = _rows_first(buffers)
     _dequantize_rows(codec, groups, buffers, out)
 
 
@@ -271,11 +255,13 @@ def _dequantize_rows(codec: Codec, groups: Groups, copy: Mapping[str, Tensor], o
         source = row[part]
         stored = vector = None
         if scale is not None:
-            stored = linear_row_scales(scale, copy["scales"], slot[part], cols)
+            stored = linear_row_scales(codec.fmt, copy["scales"], slot[part], cols)
         if level is not None:
             index = source if level.per == "row" else group[source]
             vector = copy[level.buffers[0]][index, None]
-        out[source] = _decode(codec, copy["codes"][source], stored, vector, vec).to(out.dtype)
+        values = decode(codec.fmt.element, copy["codes"][source])
+        factor = codec.decode_factor(stored, vector)
+        out[source] = scaled(values, factor, vec).to(out.dtype)
 
 
 def _dequantize_tiles(
@@ -291,18 +277,13 @@ def _dequantize_tiles(
         index = _tile_index(groups, tile)
         stored = vector = None
         if scale is not None:
-            block_tiles = _scale_tiles(scale, copy["scales"])[index].movedim(1, 2)
-            stored = untile_scales(block_tiles, TILE_ROWS // vec)[:, :cols]
+            scale_tiles = tile_view(fmt, copy["scales"], columnwise=True)[index]
+            stored = linear_scales(fmt, scale_tiles, True, cols)
         if level is not None:
             vector = copy[level.buffers[0]][tile_group[part]][:, None, None]
-        values = _decode(codec, code_tiles[index], stored, vector, vec).mT  # (t, 128, K)
+        columns = decode(fmt.element, code_tiles[index])
+        if fmt.columnwise == "untransposed":
+            columns = columns.mT
+        values = scaled(columns, codec.decode_factor(stored, vector), vec).mT  # (t, 128, K)
         live = row >= 0
         out[row[live]] = values[live].to(out.dtype)
-
-
-def _decode(
-    codec: Codec, codes: Tensor, stored: Tensor | None, vector: Tensor | None, vec: int
-) -> Tensor:
-    factor = codec.decode_factor(stored, vector)
-    blocks: Tensor = decode(codec.fmt.element, codes).unflatten(-1, (-1, vec))
-    return (blocks * factor.unsqueeze(-1)).flatten(-2)

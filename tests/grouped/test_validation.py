@@ -78,8 +78,8 @@ WRONG = {
         ragged,
         FORMAT,
         lambda f: grouped.MXFP8(),
-        UnsupportedError,
-        "MXFP8 is not built yet",
+        TypeError,
+        "rowwise codes must be float8_e4m3fn, got uint8",
     ),
     "a flag that is not built": (
         uniform,

@@ -122,7 +122,8 @@ def grouped_gemm(fmt, dtype, prepacked=False):
 
 def grouped_gemm_w4a16(fmt, dtype):
     x = sample(6, K, dtype=torch.float32).to(dtype)
-    weights = grouped.quantize(sample(len(OFFS), N, K), fmt)
+    with cute_kernels.backend("reference"):  # it quantizes what others only multiply
+        weights = grouped.quantize(sample(len(OFFS), N, K), fmt)
     grouped.grouped_gemm(x, weights, offs=OFFS)
     ops.m_grouped_gemm(*m_grouped_arguments(x, list(weights.rowwise), OFFS, b_format=fmt.text))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cute_kernels import UnsupportedError, active_backend, backend
 from cute_kernels.formats import NVFP4
 from cute_kernels.reference.codecs import codec_of
-from cute_kernels.reference.groups import untile_scales
+from cute_kernels.reference.scales import untile_scales
 from cute_kernels.reference.tensor_core import tensor_core_gemm
 from tests.helpers import (
     assert_same_bytes,

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from cute_kernels.layout import shapes
 from cute_kernels.layout.buffers import code_pitch
-from cute_kernels.reference.groups import Groups, tile_scales, untile_scales
+from cute_kernels.reference.groups import Groups
+from cute_kernels.reference.scales import tile_scales, untile_scales
 
 sizes = st.integers(0, 1 << 40)
 splits_of_rows = st.lists(st.one_of(st.just(0), st.integers(0, 700)), min_size=1, max_size=20)

@@ -8,6 +8,8 @@ import torch
 
 from cute_kernels.reference.codecs.base import Codec
 from cute_kernels.reference.codecs.fp8 import FP8Codec
+from cute_kernels.reference.codecs.fp8_block import FP8BlockCodec
+from cute_kernels.reference.codecs.mxfp8 import MXFP8Codec
 from cute_kernels.reference.codecs.nvfp4 import NVFP4Codec
 
 if TYPE_CHECKING:
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["CODECS", "Codec", "codec_of"]
 
 #: Codecs by the name of their format.
-CODECS: dict[str, type[Codec]] = {c.format.name: c for c in (NVFP4Codec, FP8Codec)}
+CODECS: dict[str, type[Codec]] = {
+    c.format.name: c for c in (NVFP4Codec, FP8Codec, FP8BlockCodec, MXFP8Codec)
+}
 
 
 def codec_of(fmt: Format, dtype: torch.dtype = torch.float32) -> Codec:

@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 
     from cute_kernels.formats import BlockScale, Format
 
-__all__ = ["Codec"]
+__all__ = ["Codec", "scaled"]
+
+
+def scaled(values: Tensor, factors: Tensor, vec: int) -> Tensor:
+    """``values`` (..., K) times one factor a block of ``vec``; the last block may be a part."""
+    if values.shape[-1] % vec:
+        return values * factors.repeat_interleave(vec, dim=-1)[..., : values.shape[-1]]
+    blocks: Tensor = values.unflatten(-1, (-1, vec))
+    return (blocks * factors.unsqueeze(-1)).flatten(-2)
 
 
 class Codec(abc.ABC):
@@ -82,11 +90,10 @@ class Codec(abc.ABC):
 
         Args:
             codes: (R, K) codes as they are stored.
-            stored: (R, K / block) block scales as they are stored, where the format has them.
+            stored: (R, ceil(K / block)) block scales as they are stored, where the format has them.
         """
         values = decode(self.fmt.element, codes)
         scale: BlockScale | None = self.fmt.scale
         if scale is None or stored is None:
             return values
-        blocks: Tensor = values.unflatten(1, (-1, scale.vec_size))
-        return (blocks * self.scale_values(stored).unsqueeze(-1)).flatten(1)
+        return scaled(values, self.scale_values(stored), scale.vec_size)
