@@ -264,5 +264,8 @@ def markdown_table() -> str:
         if any(other == op and name is not None for other, name in _RUNS):
             for title, fmt, prepacked in formats:
                 titles.setdefault(cells(op, fmt, prepacked=prepacked), []).append(title)
+        if op in _ACTIVATES:
+            fmt = None if (op, None) in _RUNS else NVFP4()
+            titles.setdefault(cells(op, fmt, activation=True), []).append("any with an activation")
         rows += [f"| `{op}` | {', '.join(names)} | {key} |" for key, names in titles.items()]
     return "\n".join(rows)

@@ -253,7 +253,6 @@ def test_given_amax():
         (sample(40, 24), {"offs": [40]}, ValueError, "K must be a positive multiple of 16"),
         (sample(40, 0), {"offs": [40]}, ValueError, "K must be a positive multiple of 16"),
         (sample(2, 8, 32), {"offs": [2]}, ValueError, "x must have 2 dimensions"),
-        (sample(2, 8, 32), {"dbias": True}, ValueError, "dbias needs offs"),
         (sample(0, 8, 32), {}, ValueError, "at least one group"),
         (sample(32), {"offs": [32]}, ValueError, "dimensions"),
         (sample(40, 32).double(), {"offs": [40]}, TypeError, "x must be bfloat16"),
