@@ -33,6 +33,7 @@ OPS = (
     "grouped_dequantize",
     "grouped_gemm",
     "grouped_gemm_w4a16",
+    "delayed_scaling_update",
 )
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,6 +41,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _DTYPES = dict.fromkeys(OPS, _FLOATS) | {
     "compute_offsets": _INTEGERS,
     "grouped_gemm_w4a16": (torch.bfloat16, torch.float16),
+    "delayed_scaling_update": (torch.float32,),
 }
 #: What runs: architectures by op and name of the format, None if plain.
 _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
@@ -51,6 +53,7 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_dequantize", "nvfp4"): ARCHITECTURES,
     ("grouped_quantize", "fp8"): ARCHITECTURES,
     ("grouped_dequantize", "fp8"): ARCHITECTURES,
+    ("delayed_scaling_update", "fp8"): ("reference",),
     ("grouped_quantize", "fp8_block"): ("reference",),
     ("grouped_dequantize", "fp8_block"): ("reference",),
     ("grouped_quantize", "mxfp8"): ("reference",),
@@ -63,8 +66,11 @@ _COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
 #: Values of a record's fields that nothing runs yet, by the name of the format.
 _NOT_BUILT: dict[str, dict[str, object]] = {
     "nvfp4": {"hadamard": True, "stochastic_rounding": True, "four_over_six": True},
-    "fp8": {"scaling": "delayed"},
 }
+#: Values of a record's fields that the reference alone runs, by the name of the format.
+_REFERENCE_ONLY: dict[str, dict[str, object]] = {"fp8": {"scaling": "delayed"}}
+#: Ops on the scales that formats take from the caller.
+_OF_SCALES = ("delayed_scaling_update",)
 #: Ops that take groups that have shapes of their own, on the reference backend.
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Ops that put their input through an activation first, on the reference backend.
@@ -163,6 +169,8 @@ def _why_not_format(op: str, fmt: Format | None) -> str:
     for field, value in _NOT_BUILT.get(fmt.name, {}).items():
         if getattr(fmt, field) == value:
             return f"{kind}({field}={value!r}) is not built yet"
+    if op in _OF_SCALES and not fmt.takes_scale:
+        return f"{fmt} has no scales that outlive a tensor"
     level = fmt.second_level
     if op == "grouped_gemm_w4a16" and level is not None and level.per == "row":
         return "weights have one second-level scale a group"
@@ -173,6 +181,10 @@ def _why_not_arch(op: str, fmt: Format | None, arch: str, columnwise: bool) -> s
     key = op, None if fmt is None else fmt.name
     if arch not in _RUNS[key]:
         return f"no {arch} kernel of {op} yet"
+    if fmt is not None and arch != "reference":
+        for field, value in _REFERENCE_ONLY.get(fmt.name, {}).items():
+            if getattr(fmt, field) == value:
+                return f"no {arch} kernel of {op} for {type(fmt).__name__}({field}={value!r}) yet"
     if columnwise and arch not in _COLUMNWISE_RUNS.get(key, ARCHITECTURES):
         return f"no {arch} kernel of {op} for the columnwise copy yet"
     return ""
@@ -243,6 +255,7 @@ def markdown_table() -> str:
         ("MXFP8", MXFP8(), False),
         ("FP8Block", FP8Block(), False),
         ("FP8", FP8(), False),
+        ("delayed FP8", FP8(scaling="delayed"), False),
     )
 
     def cell(op: str, fmt: Format | None, arch: str, **facts: Any) -> str:
@@ -263,9 +276,11 @@ def markdown_table() -> str:
                 titles.setdefault(cells(op, None, dtype=dtype), []).append(title)
         if any(other == op and name is not None for other, name in _RUNS):
             for title, fmt, prepacked in formats:
+                if op in _OF_SCALES and not fmt.takes_scale:
+                    continue
                 titles.setdefault(cells(op, fmt, prepacked=prepacked), []).append(title)
         if op in _ACTIVATES:
-            fmt = None if (op, None) in _RUNS else NVFP4()
-            titles.setdefault(cells(op, fmt, activation=True), []).append("any with an activation")
+            one = None if (op, None) in _RUNS else NVFP4()
+            titles.setdefault(cells(op, one, activation=True), []).append("any with an activation")
         rows += [f"| `{op}` | {', '.join(names)} | {key} |" for key, names in titles.items()]
     return "\n".join(rows)

@@ -8,6 +8,7 @@ from cute_kernels.activations import Activation
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from grouped import debug, nn, recipes
 from grouped.autograd import linear
+from grouped.delayed import delayed_scaling_update
 from grouped.functional import compute_offsets, quantize
 from grouped.members import GroupedMember, QuantizedCopy
 from grouped.products import grouped_gemm
@@ -25,6 +26,7 @@ __all__ = [
     "QuantizedCopy",
     "compute_offsets",
     "debug",
+    "delayed_scaling_update",
     "grouped_gemm",
     "linear",
     "nn",

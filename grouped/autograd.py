@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,16 @@ from torch.autograd import forward_ad
 
 from cute_kernels.formats import parse
 from grouped.offsets import as_offs
-from grouped.passes import Copies, Kept, LinearCall, backward, forward
+from grouped.passes import (
+    Copies,
+    Kept,
+    LinearCall,
+    WgradOperands,
+    backward,
+    forward,
+    joined,
+    low,
+)
 from grouped.recipes import ROLES, Recipe
 from grouped.tensor import GroupedTensor, handler
 
@@ -20,7 +29,7 @@ if TYPE_CHECKING:
 
     from grouped.offsets import Offsets
 
-__all__ = ["linear", "multiply", "rows_and_ends"]
+__all__ = ["WeightGradients", "linear", "multiply", "rows_and_ends"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, recipe: Recipe) -> Tensor:
@@ -56,7 +65,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, recipe
         raise ValueError(f"weight must have shape (G, N, K), got {tuple(weight.shape)}")
     groups, cols, depth = weight.shape
     rows, ends = rows_and_ends(x, offs, groups, depth)
-    y = multiply(rows, weight, bias, ends, recipe)
+    y = multiply(rows, [weight], bias, ends, recipe)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], cols)
 
 
@@ -87,30 +96,52 @@ def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Te
     return rows, ends
 
 
+class WeightGradients(Protocol):
+    """Where a layer wants the gradients of its parameters, if not returned to autograd."""
+
+    @property
+    def anchor(self) -> Tensor | None:
+        """What connects the product to autograd in place of the parameters, if anything does."""
+
+    @property
+    def wanted(self) -> tuple[bool, bool]:
+        """Whether the gradients of weight and bias are wanted."""
+
+    def check(self) -> None:
+        """Raise if what the gradients are to be written to does not fit."""
+
+    def take(
+        self, call: LinearCall, wgrad: WgradOperands | None, dbias: Tensor | None
+    ) -> tuple[Sequence[Tensor | None], Tensor | None]:
+        """Handle the gradients of one backward pass; returns what autograd gets in their place."""
+
+
 def multiply(
     x: Tensor,
-    weight: Tensor | None,
+    weights: Sequence[Tensor],
     bias: Tensor | None,
     offs: Tensor,
     recipe: Recipe,
     copies: Copies | None = None,
+    sink: WeightGradients | None = None,
 ) -> Tensor:
     """``linear`` of (T, K) rows and of offs as the kernels take them.
 
     Args:
         x: (T, K).
-        weight: (G, N, K); None if there are ``copies`` and nobody asks for its gradient.
+        weights: (G, N, K), or (N, K) of each group.
         bias: (G, N), or None.
         offs: (G,) int32.
         recipe: the format of each operand.
         copies: the quantized weight, if there is one already. Not while something traces this.
+        sink: what takes the gradients of weight and bias. Not while something traces this.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
         y: Tensor = torch.ops.grouped.linear(
-            x, weight, bias, offs, *recipe.texts, recipe.propagate_nonfinite
+            x, joined(weights), bias, offs, *recipe.texts, recipe.propagate_nonfinite
         )
         return y
-    return _differentiable(x, weight, bias, offs, recipe, copies)
+    return _differentiable(x, weights, bias, offs, recipe, copies, sink)
 
 
 # ------------------------------------------------------------------------------------- autograd
@@ -137,26 +168,45 @@ class _Linear(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         x: Tensor,
-        weight: Tensor | None,
         bias: Tensor | None,
+        anchor: Tensor | None,
         offs: Tensor,
         recipe: Recipe,
         copies: Copies | None,
+        sink: WeightGradients | None,
+        *weights: Tensor,
     ) -> Tensor:
-        y, kept = forward(x, weight, bias, offs, recipe, copies, ctx.needs_input_grad)
+        wanted = any(ctx.needs_input_grad[7:]), ctx.needs_input_grad[1]
+        ctx.needs = ctx.needs_input_grad[0], *(wanted if sink is None else sink.wanted)
+        y, kept = forward(x, weights, bias, offs, recipe, copies, ctx.needs)
         ctx.save_for_backward(offs, *_flat(kept))
-        ctx.call = LinearCall.of(x, weight, bias, recipe)
+        ctx.call, ctx.sink = LinearCall.of(x, weights[0], bias, recipe), sink
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if ctx.sink is not None:
+            ctx.sink.check()
         offs, *kept = ctx.saved_tensors
+        operands = _unflat(kept, ctx.call, ctx.needs)
+        # Unless the graph is retained: so that the weight is gone before its gradient is made.
+        ctx.maybe_clear_saved_tensors()
+        del kept
         with torch.no_grad():
-            operands = _unflat(kept, ctx.call, ctx.needs_input_grad)
-            gradients = backward(ctx.call, ctx.needs_input_grad, dy, offs, operands)
+            dx, wgrad, dbias = backward(ctx.call, ctx.needs, dy, offs, operands)
+            del operands
+            wanted = ctx.needs_input_grad[7:]
+            dweights: Sequence[Tensor | None] = [None] * len(wanted)
+            if ctx.sink is not None:
+                dweights, dbias = ctx.sink.take(ctx.call, wgrad, dbias)
+            elif wgrad is not None:
+                dweights = ctx.call.split(ctx.call.weight_gradient(wgrad), wanted)
+        gradients = (dx, dbias, *dweights)
         # Gradients are on where somebody means to differentiate these again.
-        final = _without_derivative(gradients) if torch.is_grad_enabled() else gradients
-        return *final, None, None, None
+        if torch.is_grad_enabled():
+            gradients = _without_derivative(gradients)
+        dx, dbias, *dweights = gradients
+        return dx, dbias, None, None, None, None, None, *dweights
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -191,7 +241,7 @@ class _TransformedLinear(torch.autograd.Function):
         recipe: Recipe,
         needs: tuple[bool, bool],
     ) -> tuple[Tensor, ...]:
-        y, kept = forward(x, _unpacked(weight), bias, offs, recipe, None, needs)
+        y, kept = forward(x, [_unpacked(weight)], bias, offs, recipe, None, needs)
         if not recipe.is_quantized:
             return (y,)  # x and weight are kept.
         return y, *_flat(kept)
@@ -229,11 +279,12 @@ class _TransformedGradients(torch.autograd.Function):
         dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, *rest: Any
     ) -> tuple[Tensor, ...]:
         *flat, call, kept_for, needs = rest
-        kept: Kept = ([x], [_unpacked(weight)])
+        kept: Kept = ([low(x)], [_unpacked(weight)])
         if call.recipe.is_quantized:
             kept = _unflat(flat, call, kept_for)
-        gradients = backward(call, needs, dy, offs, kept)
-        return tuple(t for t in gradients if t is not None)
+        dx, wgrad, dbias = backward(call, needs, dy, offs, kept)
+        dweight = None if wgrad is None else call.weight_gradient(wgrad)
+        return tuple(t for t in (dx, dweight, dbias) if t is not None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -268,20 +319,25 @@ def _refuse_vmap() -> None:
 
 def _differentiable(
     x: Tensor,
-    weight: Tensor | None,
+    weights: Sequence[Tensor],
     bias: Tensor | None,
     offs: Tensor,
     recipe: Recipe,
-    copies: Copies | None,
+    copies: Copies | None = None,
+    sink: WeightGradients | None = None,
 ) -> Tensor:
-    operands = (x, weight, bias)
+    anchor = None if sink is None else sink.anchor
+    if anchor is not None:
+        weights, bias = [w.detach() for w in weights], bias if bias is None else bias.detach()
+    operands = (x, bias, anchor, *weights)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-        return _Linear.apply(x, weight, bias, offs, recipe, copies)  # type: ignore[no-any-return,no-untyped-call]
+        rest = (offs, recipe, copies, sink, *weights)
+        return _Linear.apply(x, bias, anchor, *rest)  # type: ignore[no-any-return,no-untyped-call]
     if forward_ad._current_level >= 0:
         for t in operands:
             if t is not None and forward_ad.unpack_dual(t).tangent is not None:
                 _refuse_forward_mode()
-    return forward(x, weight, bias, offs, recipe, copies, (False, False))[0]
+    return forward(x, weights, bias, offs, recipe, copies, (False, False))[0]
 
 
 # ----------------------------------------------------------------------------------- as an op
@@ -305,7 +361,7 @@ def _recipe(*formats_and_flags: Any) -> Recipe:
 def _linear_below_autograd(
     x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe: Any
 ) -> Tensor:
-    return forward(x, weight, bias, offs, _recipe(*recipe), None, (False, False))[0]
+    return forward(x, [weight], bias, offs, _recipe(*recipe), None, (False, False))[0]
 
 
 def _linear_autograd(
@@ -313,7 +369,7 @@ def _linear_autograd(
 ) -> Tensor:
     # Not torch.library.register_autograd: torch.func does not go through what it generates, and
     # what is kept depends on which gradients are wanted when it runs, not when it was traced.
-    return _differentiable(x, weight, bias, offs, _recipe(*recipe), None)
+    return _differentiable(x, [weight], bias, offs, _recipe(*recipe))
 
 
 def _linear_transformed(

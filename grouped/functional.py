@@ -13,6 +13,7 @@ from cute_kernels.capability import require
 from cute_kernels.ops.derivatives import refuse_derivatives
 from cute_kernels.ops.prologue import result_shape
 from grouped.offsets import Offsets, as_offs
+from grouped.shapes import MemberShapes, Shapes, as_shapes, flat_shapes
 from grouped.tensor import GroupedTensor, assemble, handler
 from grouped.validation import check_format
 
@@ -54,12 +55,14 @@ def quantize(
     fmt: Format,
     *,
     offs: Offsets | None = ...,
+    shapes: Shapes | None = ...,
     rowwise: bool = ...,
     columnwise: bool = ...,
     activation: str | Activation | None = ...,
     grad: Tensor | None = ...,
     dbias: Literal[False] = ...,
     amax: Tensor | None = ...,
+    scale: Tensor | None = ...,
     out: GroupedTensor | None = ...,
 ) -> GroupedTensor: ...
 
@@ -70,12 +73,14 @@ def quantize(
     fmt: Format,
     *,
     offs: Offsets | None = ...,
+    shapes: Shapes | None = ...,
     rowwise: bool = ...,
     columnwise: bool = ...,
     activation: str | Activation | None = ...,
     grad: Tensor | None = ...,
     dbias: Literal[True],
     amax: Tensor | None = ...,
+    scale: Tensor | None = ...,
     out: GroupedTensor | None = ...,
 ) -> tuple[GroupedTensor, Tensor]: ...
 
@@ -85,12 +90,14 @@ def quantize(
     fmt: Format,
     *,
     offs: Offsets | None = None,
+    shapes: Shapes | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
     activation: str | Activation | None = None,
     grad: Tensor | None = None,
     dbias: bool = False,
     amax: Tensor | None = None,
+    scale: Tensor | None = None,
     out: GroupedTensor | None = None,
 ) -> GroupedTensor | tuple[GroupedTensor, Tensor]:
     """Quantize the groups of ``x``.
@@ -100,13 +107,18 @@ def quantize(
     ``Recipe(propagate_nonfinite=True)`` and ``grouped.debug.detect_nonfinite`` are for training.
 
     Args:
-        x: (T, K) with ``offs``, or uniform (G, N, K) without; bf16, fp16 or fp32; K a multiple
-            of what the format asks for (``Format.k_multiple``), 16 for NVFP4. (..., 2K) of a
-            gated activation without ``grad``.
+        x: (T, K) with ``offs``, (capacity,) with ``shapes``, or uniform (G, N, K) without; bf16,
+            fp16 or fp32; K a multiple of what the format asks for (``Format.k_multiple``), 16 for
+            NVFP4. (..., 2K) of a gated activation without ``grad``.
         fmt: the format, such as ``grouped.NVFP4(row_scaled=True)``.
         offs: (G,) end row of each group, non-decreasing: an int32 or int64 tensor on the device of
             ``x``, never read on the host, or a host list. Rows from the last on are the tail of a
             capacity buffer: neither read nor written.
+        shapes: (m, n) of each group where the last dimension varies, or both do: a host list, or
+            an integer tensor (G, 2) on the CPU. Group i is contiguous and row-major in ``x``, from
+            element m_0 * n_0 + ... + m_(i-1) * n_(i-1) on; each n is a multiple of what the format
+            asks for, m may be 0. What no group has is a tail that is never read. Each group has
+            the codes and scales that it would have alone. No product takes such tensors.
         rowwise: make the copy with blocks along K, which fprop and dgrad read.
         columnwise: make the copy with blocks along the rows of each group, which wgrad (ragged) and
             dgrad (weights) read.
@@ -116,9 +128,14 @@ def quantize(
             truncates: all formats but FP8. ``cute_kernels.reference.activations`` states the bits.
         grad: the gradient of the activation's result, of its shape and of the dtype of ``x``. The
             gradient with respect to ``x``, of the shape of ``x``, is quantized instead.
-        dbias: also return the column sums of each group of what is quantized, before it is rounded.
+        dbias: also return the column sums of each group of what is quantized, before it is
+            rounded; not with ``shapes``.
         amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so that
             its sign is dropped.
+        scale: (G,) fp32 factor of each group, which ``FP8(scaling="delayed")`` needs instead of an
+            amax and other formats refuse: elements are multiplied by it and saturate. The result
+            has it, its reciprocal ``scale_inv``, and the amax of this ``x``, which
+            ``delayed_scaling_update`` makes the next scale from.
         out: a tensor of the same shape, format, groups and directions to quantize into. One that
             requires a gradient only under ``torch.no_grad()``.
 
@@ -145,19 +162,34 @@ def quantize(
     shape = result_shape(x.shape, act, grad)
     # Formats that no backend runs; what this backend runs is checked by the op.
     require("grouped_quantize", fmt, "reference", columnwise=columnwise)
-    if x.dim() == 2 and offs is None:
-        raise ValueError("offs is missing: x (T, K) is cut into groups by offs; uniform x is 3D")
+    if offs is None and shapes is None and x.dim() in (1, 2):
+        name, kind = ("shapes", "(capacity,)") if x.dim() == 1 else ("offs", "(T, K)")
+        raise ValueError(
+            f"{name} is missing: x {kind} is cut into groups by {name}; uniform x is 3D"
+        )
+    if offs is not None and shapes is not None:
+        raise ValueError("offs and shapes are both given: groups are cut by one of them")
+    if dbias and shapes is not None:
+        raise ValueError(
+            "dbias has no meaning with shapes: the last dimension varies, and with it how many "
+            "sums a group has"
+        )
+    members = None if shapes is None else as_shapes(shapes)
     ends = None if offs is None else as_offs(offs, x.shape[0], x.device)
     if ends is offs and ends is not None and out is None:
         # The result owns its boundaries: ``out=`` writes them, and the caller may reuse its buffer.
         ends = ends.clone()
     if out is None:
-        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, rowwise, columnwise, act, grad)
-        out = assemble(shape, x.dtype, fmt.text, ends, buffers, rowwise, columnwise)
+        flat = flat_shapes(members)
+        directions = (rowwise, columnwise)
+        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, *directions, scale, act, grad, flat)
+        out = assemble(shape, x.dtype, fmt.text, ends, buffers, *directions, members)
     else:
-        _check_reused(out, fmt, shape, ends, rowwise, columnwise)
+        if fmt.takes_scale and scale is None:
+            raise ValueError(f"scale is missing: {fmt.text} takes (G,) fp32 scales")
+        _check_reused(out, fmt, shape, ends, members, rowwise, columnwise)
         refuse_derivatives("quantize(out=)", [("out", out)], "write it under torch.no_grad()")
-        torch.ops.grouped.quantize_out(x, ends, amax, act, grad, out)
+        torch.ops.grouped.quantize_out(x, ends, amax, out, scale, act, grad)
     if not dbias:
         return out
     sums: Tensor = ops.grouped_dbias(x, ends, act, grad)
@@ -180,6 +212,7 @@ def _check_reused(
     fmt: Format,
     shape: tuple[int, ...],
     ends: Tensor | None,
+    shapes: MemberShapes | None,
     rowwise: bool,
     columnwise: bool,
 ) -> None:
@@ -192,6 +225,7 @@ def _check_reused(
         ("rowwise", rowwise, out.rowwise is not None),
         ("columnwise", columnwise, out.columnwise is not None),
         ("offs", ends is None, out.offs is None),
+        ("shapes", shapes, out.member_shapes),
     ):
         if got != want:
             raise ValueError(f"out was made with another {name}: {want}, not {got}")
@@ -201,12 +235,18 @@ def _check_reused(
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _LIBRARY.define(
-    "quantize_out(Tensor x, Tensor? offs, Tensor? amax, str? activation, Tensor? grad, "
-    "Tensor(o!) out) -> ()"
+    "quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out, Tensor? scale=None, "
+    "str? activation=None, Tensor? grad=None) -> ()"
 )
 
 
 @handler(torch.ops.grouped.quantize_out.default)
-def _quantize_out(func: Any, x: Tensor, *arguments: Any) -> None:
-    *given, out = arguments
-    out._quantize_into(x, *given)
+def _quantize_out(
+    func: Any,
+    x: Tensor,
+    offs: Tensor | None,
+    amax: Tensor | None,
+    out: GroupedTensor,
+    *options: Any,
+) -> None:
+    out._quantize_into(x, offs, amax, *options)

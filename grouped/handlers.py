@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from cute_kernels import ops
 from cute_kernels.ops.derivatives import register_autograd
+from grouped.shapes import flat_shapes
 from grouped.tensor import HANDLERS, GroupedTensor, handler
 from grouped.updates import adds_update, snapshot, warn_if_lost
 
@@ -67,10 +68,11 @@ def _dequantize(
     out: Tensor = ops.grouped_dequantize(
         *held.operand,
         x.format.text,
-        x.shape[-2],
+        x.shape[-2] if x.member_shapes is None else x.shape[0],
         dtype or x.dtype,
         x.offs,
         direction == "columnwise",
+        flat_shapes(x.member_shapes),
     )
     return out
 

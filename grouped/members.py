@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.layout.buffers import member_parts
 from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, slot_tile, uniform_tiles
 from cute_kernels.reference.scales import linear_column_scales, linear_row_scales
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from cute_kernels.formats import BlockScale, Format
 
-__all__ = ["GroupSpan", "GroupedMember", "QuantizedCopy", "group_spans", "member"]
+__all__ = [
+    "GroupSpan",
+    "GroupedMember",
+    "QuantizedCopy",
+    "group_spans",
+    "member",
+    "shaped_members",
+]
 
 
 class QuantizedCopy:
@@ -147,6 +155,33 @@ def member(
             names = fmt.buffer_names(is_columnwise)
             found |= zip(names, take(span, fmt, columns, copy), strict=True)
     return GroupedMember(fmt, found)
+
+
+def shaped_members(
+    groups: Iterable[int],
+    fmt: Format,
+    shapes: Sequence[tuple[int, int]],
+    rowwise: QuantizedCopy | None,
+    columnwise: QuantizedCopy | None,
+) -> Iterator[GroupedMember]:
+    """Take ``groups`` out of a tensor whose groups have ``shapes`` of their own."""
+    copies = {way: copy for way, copy in ((False, rowwise), (True, columnwise)) if copy is not None}
+    parts = member_parts(fmt, shapes, rowwise=False in copies, columnwise=True in copies)
+    for group in groups:
+        rows, columns = shapes[group]
+        # Each is the only group of a uniform tensor.
+        of_group = {
+            way: QuantizedCopy(
+                fmt,
+                [
+                    parts[name][group].of(t)
+                    for name, t in zip(fmt.buffer_names(way), copy, strict=True)
+                ],
+            )
+            for way, copy in copies.items()
+        }
+        span = GroupSpan(0, 0, rows, 0)
+        yield member(span, fmt, columns, of_group.get(False), of_group.get(True))
 
 
 def _rowwise(span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy) -> Iterator[Tensor]:

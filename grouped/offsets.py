@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Offsets", "as_offs"]
+__all__ = ["Offsets", "as_offs", "host_integers"]
 
 _INT32 = torch.iinfo(torch.int32)
 #: End row of each group: an integer tensor, or a host list.
@@ -55,5 +55,10 @@ def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
         start = end
     if values[-1] > rows:
         raise ValueError(f"offs must end within the {rows} rows of x, got {values[-1]}")
-    host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return host_integers(values, torch.int32, device)
+
+
+def host_integers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Integers of the host as a tensor on ``device``, without a synchronization."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

@@ -22,7 +22,18 @@ if TYPE_CHECKING:
     from grouped.members import QuantizedCopy
     from grouped.recipes import Recipe
 
-__all__ = ["Copies", "Kept", "LinearCall", "backward", "forward", "quantize_weight"]
+__all__ = [
+    "Copies",
+    "Gradients",
+    "Kept",
+    "LinearCall",
+    "WgradOperands",
+    "backward",
+    "forward",
+    "joined",
+    "low",
+    "quantize_weight",
+]
 
 
 class Copies(NamedTuple):
@@ -32,9 +43,37 @@ class Copies(NamedTuple):
     columnwise: list[Tensor] | None = None
 
 
-#: What the gradients read: of x and of the weight the first tensor if plain, all of the columnwise
-#: copy if quantized; None where no gradient is wanted.
+#: What the gradients read: of x the tensor and of the weight the parameters if plain, all of the
+#: columnwise copy if quantized; None where no gradient is wanted.
 Kept: TypeAlias = "tuple[list[Tensor] | None, list[Tensor] | None]"
+
+
+class WgradOperands(NamedTuple):
+    """What the gradient of a weight is the product of.
+
+    Attributes:
+        dy: the gradient of the output: its columnwise copy, or itself in a list if plain.
+        x: the input, likewise.
+        offs: (G,) end rows.
+    """
+
+    dy: list[Tensor]
+    x: list[Tensor]
+    offs: Tensor
+
+
+class Gradients(NamedTuple):
+    """What a backward pass found, as far as it was asked for.
+
+    Attributes:
+        dx: (T, K).
+        wgrad: what the gradient of the weight is made of.
+        dbias: (G, N).
+    """
+
+    dx: Tensor | None
+    wgrad: WgradOperands | None
+    dbias: Tensor | None
 
 
 class LinearCall(NamedTuple):
@@ -45,20 +84,45 @@ class LinearCall(NamedTuple):
     #: The text of the weight's format; None if plain.
     weight_format: str | None
     dtype: torch.dtype
-    weight_dtype: torch.dtype | None
+    weight_dtype: torch.dtype
     bias_dtype: torch.dtype | None
+    #: The weight has one parameter a group.
+    discrete: bool
 
     @classmethod
-    def of(
-        cls, x: Tensor, weight: Tensor | None, bias: Tensor | None, recipe: Recipe
-    ) -> LinearCall:
-        """Of the call with these operands."""
+    def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> LinearCall:
+        """Of the call with these operands, the first parameter of the weight among them."""
         prepacked, weight_format = False, recipe.texts[1]
         if isinstance(weight, GroupedTensor):
             prepacked, weight_format = weight.prepacked, weight.format.text
-        weight_dtype = None if weight is None else weight.dtype
-        bias_dtype = None if bias is None else bias.dtype
-        return cls(recipe, prepacked, weight_format, x.dtype, weight_dtype, bias_dtype)
+        dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return cls(recipe, prepacked, weight_format, *dtypes, weight.dim() == 2)
+
+    def weight_gradient(
+        self, operands: WgradOperands, out: Tensor | None = None, *, accumulate: bool = False
+    ) -> Tensor:
+        """The gradient of the weight (G, N, K), of its dtype or written into ``out``."""
+        (a, *a_scales), (b, *b_scales), offs = operands
+        options: tuple[object, ...] = (None, out.dtype if out is not None else self.weight_dtype)
+        if self.recipe.is_quantized:
+            _, _, dy_format = self.recipe.texts
+            options += (a_scales, b_scales, dy_format, self.recipe.texts[0])
+        if out is None:
+            dweight: Tensor = ops.k_grouped_gemm(a, b, offs, *options)
+            return dweight
+        write = torch.ops.cute_kernels.k_grouped_gemm_out
+        write(a, b, offs, *options, out=out, accumulate=accumulate)
+        return out
+
+    def split(self, dweight: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        """The gradient of each parameter that needs one, of that of the weight (G, N, K)."""
+        parts = dweight.unbind() if self.discrete else (dweight,)
+        return [t if need else None for t, need in zip(parts, needs, strict=True)]
+
+
+def joined(sources: Sequence[Tensor]) -> Tensor:
+    """The weight (G, N, K) of its one parameter or of one a group."""
+    return sources[0] if sources[0].dim() == 3 else torch.stack(tuple(sources))
 
 
 def quantize_weight(weight: Tensor, recipe: Recipe, columnwise: bool) -> Copies:
@@ -168,14 +232,21 @@ def _plain_product(
     return y
 
 
-def _low(x: Tensor) -> Tensor:
+def low(x: Tensor) -> Tensor:
     """``x`` in the dtype in which plain operands multiply."""
     return x if x.dtype == torch.float16 else x.to(torch.bfloat16)
 
 
+def _low_weight(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The weight as it multiplies operands of ``dtype``: of that dtype, or quantized as it is."""
+    if isinstance(weights[0], GroupedTensor):
+        return weights[0]
+    return joined([w.to(dtype) for w in weights])
+
+
 def forward(
     x: Tensor,
-    weight: Tensor | None,
+    weights: Sequence[Tensor],
     bias: Tensor | None,
     offs: Tensor,
     recipe: Recipe,
@@ -184,25 +255,23 @@ def forward(
 ) -> tuple[Tensor, Kept]:
     """The product, and what the gradients of x (``needs[0]``) and the weight (``[1]``) read."""
     need_dx, need_dweight = needs[:2]
+    weight = weights[0]
     if isinstance(weight, GroupedTensor):
         _check_grouped(weight, need_dx)
-    elif weight is None and copies is None:
-        raise ValueError("weight is missing, and so are its quantized copies")
-    if not recipe.is_quantized and weight is not None:
-        is_grouped = isinstance(weight, GroupedTensor)
-        low = x if is_grouped else _low(x)
-        low_weight = weight if is_grouped else weight.to(low.dtype)
-        y = _plain_product(low, low_weight, bias, offs, False, x.dtype)
-        of_weight = [low_weight]
+    if not recipe.is_quantized:
+        low_x = x if isinstance(weight, GroupedTensor) else low(x)
+        y = _plain_product(low_x, _low_weight(weights, low_x.dtype), bias, offs, False, x.dtype)
+        # Cast and joined again for dx: parameters cost nothing to keep, copies as much as they do.
+        of_weight = list(weights)
         if isinstance(weight, GroupedTensor):
             # So that autograd sees a write to one of its parts through another wrapper.
             of_weight += [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
-        return y, ([low] if need_dweight else None, of_weight if need_dx else None)
+        return y, ([low_x] if need_dweight else None, of_weight if need_dx else None)
     if isinstance(weight, GroupedTensor):
         copies = _copies_of(weight)
-    elif copies is None and weight is not None:
-        copies = quantize_weight(weight, recipe, need_dx)
-    rowwise, columnwise = copies or Copies()
+    elif copies is None:
+        copies = quantize_weight(joined(weights), recipe, need_dx)
+    rowwise, columnwise = copies
     call, fmt = LinearCall.of(x, weight, bias, recipe), _format(recipe, "input")
     y, kept = _quantize_and_multiply(
         *(x, rowwise or [], offs, bias, fmt, call), transpose=False, columnwise=need_dweight
@@ -219,7 +288,7 @@ def _copies_of(weight: GroupedTensor) -> Copies:
 
 def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
     """Whether a weight that is quantized already has what is read of it."""
-    if weight.offs is not None:
+    if weight.grouping != "uniform":
         raise ValueError(f"weight must be uniform, got {weight!r}")
     level = weight.format.second_level
     if level is not None and level.per == "row":
@@ -232,43 +301,39 @@ def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
 
 def backward(
     call: LinearCall, needs: Sequence[bool], dy: Tensor, offs: Tensor, kept: Kept
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, weight and bias, as far as they are needed."""
+) -> Gradients:
+    """The gradients of x and bias and what that of the weight is made of, as far as needed."""
     gradients = _quantized_gradients if call.recipe.is_quantized else _plain_gradients
-    dx, dweight = gradients(call, needs, dy, offs, kept)
+    dx, of_dy = gradients(call, needs, dy, offs, kept)
     dbias = ops.grouped_dbias(dy, offs).to(call.bias_dtype) if needs[2] else None
-    return dx, dweight, dbias
+    x, _ = kept
+    wgrad = None if of_dy is None or x is None else WgradOperands(of_dy, x, offs)
+    return Gradients(dx, wgrad, dbias)
 
 
 def _plain_gradients(
     call: LinearCall, needs: Sequence[bool], dy: Tensor, offs: Tensor, kept: Kept
-) -> tuple[Tensor | None, Tensor | None]:
-    x, weight = kept
-    low = dy.to(torch.float16 if call.dtype == torch.float16 else torch.bfloat16)
-    dx = dweight = None
+) -> tuple[Tensor | None, list[Tensor] | None]:
+    """The gradient of x, and of dy what that of the weight reads."""
+    _, weight = kept
+    low_dy = dy.to(torch.float16 if call.dtype == torch.float16 else torch.bfloat16)
+    dx = None
     if needs[0] and weight is not None:
-        b = weight[0] if isinstance(weight[0], GroupedTensor) else weight[0].to(low.dtype)
-        dx = _plain_product(low, b, None, offs, True, call.dtype)
-    if needs[1] and x is not None:
-        dweight = ops.k_grouped_gemm(low, x[0].to(low.dtype), offs, None, call.weight_dtype)
-    return dx, dweight
+        b = _low_weight(weight, low_dy.dtype)
+        dx = _plain_product(low_dy, b, None, offs, True, call.dtype)
+    return dx, [low_dy] if needs[1] else None
 
 
 def _quantized_gradients(
     call: LinearCall, needs: Sequence[bool], dy: Tensor, offs: Tensor, kept: Kept
-) -> tuple[Tensor | None, Tensor | None]:
-    (x, weight), (need_dx, need_dweight) = kept, needs[:2]
+) -> tuple[Tensor | None, list[Tensor] | None]:
+    """The gradient of x, and the columnwise copy of dy, which that of the weight reads."""
+    (_, weight), (need_dx, need_dweight) = kept, needs[:2]
     fmt = _format(call.recipe, "grad_output")
-    dx = dweight = columnwise = None
     if need_dx and weight is not None:
-        dx, columnwise = _quantize_and_multiply(
+        return _quantize_and_multiply(
             *(dy, weight, offs, None, fmt, call), transpose=True, columnwise=need_dweight
         )
-    elif need_dweight:
-        columnwise = _quantize(dy, offs, fmt, call.recipe, False, True).columnwise
-    if need_dweight and x is not None and columnwise is not None:
-        (a, *a_scales), (b, *b_scales) = columnwise, x
-        formats = (fmt.text, call.recipe.texts[0])
-        options = (None, call.weight_dtype, a_scales, b_scales, *formats)
-        dweight = ops.k_grouped_gemm(a, b, offs, *options)
-    return dx, dweight
+    if need_dweight:
+        return None, _quantize(dy, offs, fmt, call.recipe, False, True).columnwise
+    return None, None

@@ -208,9 +208,10 @@ def _quantized_operands(
 ) -> tuple[str, tuple[object, ...]]:
     """The op that multiplies ``a`` by ``b``, and its operands."""
     if a.offs is None:
-        raise ValueError(f"a must be ragged, got {a!r}")
+        raise ValueError(f"a must be ragged (made with offs), got {a!r}")
     formats = (a.format.text, b.format.text)
     if b.offs is None:
+        _check_uniform(b, "ragged or uniform")
         codes, scales = _weights(a, b, transpose_b)
         first, first_scales = _operand(a, "a", "rowwise")
         options = (bias, alpha, transpose_b, dtype, first_scales, scales, *formats, b.prepacked)
@@ -226,6 +227,12 @@ def _quantized_operands(
     second, second_scales = _operand(b, "b", "columnwise")
     rest = (alpha, dtype, first_scales, second_scales, *formats)
     return "k_grouped_gemm", (first, second, a.offs, *rest)
+
+
+def _check_uniform(b: GroupedTensor, kinds: str) -> None:
+    """Raise for groups that have shapes of their own, which no product takes."""
+    if b.member_shapes is not None:
+        raise ValueError(f"b must be {kinds}, got groups that have shapes of their own: {b!r}")
 
 
 def _check_same_offs(a: Tensor, b: Tensor) -> None:
@@ -250,6 +257,7 @@ def _w4a16_operands(
     """The op that multiplies plain activations by quantized weights, and its operands."""
     if b.offs is not None:
         raise ValueError(f"b must be uniform beside a plain a, got {b!r}")
+    _check_uniform(b, "uniform")
     # Of the columnwise copy no level is per row.
     level = b.format.level(columnwise=transpose_b)
     if b.prepacked or (level is not None and level.per == "row"):

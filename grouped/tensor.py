@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +18,14 @@ from torch.autograd.graph import increment_version
 
 from cute_kernels import prepack, unpack
 from cute_kernels.formats import parse
-from grouped.members import GroupedMember, GroupSpan, QuantizedCopy, group_spans, member
+from grouped.members import (
+    GroupedMember,
+    QuantizedCopy,
+    group_spans,
+    member,
+    shaped_members,
+)
+from grouped.shapes import MemberShapes, as_shapes, flat_shapes, shape_tensors
 from grouped.validation import check_parts, saved_format, version
 
 if TYPE_CHECKING:
@@ -27,8 +34,15 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
     from cute_kernels.formats import Format
+    from grouped.shapes import Shapes
 
 __all__ = ["HANDLERS", "GroupedTensor", "assemble", "handler"]
+
+
+#: What a tensor is beside the plain tensors that it holds.
+Context: TypeAlias = "tuple[Format, torch.dtype, bool, MemberShapes | None]"
+#: Groups whose shapes its text names.
+_MOST_SHOWN = 4
 
 
 @functools.cache
@@ -41,15 +55,18 @@ def _inner_names(fmt: Format) -> tuple[str, ...]:
 class GroupedTensor(Tensor):
     """A quantized grouped tensor; make one with ``grouped.quantize``.
 
-    Its shape is (T, K), ragged, when it has ``offs``, and (G, N, K) when it has none.
+    Its shape is (T, K), ragged, when it has ``offs``; (capacity,) when its groups have ``shapes``
+    of their own; and (G, N, K), uniform, when it has neither.
 
     One rule for arithmetic: what optimizers, ``nn.init`` and clipping apply to parameters decodes,
     everything else raises TypeError and names ``dequantize()``.
 
     - In place (``add_``, ``mul_``, ``copy_``, ``normal_``, ``torch._foreach_*_``, fused
-      optimizers): decode, compute, quantize into the same storage, return self. An update that
-      changes no byte warns on a CPU; on a GPU, where nobody may look, the first one says that it
-      might.
+      optimizers): decode, compute, quantize into the same storage, return self. A format that takes
+      its scales from the caller (delayed FP8) quantizes with those that the tensor has: values
+      beyond them saturate, and ``amax`` is the new values'. ``copy_`` of a tensor of the same
+      format takes over its bytes, scales among them. An update that changes no byte warns on a CPU;
+      on a GPU, where nobody may look, the first one says that it might.
     - Out of place, with a plain tensor as the result: ``+ - * / **``, ``neg``, ``abs``, ``lerp``,
       ``where``, comparisons, ``isfinite``, ``isnan``, ``isinf``, ``torch.equal``, vector norms, and
       the ``torch._foreach_*`` forms of arithmetic and norm.
@@ -60,7 +77,8 @@ class GroupedTensor(Tensor):
     Attributes:
         format: the format record; every fact that a reader of the bytes needs.
         prepacked: the codes have the order of bits of ``prepack``.
-        offs: (G,) int32 end rows, or None when uniform.
+        offs: (G,) int32 end rows of a ragged tensor, else None.
+        shapes: (G, 2) int64 rows and columns of groups that have shapes of their own, else None.
         num_groups: G.
         rowwise: the copy with blocks along K, or None.
         columnwise: the copy with blocks along the rows of each group, or None.
@@ -70,6 +88,8 @@ class GroupedTensor(Tensor):
     format: Format
     prepacked: bool
     _offs: Tensor | None
+    _shapes: MemberShapes | None
+    _shape_tensors: tuple[Tensor, Tensor] | None
 
     def __new__(
         cls,
@@ -82,6 +102,7 @@ class GroupedTensor(Tensor):
         requires_grad: bool = False,
         *,
         prepacked: bool = False,
+        shapes: Shapes | None = None,
     ) -> GroupedTensor:
         """Wrap the plain tensors of one or both directions.
 
@@ -90,8 +111,9 @@ class GroupedTensor(Tensor):
             ValueError: shapes or devices that do not fit each other, or there is no direction.
             cute_kernels.UnsupportedError: a format that is not built yet.
         """
-        check_parts(shape, dtype, fmt, offs, rowwise, columnwise, prepacked)
-        self = cls._of(shape, dtype, fmt, offs, rowwise, columnwise, prepacked)
+        members = None if shapes is None else as_shapes(shapes)
+        check_parts(shape, dtype, fmt, offs, rowwise, columnwise, prepacked, members)
+        self = cls._of(shape, dtype, fmt, offs, rowwise, columnwise, prepacked, members)
         self.requires_grad_(requires_grad)
         return self
 
@@ -105,6 +127,7 @@ class GroupedTensor(Tensor):
         rowwise: QuantizedCopy | None,
         columnwise: QuantizedCopy | None,
         prepacked: bool = False,
+        shapes: MemberShapes | None = None,
     ) -> GroupedTensor:
         """The same, unchecked: for parts that ops or PyTorch made from checked ones."""
         held = rowwise or columnwise
@@ -118,11 +141,14 @@ class GroupedTensor(Tensor):
             if copy is not None:
                 names = (f"_{name}" for name in fmt.buffer_names(is_columnwise))
                 inner |= zip(names, copy, strict=True)
-        self._hold(fmt, prepacked, inner)
+        self._hold(fmt, prepacked, shapes, inner)
         return self
 
-    def _hold(self, fmt: Format, prepacked: bool, inner: dict[str, Any]) -> None:
+    def _hold(
+        self, fmt: Format, prepacked: bool, shapes: MemberShapes | None, inner: dict[str, Any]
+    ) -> None:
         self.format, self.prepacked = fmt, prepacked
+        self._shapes, self._shape_tensors = shapes, None
         for name in _inner_names(fmt):
             setattr(self, name, inner.get(name))
 
@@ -130,12 +156,47 @@ class GroupedTensor(Tensor):
 
     @property
     def offs(self) -> Tensor | None:
-        """(G,) int32 end row of each group, on the device; None when uniform."""
+        """(G,) int32 end row of each group, on the device; None when it is not ragged."""
         return self._offs
+
+    @property
+    def grouping(self) -> Literal["uniform", "ragged", "shapes"]:
+        """What cuts it into groups: its first dimension, ``offs`` or ``shapes``."""
+        if self._shapes is not None:
+            return "shapes"
+        return "uniform" if self._offs is None else "ragged"
+
+    @property
+    def member_shapes(self) -> MemberShapes | None:
+        """(m, n) of each group that has a shape of its own, on the host; None for other groups."""
+        return self._shapes
+
+    @property
+    def shapes(self) -> Tensor | None:
+        """(G, 2) int64 ``member_shapes``, on the device; not to be written."""
+        return None if self._shapes is None else self._on_device(self._shapes)[0]
+
+    @property
+    def element_offsets(self) -> Tensor | None:
+        """(G + 1,) int64, on the device: where groups that have ``shapes`` start and the last ends.
+
+        In elements of the decoded tensor. Not to be written.
+        """
+        return None if self._shapes is None else self._on_device(self._shapes)[1]
+
+    def _on_device(self, shapes: MemberShapes) -> tuple[Tensor, Tensor]:
+        if self._shape_tensors is None:
+            made = shape_tensors(shapes, self.device)
+            if type(made[0]) is not Tensor:
+                return made  # Fake ones, which must not outlive their mode.
+            self._shape_tensors = made
+        return self._shape_tensors
 
     @property
     def num_groups(self) -> int:
         """G."""
+        if self._shapes is not None:
+            return len(self._shapes)
         return self.shape[0] if self._offs is None else self._offs.shape[0]
 
     @property
@@ -193,7 +254,7 @@ class GroupedTensor(Tensor):
                 f".data must keep the shape {tuple(self.shape)}, got {tuple(other.shape)}"
             )
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
-        self._hold(other.format, other.prepacked, other._inner())
+        self._hold(other.format, other.prepacked, other._shapes, other._inner())
         # A backward pass that was to read the old values must not take the new ones for them.
         increment_version(self)
 
@@ -221,10 +282,10 @@ class GroupedTensor(Tensor):
         undo it first.
 
         Raises:
-            ValueError: this tensor is ragged or row-scaled, and so no weight; or its codes do not
-                share bytes.
+            ValueError: this tensor is not uniform or row-scaled, and so no weight; or its codes do
+                not share bytes.
         """
-        if self._offs is not None:
+        if self.grouping != "uniform":
             raise ValueError(f"only uniform weights can be prepacked, got {self!r}")
         level = self.format.second_level
         if self.format.element.per_byte == 1 or (level is not None and level.per == "row"):
@@ -256,17 +317,21 @@ class GroupedTensor(Tensor):
         """
         if not -self.num_groups <= group < self.num_groups:
             raise IndexError(f"group must be in [0, {self.num_groups}), got {group}")
-        return self._member(group_spans(self._offs, self.shape)[group])
+        return self._members([group])[0]
 
     def unbind(self, dim: int = 0) -> tuple[GroupedMember, ...]:  # type: ignore[override]
         """All members in order; reads ``offs`` on the host once, as ``member`` does."""
         if dim != 0:
             raise ValueError(f"dim must be 0, the groups, got {dim}")
-        return tuple(map(self._member, group_spans(self._offs, self.shape)))
+        return self._members(range(self.num_groups))
 
-    def _member(self, span: GroupSpan) -> GroupedMember:
+    def _members(self, groups: Sequence[int]) -> tuple[GroupedMember, ...]:
         x = self.unpack()
-        return member(span, x.format, x.shape[-1], x.rowwise, x.columnwise)
+        fmt, copies = x.format, (x.rowwise, x.columnwise)
+        if x._shapes is not None:
+            return tuple(shaped_members(groups, fmt, x._shapes, *copies))
+        spans = group_spans(x._offs, x.shape)
+        return tuple(member(spans[group], fmt, x.shape[-1], *copies) for group in groups)
 
     def __matmul__(self, other: Any) -> Tensor:
         raise TypeError(
@@ -287,7 +352,10 @@ class GroupedTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = [d for d in ("rowwise", "columnwise") if getattr(self, d) is not None]
-        kind = "uniform" if self._offs is None else "ragged"
+        kind: str = self.grouping
+        if self._shapes is not None:
+            shown = ", ".join(map(str, self._shapes[:_MOST_SHOWN]))
+            kind = f"shapes=[{shown}{', ...' * (self.num_groups > _MOST_SHOWN)}]"
         return (
             f"GroupedTensor({tuple(self.shape)}, {kind}, num_groups={self.num_groups}, "
             f"format={self.format}, {' + '.join(held)}{', prepacked' * self.prepacked}, "
@@ -296,19 +364,19 @@ class GroupedTensor(Tensor):
 
     # ------------------------------------------------------------------ how PyTorch handles it
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Format, torch.dtype, bool]]:
-        return list(self._inner()), (self.format, self.dtype, self.prepacked)
+    def __tensor_flatten__(self) -> tuple[list[str], Context]:
+        return list(self._inner()), (self.format, self.dtype, self.prepacked, self._shapes)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor],
-        context: tuple[Format, torch.dtype, bool],
+        context: Context,
         outer_size: Sequence[int],
         outer_stride: Sequence[int],
     ) -> GroupedTensor:
-        fmt, dtype, prepacked = context
-        copies = _copies(fmt, inner)
-        return GroupedTensor._of(outer_size, dtype, fmt, inner.get("_offs"), *copies, prepacked)
+        fmt, dtype, prepacked, shapes = context
+        parts = (inner.get("_offs"), *_copies(fmt, inner))
+        return GroupedTensor._of(outer_size, dtype, fmt, *parts, prepacked, shapes)
 
     def _inner(self) -> dict[str, Tensor]:
         """The plain tensors that it holds, by attribute."""
@@ -320,7 +388,7 @@ class GroupedTensor(Tensor):
     ) -> GroupedTensor:
         """The same tensor over ``function`` of the plain tensors."""
         inner = {name: function(t) for name, t in self._inner().items()}
-        context = (self.format, dtype or self.dtype, self.prepacked)
+        context = (self.format, dtype or self.dtype, self.prepacked, self._shapes)
         return self.__tensor_unflatten__(inner, context, self.shape, self.stride())
 
     def _quantize_into(
@@ -328,21 +396,27 @@ class GroupedTensor(Tensor):
         x: Tensor,
         offs: Tensor | None,
         amax: Tensor | None = None,
+        scale: Tensor | None = None,
         activation: str | None = None,
         grad: Tensor | None = None,
     ) -> None:
         """Quantize ``x``, or what an activation makes of it, into this tensor's storage.
 
-        What is quantized has this shape and is cut at ``offs``; the other arguments are those of
-        ``ops.grouped_quantize``.
+        What is quantized has this shape and is cut at ``offs``. Where the format takes scales and
+        none is given, with those that this tensor has.
         """
         copies = (self.rowwise, self.columnwise)
         directions = [copy is not None for copy in copies]
         held = zip((False, True), directions, strict=True)
         names = [n for way, is_held in held if is_held for n in self.format.buffer_names(way)]
         inner = [getattr(self, f"_{name}") for name in dict.fromkeys(names)]
+        if scale is None and self.format.takes_scale:
+            held_scale: Tensor = self._scale  # type: ignore[attr-defined]
+            scale = held_scale.clone()
         torch.ops.cute_kernels.grouped_quantize_out(
-            x, self.format.text, offs, amax, *directions, activation, grad, out=inner
+            *(x, self.format.text, offs, amax, *directions, scale, activation, grad),
+            flat_shapes(self._shapes),
+            out=inner,
         )
         if self.prepacked:
             for copy in copies:
@@ -355,8 +429,12 @@ class GroupedTensor(Tensor):
         increment_version(self)
 
     def _copy_from(self, source: Tensor) -> None:
+        shapes = source._shapes if isinstance(source, GroupedTensor) else None
+        if shapes is not None and shapes != self._shapes:
+            raise ValueError(f"copy_ needs a source of equal shapes, got {source!r} for {self!r}")
         same_bytes = (
             isinstance(source, GroupedTensor)
+            and shapes == self._shapes
             and (source.format, source.prepacked) == (self.format, self.prepacked)
             and source.shape == self.shape
             and source.num_groups == self.num_groups
@@ -389,12 +467,18 @@ class GroupedTensor(Tensor):
             tuple(self.shape),
             self.dtype,
             self.format.name,
-            {**dataclasses.asdict(self.format), "prepacked": self.prepacked},  # type: ignore[call-overload]
+            self._saved_fields(),
             self._inner(),
             self.requires_grad,
             getattr(self, "_is_param", False),
             version(),
         )
+
+    def _saved_fields(self) -> dict[str, Any]:
+        """What files hold beside the plain tensors; without shapes as older versions read it."""
+        fields = dataclasses.asdict(self.format)  # type: ignore[call-overload]
+        fields["prepacked"] = self.prepacked
+        return fields if self._shapes is None else {**fields, "shapes": self._shapes}
 
 
 def _copies(
@@ -424,7 +508,7 @@ def _rebuild(
 ) -> GroupedTensor:
     """Make a tensor from what ``torch.save`` wrote."""
     fields = dict(fields)
-    prepacked = fields.pop("prepacked", False)
+    prepacked, shapes = fields.pop("prepacked", False), fields.pop("shapes", None)
     fmt = saved_format(format_name, fields, written_by)
     names = set(_inner_names(fmt))
     unknown = sorted(inner.keys() - names) + [f"{item!r}" for item in more]
@@ -436,6 +520,7 @@ def _rebuild(
     self = GroupedTensor(
         *(shape, dtype, fmt, inner.get("_offs"), *_copies(fmt, inner), requires_grad),
         prepacked=prepacked,
+        shapes=shapes,
     )
     if is_parameter:
         self._is_param = True  # type: ignore[attr-defined]
@@ -454,6 +539,7 @@ def assemble(
     buffers: Sequence[Tensor],
     rowwise: bool,
     columnwise: bool,
+    shapes: MemberShapes | None = None,
 ) -> GroupedTensor:
     """Make a tensor from the outputs of the quantize op; a compiled graph calls it as one node.
 
@@ -464,7 +550,10 @@ def assemble(
     for is_asked, is_columnwise in ((rowwise, False), (columnwise, True)):
         names += fmt.buffer_names(is_columnwise) if is_asked else ()
     inner = {f"_{n}": t for n, t in zip(dict.fromkeys(names), buffers, strict=True)}
-    return GroupedTensor._of(shape, dtype, fmt, offs, *_copies(fmt, inner))
+    if shapes is not None:
+        # Symbols while tracing, of which the context cannot consist: this makes them constants.
+        shapes = tuple((int(m), int(n)) for m, n in shapes)
+    return GroupedTensor._of(shape, dtype, fmt, offs, *_copies(fmt, inner), shapes=shapes)
 
 
 #: What ops do with a GroupedTensor: (op, *args, **kwargs) -> result. None stands for all others.

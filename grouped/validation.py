@@ -18,6 +18,7 @@ from cute_kernels.ops.checks import (
     check_tensor,
     same_device,
 )
+from cute_kernels.ops.members import check_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +49,7 @@ def check_parts(
     rowwise: QuantizedCopy | None,
     columnwise: QuantizedCopy | None,
     prepacked: bool,
+    shapes: Sequence[tuple[int, int]] | None = None,
 ) -> None:
     """Check that the plain tensors are those of a quantized tensor of this shape and format.
 
@@ -60,24 +62,23 @@ def check_parts(
     require("grouped_quantize", fmt, "reference")
     if rowwise is None and columnwise is None:
         raise ValueError("rowwise and columnwise are both None: a GroupedTensor holds data")
-    wanted = "(G, N, K) without offs" if offs is None else "(T, K) with offs"
-    if len(shape) != (3 if offs is None else 2):
-        raise ValueError(f"shape must be {wanted}, got {tuple(shape)}")
-    if offs is None and shape[0] < 1:
-        raise ValueError(f"shape must have at least one group, got {tuple(shape)}")
-    check_multiple("K", shape[-1], fmt.k_multiple, f"shape is {wanted}")
+    _check_groups(shape, fmt, offs, shapes)
     check_dtype("dtype", dtype, INPUT_DTYPES)
-    if offs is not None:
-        check_offs(offs)
-        if prepacked:
-            raise ValueError(f"prepacked weights are uniform, but offs is given for {fmt}")
+    for name, groups in (("offs", offs), ("shapes", shapes)):
+        if prepacked and groups is not None:
+            raise ValueError(f"prepacked weights are uniform, but {name} is given for {fmt}")
     num_groups = None if offs is None else offs.shape[0]
     tensors = {}
     for direction, held in (("rowwise", rowwise), ("columnwise", columnwise)):
         if held is None:
             continue
         is_columnwise = direction == "columnwise"
-        specs = buffers(fmt, shape, num_groups, rowwise=not is_columnwise, columnwise=is_columnwise)
+        specs = buffers(
+            *(fmt, shape, num_groups),
+            rowwise=not is_columnwise,
+            columnwise=is_columnwise,
+            shapes=shapes,
+        )
         for tensor, (name, spec) in zip(held, specs.items(), strict=True):
             label = f"{direction} {name.removesuffix('_t')}"
             check_tensor(label, tensor, dtypes=(spec.dtype,), shape=spec.shape)
@@ -92,6 +93,30 @@ def check_parts(
                 )
     first, tensor = next(iter(tensors.items()))
     same_device(first, tensor.device, offs=offs, **tensors)
+
+
+def _check_groups(
+    shape: Sequence[int],
+    fmt: Format,
+    offs: Tensor | None,
+    shapes: Sequence[tuple[int, int]] | None,
+) -> None:
+    """Check ``shape`` against what cuts it into groups."""
+    if shapes is not None:
+        if offs is not None:
+            raise ValueError("offs and shapes are both given: groups are cut by one of them")
+        if len(shape) != 1:
+            raise ValueError(f"shape must be (capacity,) with shapes, got {tuple(shape)}")
+        check_shapes(shapes, shape[0], fmt.k_multiple, fmt.text)
+        return
+    wanted = "(G, N, K) without offs" if offs is None else "(T, K) with offs"
+    if len(shape) != (3 if offs is None else 2):
+        raise ValueError(f"shape must be {wanted}, got {tuple(shape)}")
+    if offs is None and shape[0] < 1:
+        raise ValueError(f"shape must have at least one group, got {tuple(shape)}")
+    check_multiple("K", shape[-1], fmt.k_multiple, f"shape is {wanted}")
+    if offs is not None:
+        check_offs(offs)
 
 
 @functools.cache

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import cute_kernels  # noqa: F401  (registers the ops)
+from cute_kernels import support
+from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     Operand: TypeAlias = "Tensor | Sequence[Tensor]"
 
 __all__ = [
+    "BUILT",
     "DTYPES",
     "NVFP4_TEXTS",
     "SENTINEL",
@@ -56,6 +58,16 @@ def has_compiler() -> bool:
 
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="Inductor needs g++")
+
+E5M2 = torch.float8_e5m2
+_RECORDS = (
+    *(NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))),
+    *(NVFP4(hadamard=True), NVFP4(four_over_six=True)),
+    *(MXFP8(), MXFP8(E5M2), MXFP8(block=(32, 32))),
+    *(FP8Block(), FP8Block(block=(128, 128)), FP8Block(pow2_scales=False), FP8(), FP8(E5M2)),
+)
+#: Formats that the reference quantizes without anything beside the tensor, by their texts.
+BUILT = {fmt.text: fmt for fmt in _RECORDS if support("grouped_quantize", fmt, "reference")}
 
 #: Byte that no quantizer writes by chance everywhere; marks what must stay untouched.
 SENTINEL = 0xA5

@@ -163,6 +163,11 @@ class Format(Record, abc.ABC):
         return self.columnwise_level if columnwise else self.second_level
 
     @property
+    def takes_scale(self) -> bool:
+        """Whether the caller gives the scale of each group, which else follows from its amax."""
+        return False
+
+    @property
     def is_2d(self) -> bool:
         """Whether one scale covers a square block, so that both directions hold equal values."""
         block: tuple[int, int] = getattr(self, "block", (1, 1))

@@ -26,8 +26,8 @@ class FP8(Format):
 
     Args:
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        scaling: ``"current"`` takes the scale from this tensor's amax, ``"delayed"`` from a
-            history of earlier ones.
+        scaling: ``"current"`` takes the scale from this tensor's amax; ``"delayed"`` takes one that
+            the caller made from the amaxes of earlier tensors, and gives this tensor's amax.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn
@@ -47,6 +47,11 @@ class FP8(Format):
         check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
         check_choice("scaling", self.scaling, ("current", "delayed"))
         super().__post_init__()
+
+    @property
+    def takes_scale(self) -> bool:
+        """Whether the scale comes from the caller."""
+        return self.scaling == "delayed"
 
     @property
     def element(self) -> ElementType:

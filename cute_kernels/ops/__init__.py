@@ -4,10 +4,11 @@ The functions here are those ops, with positional arguments, called without PyTo
 where nothing observes the call (``registry.Op.invoke``). Each op is documented where it is defined.
 """
 
-from cute_kernels.ops import dequantize, gemm, quantize, reductions
+from cute_kernels.ops import delayed, dequantize, gemm, quantize, reductions
 
 __all__ = [
     "compute_offsets",
+    "delayed_scaling_update",
     "grouped_amax",
     "grouped_dbias",
     "grouped_dequantize",
@@ -18,6 +19,7 @@ __all__ = [
 ]
 
 compute_offsets = reductions.ComputeOffsets.invoke
+delayed_scaling_update = delayed.DelayedScalingUpdate.invoke
 grouped_amax = reductions.GroupedAmax.invoke
 grouped_dbias = reductions.GroupedDbias.invoke
 grouped_dequantize = dequantize.GroupedDequantize.invoke

@@ -233,6 +233,11 @@ class MGrouped(GroupedGemm):
         a, b = self.a_record, self.b_record
         if a is None or self.quantizes_a:
             check_dtype("a", self.a.dtype, self.plain_dtypes)
+            if a is not None and a.takes_scale:
+                raise ValueError(
+                    f"a_format {a.text!r} takes a scale of each group, which {self.name} has no "
+                    "argument for: quantize a first"
+                )
         else:
             copy = (self.a, self.a_scales or [])
             check_copy("a", "a_scales", copy, a, (rows, depth), groups, columnwise=False)

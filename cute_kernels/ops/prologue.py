@@ -12,9 +12,19 @@ from cute_kernels.ops.members import element_offsets, pairs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
-__all__ = ["check_prologue", "elements_of", "result_columns", "result_shape"]
+    from cute_kernels.activations import Activation
+
+__all__ = [
+    "check_prologue",
+    "elements_of",
+    "grad_columns",
+    "input_columns",
+    "result_columns",
+    "result_shape",
+]
 
 
 def result_columns(columns: int, activation: str | None, grad: Tensor | None) -> int:
@@ -22,6 +32,18 @@ def result_columns(columns: int, activation: str | None, grad: Tensor | None) ->
     if activation is None or grad is not None:
         return columns
     return parse_activation(activation).width(columns)
+
+
+def input_columns(columns: int, activation: str | None, grad: Tensor | None) -> int:
+    """Columns of the input that elements of ``columns`` ones are made of."""
+    if activation is None or grad is not None or not parse_activation(activation).is_gated:
+        return columns
+    return 2 * columns
+
+
+def grad_columns(columns: int, activation: str | None) -> int:
+    """Columns of the gradient of the result, where the gradient of the input has ``columns``."""
+    return result_columns(columns, activation, None)
 
 
 def result_shape(
@@ -46,7 +68,7 @@ def check_prologue(
         x: (T, W) or (G, N, W), or (capacity,) with ``shapes``.
         activation: its text, or None.
         grad: of the shape of the result, or (capacity,) of it with ``shapes``; or None.
-        shapes: rows and columns of each member of ``x``.
+        shapes: rows and columns of each member of the elements.
 
     Raises:
         ValueError: ``activation`` is no text of one, ``grad`` has none, or a shape, width or device
@@ -60,29 +82,36 @@ def check_prologue(
             )
         return
     act = parse_activation(activation)
-    members = None if shapes is None else pairs(shapes)
-    widths = [x.shape[-1]] if members is None else [n for _, n in members]
-    for i, width in enumerate(widths if act.is_gated else ()):
-        if width % 2:
-            which = f"{name} (..., 2N)" if members is None else f"shapes[{i}] (m, 2n)"
-            raise ValueError(
-                f"{which} of {activation}, which is gated, must have an even number of columns, "
-                f"got {width}"
-            )
+    if shapes is not None:
+        _check_members(grad, act, pairs(shapes), x.dtype)
+    elif act.is_gated and x.shape[-1] % 2:
+        raise ValueError(
+            f"{name} (..., 2N) of {activation}, which is gated, must have an even number of "
+            f"columns, got {x.shape[-1]}"
+        )
+    elif grad is not None:
+        check_tensor("grad", grad, dtypes=(x.dtype,), shape=result_shape(x.shape, activation, None))
+    same_device(name, x.device, grad=grad)
+
+
+def _check_members(
+    grad: Tensor | None, act: Activation, shapes: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    """``grad`` must hold that of each member, and a gated one's members must have two halves."""
     if grad is None:
         return
-    if members is None:
-        shape = (*x.shape[:-1], act.width(x.shape[-1]))
-        check_tensor("grad", grad, dtypes=(x.dtype,), shape=shape)
-    else:
-        check_tensor("grad with shapes", grad, dtypes=(x.dtype,), ndim=(1,))
-        needed = element_offsets([(m, act.width(n)) for m, n in members])[-1]
-        if grad.shape[0] < needed:
+    for i, (m, n) in enumerate(shapes):
+        if act.is_gated and n % 2:
             raise ValueError(
-                f"grad must hold the {needed} elements of the activation's result, got "
-                f"{grad.shape[0]}"
+                f"shapes[{i}] (m, 2n) of {act.text}, which is gated, must have an even number of "
+                f"columns, got ({m}, {n})"
             )
-    same_device(name, x.device, grad=grad)
+    check_tensor("grad with shapes", grad, dtypes=(dtype,), ndim=(1,))
+    needed = element_offsets([(m, act.width(n)) for m, n in shapes])[-1]
+    if grad.shape[0] < needed:
+        raise ValueError(
+            f"grad must hold the {needed} elements of the activation's result, got {grad.shape[0]}"
+        )
 
 
 def elements_of(

@@ -20,7 +20,14 @@ from cute_kernels.ops.checks import (
 )
 from cute_kernels.ops.launch import quantize as launch_quantize
 from cute_kernels.ops.members import check_shapes, member_views, pairs
-from cute_kernels.ops.prologue import check_prologue, elements_of, result_columns, result_shape
+from cute_kernels.ops.prologue import (
+    check_prologue,
+    elements_of,
+    grad_columns,
+    input_columns,
+    result_columns,
+    result_shape,
+)
 from cute_kernels.ops.registry import Op, register
 from cute_kernels.reference.groups import Groups
 
@@ -48,6 +55,10 @@ class GroupedQuantize(Op):
             sign is dropped. Elements beyond it saturate.
         rowwise: write the rowwise copy, blocks along K.
         columnwise: write the columnwise copy, blocks along the rows of a group.
+        scale: (G,) fp32, what the elements of each group are multiplied by, of a format that takes
+            its scales from the caller: FP8 with delayed scaling, which needs it and takes no
+            ``amax``. Products beyond the format's largest number saturate. The amax that is
+            returned is that of ``x``, whatever the scale.
         activation: the text of what is done to ``x`` first (``Activation.text``), such as
             ``"swiglu"``: its result is quantized, in fp32 or, where the format truncates, rounded
             to the dtype of ``x``. ``cute_kernels.reference.activations`` states it to the bit.
@@ -56,8 +67,9 @@ class GroupedQuantize(Op):
         shapes: [m0, n0, m1, n1, ...], rows and columns of each group, where the last dimension
             varies or both do; each n a positive multiple of what the format asks for. The groups
             lie in ``x`` one after the other, contiguous; what is left of it is never read. Each has
-            the codes and scales of a uniform tensor of this one group. Of a gated activation they
-            are those of ``x``, (m, 2n); ``grad`` is flat, too.
+            the codes and scales of a uniform tensor of this one group. With an activation these are
+            the shapes of what is quantized: without ``grad`` a gated one reads (m, 2n) of ``x``
+            for each; ``grad`` is flat, too.
 
     Returns:
         The buffers of the directions that are asked for, in the order of ``Format.buffer_names``
@@ -72,6 +84,7 @@ class GroupedQuantize(Op):
     amax: Tensor | None = None
     rowwise: bool = True
     columnwise: bool = False
+    scale: Tensor | None = None
     activation: str | None = None
     grad: Tensor | None = None
     shapes: list[int] | None = None
@@ -100,35 +113,39 @@ class GroupedQuantize(Op):
         check_input("x", self.x, self.offs, self.shapes)
         multiple = fmt.k_multiple
         check_prologue("x", self.x, self.activation, self.grad, self.shapes)
-        halves = self._columns(2) == 1
+        columns = result_columns(self.x.shape[-1], self.activation, self.grad)
         if self.shapes is not None:
-            why = f"{self.format} after {self.activation}" if halves else self.format
-            each = 2 * multiple if halves else multiple
-            check_shapes(pairs(self.shapes), self.x.shape[0], each, why)
+            check_shapes(pairs(self.shapes), columns, multiple, self.format)
         else:
-            what = f"x is (..., 2K) of {self.activation}" if halves else "x is (..., K)"
-            check_multiple("K", self._columns(self.x.shape[-1]), multiple, f"{self.format}, {what}")
+            what = "K" if columns == self.x.shape[-1] else "2K"
+            check_multiple("K", columns, multiple, f"{self.format}, x is (..., {what})")
         if not (self.rowwise or self.columnwise):
             raise ValueError("rowwise and columnwise are both False: nothing to quantize")
+        self._check_given()
+
+    def _check_given(self) -> None:
+        """What is given for the second level must be what the format takes."""
+        takes = self.record.takes_scale
+        if takes and self.scale is None:
+            raise ValueError(f"scale is missing: {self.format} takes (G,) fp32 scales")
+        if self.scale is not None:
+            if not takes:
+                raise ValueError(f"scale is for formats that take one, {self.format} computes it")
+            check_tensor("scale", self.scale, dtypes=(torch.float32,), shape=(self.num_groups,))
+            same_device("x", self.device, scale=self.scale)
         if self.amax is None:
             return
+        if takes:
+            raise ValueError(f"amax decides nothing: {self.format} takes its scale, not its amax")
         check_tensor("amax", self.amax, dtypes=(torch.float32,), shape=(self.num_groups,))
         same_device("x", self.device, amax=self.amax)
         asked = [way for way, on in ((False, self.rowwise), (True, self.columnwise)) if on]
-        levels = [fmt.level(columnwise) for columnwise in asked]
+        levels = [self.record.level(columnwise) for columnwise in asked]
         if not any(level is not None and level.per == "group" for level in levels):
             raise ValueError(
                 f"amax is the second level of groups, which {self.format} does not use in the "
                 "directions that are asked for"
             )
-
-    def _columns(self, columns: int) -> int:
-        """Columns of what is quantized where ``x`` has ``columns`` ones."""
-        return result_columns(columns, self.activation, self.grad)
-
-    def _result_shapes(self) -> list[tuple[int, int]]:
-        """(m, n) of each member of what is quantized, of groups that have shapes of their own."""
-        return [(m, self._columns(n)) for m, n in pairs(self.shapes or ())]
 
     def specs(self) -> dict[str, BufferSpec]:
         """The buffers that are asked for, by name."""
@@ -138,7 +155,7 @@ class GroupedQuantize(Op):
             None if self.offs is None else self.num_groups,
             rowwise=self.rowwise,
             columnwise=self.columnwise,
-            shapes=None if self.shapes is None else self._result_shapes(),
+            shapes=None if self.shapes is None else pairs(self.shapes),
         )
 
     def outputs(self) -> list[BufferSpec]:
@@ -166,14 +183,15 @@ class GroupedQuantize(Op):
         """Each group that has a shape of its own as a call for itself, with its outputs: views."""
         shapes = pairs(self.shapes or ())
         directions = {"rowwise": self.rowwise, "columnwise": self.columnwise}
-        parts = member_parts(self.record, self._result_shapes(), **directions)
+        parts = member_parts(self.record, shapes, **directions)
+        of_x = [(m, input_columns(n, self.activation, self.grad)) for m, n in shapes]
         grads: Iterable[Tensor | None] = itertools.repeat(None)
         if self.grad is not None:
-            of_results = [(m, result_columns(n, self.activation, None)) for m, n in shapes]
-            grads = member_views(self.grad, of_results)
-        for i, (x, grad) in enumerate(zip(member_views(self.x, shapes), grads, strict=False)):
-            amax = None if self.amax is None else self.amax[i : i + 1]
-            op = dataclasses.replace(self, x=x, grad=grad, shapes=None, amax=amax)
+            of_grad = [(m, grad_columns(n, self.activation)) for m, n in shapes]
+            grads = member_views(self.grad, of_grad)
+        for i, (x, grad) in enumerate(zip(member_views(self.x, of_x), grads, strict=False)):
+            amax, scale = (v if v is None else v[i : i + 1] for v in (self.amax, self.scale))
+            op = dataclasses.replace(self, x=x, grad=grad, shapes=None, amax=amax, scale=scale)
             into = zip(parts.values(), outputs, strict=True)
             yield op, [of_members[i].of(buffer) for of_members, buffer in into]
 
@@ -184,6 +202,6 @@ class GroupedQuantize(Op):
             return
         out = dict(zip(self.specs(), outputs, strict=True))
         groups = Groups.of(self.x.shape, self.offs, self.device)
-        given, truncates = reference.Given(self.amax), self.record.truncates
+        given, truncates = reference.Given(self.amax, self.scale), self.record.truncates
         elements = elements_of(self.x, self.activation, self.grad, truncates=truncates)
         reference.quantize(elements, groups, self.record, out, given)

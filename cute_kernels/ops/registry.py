@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cute_kernels.runtime.backend import Backend
     from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["Allocator", "Op", "forget_plans", "is_observed", "register"]
+__all__ = ["Allocator", "Op", "forget_plans", "is_observed", "register", "register_inplace"]
 
 #: How Inductor's code allocates on the current device: 0.8 us on the host of an H200, where
 #: ``torch.empty_strided`` takes 1.4 and ``torch.empty`` 2.3. Unlike them it leaves the memory as it
@@ -164,6 +164,8 @@ class Op(abc.ABC):
     name: ClassVar[str]
     #: Name of the argument of the ``_out`` form that is written.
     out_name: ClassVar[str] = "out"
+    #: Arguments that an op writes, which has them for its outputs (``register_inplace``).
+    written: ClassVar[tuple[str, ...]] = ()
     #: Whether there is a list of outputs, instead of one.
     returns_list: ClassVar[bool] = False
     #: Whether the ``_out`` form takes ``accumulate``.
@@ -309,14 +311,22 @@ def _check_outputs(op: Op, specs: Sequence[BufferSpec], given: Sequence[Tensor])
             raise ValueError(f"{op.name}_out: {name} must be on {op.device}, got {tensor.device}")
 
 
-def _schema(cls: type[Op]) -> tuple[str, str]:
+def _arguments(cls: type[Op]) -> str:
+    """The arguments of an op, as schemas have them."""
     parts = []
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        text = f"{_SCHEMA_TYPES[str(field.type)]} {field.name}"
-        if field.default is not dataclasses.MISSING:
-            text += f"={field.default}"
-        parts.append(text)
-    arguments, many = ", ".join(parts), "[]" if cls.returns_list else ""
+        kind = _SCHEMA_TYPES[str(field.type)]
+        if field.name in cls.written:
+            kind += f"({chr(ord('a') + cls.written.index(field.name))}!)"
+        default = field.default
+        shown = f'"{default}"' if isinstance(default, str) else default
+        is_given = default is not dataclasses.MISSING
+        parts.append(f"{kind} {field.name}" + (f"={shown}" if is_given else ""))
+    return ", ".join(parts)
+
+
+def _schema(cls: type[Op]) -> tuple[str, str]:
+    arguments, many = _arguments(cls), "[]" if cls.returns_list else ""
     flag = ", bool accumulate=False" if cls.accumulates else ""
     return (
         f"{cls.name}({arguments}) -> Tensor{many}",
@@ -373,10 +383,7 @@ def register(cls: type[Op]) -> type[Op]:
         (f"{cls.name}_out", out, call_out, fake_out),
     )
     for name, schema, implementation, meta in pairs:
-        _keep_dynamo_out(implementation)
-        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"cute_kernels::{name}", meta, lib=_LIBRARY)
+        _define(name, schema, implementation, meta)
     getattr(torch.ops.cute_kernels, cls.name).__doc__ = cls.__doc__
     getattr(
         torch.ops.cute_kernels, f"{cls.name}_out"
@@ -386,6 +393,40 @@ def register(cls: type[Op]) -> type[Op]:
     )
     cls.invoke = staticmethod(_invoker(cls))
     return cls
+
+
+def register_inplace(cls: type[Op]) -> type[Op]:
+    """Class decorator: register an op that writes those of its arguments that ``written`` names."""
+    remedy = "call it under torch.no_grad()"
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        op = cls(*args, **kwargs)
+        plan = op.cached_plan()
+        outputs = [getattr(op, name) for name in cls.written]
+        refuse_derivatives(cls.name, op.tensors().items(), remedy)
+        # Nothing else tells autograd, which may hold an output for a backward pass.
+        increment_version(outputs)
+        with torch.no_grad():
+            plan.compute_into(op, outputs)
+
+    def fake(*args: Any, **kwargs: Any) -> None:
+        op = cls(*args, **kwargs)
+        op.check()
+        refuse_derivatives(cls.name, op.tensors().items(), remedy)
+
+    _define(cls.name, f"{cls.name}({_arguments(cls)}) -> ()", call, fake)
+    getattr(torch.ops.cute_kernels, cls.name).__doc__ = cls.__doc__
+    cls.invoke = staticmethod(getattr(torch.ops.cute_kernels, cls.name).default)
+    return cls
+
+
+def _define(
+    name: str, schema: str, implementation: Callable[..., Any], meta: Callable[..., Any]
+) -> None:
+    _keep_dynamo_out(implementation)
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cute_kernels::{name}", meta, lib=_LIBRARY)
 
 
 def _keep_dynamo_out(function: Any) -> None:

@@ -5,6 +5,7 @@ the layout contract says is written. They run on any device; grouped GEMM and th
 read ``offs`` on the host, which on a GPU means a synchronization.
 """
 
+from cute_kernels.reference.delayed import delayed_scaling_update
 from cute_kernels.reference.elements import Elements
 from cute_kernels.reference.gemm import Operand, k_grouped_gemm, m_grouped_gemm
 from cute_kernels.reference.quantize import Given, dequantize, quantize
@@ -15,6 +16,7 @@ __all__ = [
     "Given",
     "Operand",
     "compute_offsets",
+    "delayed_scaling_update",
     "dequantize",
     "grouped_amax",
     "grouped_dbias",

@@ -42,9 +42,11 @@ class Given(NamedTuple):
 
     Attributes:
         amax: (G,) fp32 amax per group to use instead of computing it; its sign is dropped.
+        scale: (G,) fp32 scale per group, of formats that take it (``Format.takes_scale``).
     """
 
     amax: Tensor | None = None
+    scale: Tensor | None = None
 
 
 def quantize(
@@ -75,17 +77,19 @@ def quantize(
     per_group = group_amax(per_row, groups) if given.amax is None else given.amax.abs()
     for is_columnwise, copy in ((False, rowwise), (True, columnwise)):
         if copy:
-            _store_level(codec, groups, copy, per_row, per_group, is_columnwise)
+            _store_level(codec, groups, copy, per_row, per_group, given.scale, is_columnwise)
+    # What the scales of blocks follow from.
+    second = per_group if given.scale is None else given.scale
     if rowwise and not fmt.is_2d:
         level = fmt.second_level
         if level is not None and level.per == "row":
             g = per_row
         else:
-            g = per_group[groups.group_of_row().clamp_max_(max(0, len(groups) - 1))]
+            g = second[groups.group_of_row().clamp_max_(max(0, len(groups) - 1))]
         _quantize_rows(codec, elements, groups, g, rowwise)
     if columnwise or (rowwise and fmt.is_2d):
         squares = rowwise if fmt.is_2d else {}
-        _quantize_tiles(codec, elements, groups, per_group, squares, columnwise)
+        _quantize_tiles(codec, elements, groups, second, squares, columnwise)
 
 
 def _named(fmt: Format, out: Mapping[str, Tensor], columnwise: bool) -> dict[str, Tensor]:
@@ -118,13 +122,14 @@ def _store_level(
     copy: Mapping[str, Tensor],
     per_row: Tensor,
     per_group: Tensor,
+    scale: Tensor | None,
     columnwise: bool,
 ) -> None:
     level = codec.fmt.level(columnwise)
     if level is None:
         return
     if level.per == "group":
-        for name, vector in zip(level.buffers, codec.level(per_group), strict=True):
+        for name, vector in zip(level.buffers, codec.level(per_group, scale), strict=True):
             copy[name].copy_(vector)
         return
     live = groups.group_of_row() < len(groups)

@@ -11,12 +11,16 @@ from torch import Tensor, nn
 
 from grouped import debug
 from grouped.autograd import multiply, rows_and_ends
+from grouped.nn.forms import convert
 from grouped.nn.kept import KeptWeight, can_keep, is_static
-from grouped.passes import Copies, quantize_weight
+from grouped.nn.wgrad import EAGER_ONLY, ParameterGradients, Wgrads
+from grouped.passes import Copies, joined, quantize_weight
 from grouped.recipes import BF16, Recipe
 from grouped.tensor import GroupedTensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from grouped.offsets import Offsets
 
 __all__ = ["GroupedLinear"]
@@ -34,6 +38,15 @@ class GroupedLinear(debug.Watched):
         single_parameter: one ``weight`` (G, N, K) and ``bias`` (G, N), or ``weight0`` ...
             ``weight{G-1}`` (N, K) and ``bias0`` ... (N,). A state dict of either form loads into
             both.
+        fuse_wgrad_accumulation: the gradient of each parameter of the weight is added to its
+            attribute ``main_grad``, in fp32 before the one cast, by the product that makes it; it
+            is put there instead where ``is_first_microbatch=True`` or the parameter's attribute
+            ``overwrite_main_grad`` is set. ``main_grad`` is a contiguous tensor of the parameter's
+            shape and device, of fp32 or its dtype. The parameter's ``grad_added_to_main_grad`` is
+            set to True, and its ``.grad`` gets zeros, for hooks such as Megatron-LM's want a tensor
+            there, which they drop. The bias has its gradient in ``.grad``.
+        delay_wgrad: backward passes leave the gradients of the parameters to ``backward_dw``, and
+            run no hook of theirs.
         device: device of the parameters.
         dtype: dtype of the parameters. Weights are quantized from this dtype, and take gradients
             of it; the computation has the dtype of the input.
@@ -59,6 +72,8 @@ class GroupedLinear(debug.Watched):
         *,
         recipe: Recipe | None = None,
         single_parameter: bool = True,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -84,6 +99,7 @@ class GroupedLinear(debug.Watched):
         self.out_features = out_features
         self.has_bias = bias
         self.single_parameter = single_parameter
+        self._wgrads = Wgrads(fuse_wgrad_accumulation, delay_wgrad)
         self._kept: KeptWeight | None = None
         #: The last DTensor of each parameter: what FSDP gathers the present one from.
         self._shards: dict[str, Tensor] = {}
@@ -101,6 +117,9 @@ class GroupedLinear(debug.Watched):
                 self.register_parameter(f"{name}{group}", nn.Parameter(tensor))
         if not bias and single_parameter:
             self.register_parameter("bias", None)
+        for parameter in self.parameters() if delay_wgrad else ():
+            # Megatron-LM then registers with this layer what it would do after a backward pass.
+            parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -138,24 +157,54 @@ class GroupedLinear(debug.Watched):
             is_first_microbatch: for several microbatches a step: True quantizes the weight and
                 keeps it, False uses what was kept. None quantizes it for this call; in ``eval()``
                 mode and without gradients it keeps it until it changes, is moved or loaded, or
-                until the next ``train()`` or ``eval()``.
+                until the next ``train()`` or ``eval()``. With ``fuse_wgrad_accumulation``, True
+                also drops what ``main_grad`` held.
 
         A weight that was kept is used only if it is the same parameter with the same storage and
         version, and the recipe did not change. PyTorch counts no version for writes through
         ``weight.data``: call ``eval()`` again after those. Compiled, exported and transformed calls
         keep nothing, nor do weights made under ``inference_mode``: each quantizes its own.
 
+        Layers with ``fuse_wgrad_accumulation`` or ``delay_wgrad`` train in eager mode:
+        ``torch.compile`` breaks its graph at them, and ``fullgraph=True``, ``torch.export`` and
+        ``torch.func`` raise. Where no gradients of parameters are wanted they are as any other.
+
         Raises:
             TypeError: a dtype that is not taken.
             ValueError: a shape, a device or offs that break a rule.
-            RuntimeError: ``is_first_microbatch=False``, and no weight was kept, or it changed.
+            RuntimeError: ``is_first_microbatch=False``, and no weight was kept, or it changed; or
+                something traces or transforms a layer that trains in eager mode only.
         """
+        if self._wgrads.active and torch.is_grad_enabled() and self._has_trainable():
+            y: Tensor = self._train_apart(x, offs, is_first_microbatch)
+            return y
+        return self._apply_to(x, offs, is_first_microbatch, None)
+
+    @torch.compiler.disable(reason=EAGER_ONLY)  # type: ignore[untyped-decorator]
+    def _train_apart(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
+        """``forward`` where gradients of parameters do not go to autograd, or not at once."""
+        self._wgrads.check_eager(sharded=bool(self._shards))
+        biases = self._named("bias") if self.has_bias else {}
+        overwrite = is_first_microbatch is True
+        sink = self._wgrads.sink(self._named("weight"), biases, overwrite)
+        return self._apply_to(x, offs, is_first_microbatch, sink)
+
+    def _has_trainable(self) -> bool:
+        return any(p.requires_grad for p in self.parameters())
+
+    def _apply_to(
+        self,
+        x: Tensor,
+        offs: Offsets,
+        is_first_microbatch: bool | None,
+        sink: ParameterGradients | None,
+    ) -> Tensor:
         rows, ends = rows_and_ends(x, offs, self.num_groups, self.in_features)
         sources = self._sources("weight")
+        self._check_shape(sources[0])
         copies = self._kept_copies(sources, is_first_microbatch, rows)
-        weight = self._weight(sources, copies)
         bias = self._stacked("bias") if self.has_bias else None
-        y = multiply(rows, weight, bias, ends, self.recipe, copies)
+        y = multiply(rows, sources, bias, ends, self.recipe, copies, sink)
         flags = debug.flags_of(self, rows.device)
         if flags is not None:
             y = debug.watch(flags, rows, sources, y, ends)
@@ -164,23 +213,43 @@ class GroupedLinear(debug.Watched):
 
     def _sources(self, name: str) -> list[Tensor]:
         """The parameters that ``name`` consists of."""
+        return list(self._named(name).values())
+
+    def _named(self, name: str) -> dict[str, Tensor]:
+        """The same by their names."""
         if self.single_parameter:
-            return [getattr(self, name)]
-        return [getattr(self, f"{name}{group}") for group in range(self.num_groups)]
+            return {name: getattr(self, name)}
+        names = (f"{name}{group}" for group in range(self.num_groups))
+        return {name: getattr(self, name) for name in names}
 
     def _stacked(self, name: str) -> Tensor:
         sources = self._sources(name)
         return sources[0] if self.single_parameter else torch.stack(sources)
 
-    def _weight(self, sources: list[Tensor], copies: Copies | None) -> Tensor | None:
-        """The weight (G, N, K), unless its quantized ``copies`` are all that this call reads."""
-        if not self.single_parameter:
-            return None if copies and not torch.is_grad_enabled() else torch.stack(sources)
-        weight = sources[0]
+    def _check_shape(self, weight: Tensor) -> None:
+        """Whether a weight that is quantized already has the layer's shape."""
         shape = (self.num_groups, self.out_features, self.in_features)
         if isinstance(weight, GroupedTensor) and tuple(weight.shape) != shape:
             raise ValueError(f"weight must be uniform of shape {shape}, got {weight!r}")
-        return weight
+
+    def backward_dw(self) -> None:
+        """Compute the gradients of the parameters that the oldest backward pass left.
+
+        Adds them to ``.grad``, or the weight's to ``main_grad``, and runs the hooks of the
+        parameters and those of ``register_wgrad_accumulation_and_reduce_hooks``. One call for each
+        backward pass, in their order. Does nothing if all parameters are frozen.
+
+        Raises:
+            RuntimeError: the layer was made without ``delay_wgrad``, no backward pass left any, or
+                ``main_grad`` is missing. What was left is there for another call.
+            TypeError: ``main_grad`` has a dtype that is not taken.
+            ValueError: ``main_grad`` has another shape.
+        """
+        self._wgrads.run_oldest(self._has_trainable())
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
+        """Have ``hook`` called after each ``backward_dw``; the name is TransformerEngine's."""
+        self._wgrads.hooks.append(hook)
 
     def _kept_copies(
         self, sources: list[Tensor], is_first_microbatch: bool | None, rows: Tensor
@@ -197,7 +266,7 @@ class GroupedLinear(debug.Watched):
                 return None
             if self._kept is not None and self._kept.change(made_from, self.recipe) is None:
                 return self._kept.copies
-        weight = sources[0] if self.single_parameter else torch.stack(sources)
+        weight = joined(sources)
         # Not where rows require a gradient: a later microbatch may where this one does not.
         copies = quantize_weight(weight, self.recipe, wants_gradients)
         self._kept = KeptWeight.of(made_from, self.recipe, copies)
@@ -261,32 +330,6 @@ class GroupedLinear(debug.Watched):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         for name in ("weight", "bias") if self.has_bias else ("weight",):
-            self._convert(state_dict, prefix + name)
+            convert(state_dict, prefix + name, self.num_groups, self.single_parameter)
         self._kept = None
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _convert(self, state_dict: dict[str, Any], key: str) -> None:
-        """Turn the other form of a parameter into this module's, in place.
-
-        A partial set of per-group keys is left alone, and reported as missing keys.
-        """
-        keys = [f"{key}{group}" for group in range(self.num_groups)]
-        discrete = all(k in state_dict for k in keys)
-        if self.single_parameter:
-            if key not in state_dict and discrete:
-                state_dict[key] = torch.stack([_plain(state_dict[k]) for k in keys])
-            if key in state_dict:
-                for k in keys:
-                    state_dict.pop(k, None)
-                if key.endswith("bias") and state_dict[key].dim() == 3:
-                    state_dict[key] = state_dict[key].squeeze(1)
-            return
-        if key in state_dict:
-            stacked = _plain(state_dict.pop(key))
-            if not discrete and len(stacked) == self.num_groups:
-                for k, member in zip(keys, stacked, strict=True):
-                    state_dict[k] = member.reshape(-1) if key.endswith("bias") else member
-
-
-def _plain(x: Tensor) -> Tensor:
-    return x.dequantize() if isinstance(x, GroupedTensor) else x

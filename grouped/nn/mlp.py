@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped.nn.linear import GroupedLinear
+from grouped.nn.swiglu import swiglu
 
 if TYPE_CHECKING:
     from grouped.offsets import Offsets
@@ -26,6 +27,8 @@ class GroupedMLP(nn.Module):
         bias: whether both layers have biases.
         recipe: formats of both layers; BF16 by default.
         single_parameter: as in ``GroupedLinear``.
+        fuse_wgrad_accumulation: as in ``GroupedLinear``.
+        delay_wgrad: as in ``GroupedLinear``.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
@@ -42,6 +45,8 @@ class GroupedMLP(nn.Module):
         *,
         recipe: Recipe | None = None,
         single_parameter: bool = True,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -55,6 +60,8 @@ class GroupedMLP(nn.Module):
                 bias,
                 recipe=recipe,
                 single_parameter=single_parameter,
+                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+                delay_wgrad=delay_wgrad,
                 device=device,
                 dtype=dtype,
             )
@@ -71,8 +78,11 @@ class GroupedMLP(nn.Module):
         self, x: Tensor, offs: Offsets, *, is_first_microbatch: bool | None = None
     ) -> Tensor:
         """Apply the experts; arguments as in ``GroupedLinear.forward``."""
-        gate, up = self.gate_up(x, offs, is_first_microbatch=is_first_microbatch).chunk(2, dim=-1)
-        # In fp32, rounded once, as the fused kernels of other systems do.
-        hidden = (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+        hidden = swiglu(self.gate_up(x, offs, is_first_microbatch=is_first_microbatch))
         y: Tensor = self.down(hidden, offs, is_first_microbatch=is_first_microbatch)
         return y
+
+    def backward_dw(self) -> None:
+        """Compute what a backward pass left, of both layers: see ``GroupedLinear.backward_dw``."""
+        self.down.backward_dw()
+        self.gate_up.backward_dw()

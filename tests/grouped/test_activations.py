@@ -89,6 +89,29 @@ def test_into_a_tensor_that_there_is(fmt):
         assert_same_bytes(*columns)
 
 
+def test_groups_that_have_shapes_of_their_own(fmt):
+    shapes = [(5, 64), (0, 32), (9, 128)]
+    elements = sum(m * n for m, n in shapes)
+    x, grad = sample(1, 2 * elements + 3).flatten(), sample(1, elements // 2).flatten()
+    got = grouped.quantize(x, fmt, shapes=shapes, activation="swiglu")
+    parts = x[: 2 * elements].split([2 * m * n for m, n in shapes])
+    halves = [p.view(m, 2 * n) for p, (m, n) in zip(parts, shapes, strict=True)]
+    made = [activate(part.float(), SWIGLU) for part in halves]
+    want = grouped.quantize(stored(fmt, torch.cat([t.flatten() for t in made])), fmt, shapes=shapes)
+    assert got.member_shapes == want.member_shapes
+    for a, b in zip(got.rowwise, want.rowwise, strict=True):
+        assert_same_bytes(a, b)
+    # Backward: the gradient of the second half of such an x, into the tensor that there is.
+    y = x[:elements]
+    got = grouped.quantize(y, fmt, shapes=shapes, activation="swiglu", grad=grad)
+    out = grouped.quantize(torch.zeros_like(y), fmt, shapes=shapes)
+    grouped.quantize(y, fmt, shapes=shapes, activation="swiglu", grad=grad, out=out)
+    for a, b in zip(got.rowwise, out.rowwise, strict=True):
+        assert_same_bytes(a, b)
+    with pytest.raises(ValueError, match="dbias has no meaning with shapes"):
+        grouped.quantize(x, fmt, shapes=shapes, activation="swiglu", dbias=True)
+
+
 def test_parameters_of_the_clamped_one(fmt):
     x = sample(40, 128)
     act = Activation("clamped_swiglu", limit=0.5)

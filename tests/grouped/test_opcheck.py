@@ -22,6 +22,13 @@ def uniform(grad=False):
     return grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True).requires_grad_(grad)
 
 
+def shaped(grad=False):
+    x = sample(ROWS * K)
+    shapes = [(2, 16), (0, 32), (5, 48)]
+    q = grouped.quantize(x, FORMATS["1x16"], shapes=shapes, columnwise=True)
+    return q.requires_grad_(grad)
+
+
 def leaf(*shape, dtype=BF16):
     return sample(*shape, dtype=dtype).requires_grad_()
 
@@ -35,6 +42,8 @@ CASES = [
     ("dequantize", "ragged", lambda: (ragged(), None, None)),
     ("dequantize", "columnwise", lambda: (ragged(), torch.float32, "columnwise")),
     ("dequantize", "uniform, of a parameter", lambda: (uniform(True), torch.float16, "rowwise")),
+    ("dequantize", "shapes", lambda: (shaped(), None, None)),
+    ("dequantize", "shapes, columnwise", lambda: (shaped(True), torch.float32, "columnwise")),
     ("gemm", "fprop", lambda: (ragged(), uniform(), None, None, False, BF16)),
     (
         "gemm",
@@ -78,6 +87,7 @@ CASES = [
     ("linear", "W4A16", lambda: linear(RECIPES["bf16"], uniform(True), leaf(G, N))),
     ("linear", "of a quantized weight", lambda: linear(RECIPES["nvfp4"], uniform(True), None)),
     ("quantize_out", "ragged", lambda: (sample(ROWS, K), OFFS, None, ragged())),
+    ("quantize_out", "shapes", lambda: (sample(ROWS * K), None, torch.ones(3), shaped())),
     ("quantize_out", "uniform", lambda: (weight(), None, torch.ones(3), uniform())),
 ]
 

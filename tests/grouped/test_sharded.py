@@ -121,3 +121,11 @@ def test_a_kept_weight_is_not_used_after_a_step(alone, reshard):
     optimizer.step()
     with pytest.raises(RuntimeError, match="the weight changed since: it was written in place"):
         layer(x, offs, is_first_microbatch=False)
+
+
+@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad"])
+def test_gradients_of_sharded_parameters_go_no_other_way(alone, option):
+    layer = GroupedLinear(GROUPS, K, N, **{option: True})
+    fully_shard(layer, mesh=alone)
+    with pytest.raises(RuntimeError, match="not for sharded parameters"):
+        layer(sample(40, K), ENDS)

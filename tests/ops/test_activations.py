@@ -80,7 +80,7 @@ def names(fmt, x, num_groups, directions):
 
 def check(fmt, act, x, grad, offs, directions=(True, True), amax=None):
     """That an activation and codes at once are those one after the other."""
-    got = ops.grouped_quantize(x, fmt.text, offs, amax, *directions, act.text, grad)
+    got = ops.grouped_quantize(x, fmt.text, offs, amax, *directions, activation=act.text, grad=grad)
     # NaN in what no group has must not matter: the tail of the elements is left as it comes.
     elements = made(act, x, grad)
     want = ops.grouped_quantize(stored(fmt, elements, x.dtype), fmt.text, offs, amax, *directions)
@@ -161,17 +161,30 @@ def test_given_amax(fmt):
     check(fmt, SOME[1], x, grad, offsets((10, 30)), (True, True), amax)
 
 
+def test_given_scale():
+    """Delayed FP8: the scale is given, and the amax is that of the elements that are not rounded."""
+    x, grad = case(SOME[1], (40,), BF16, backward=True)
+    elements, offs, scale = made(SOME[1], x, grad), offsets((10, 30)), torch.tensor([2.0, 0.125])
+    arguments = ("fp8:scaling=delayed", offs, None, True, True, scale)
+    got = ops.grouped_quantize(x, *arguments, activation="swiglu", grad=grad)
+    want = ops.grouped_quantize(elements, *arguments)
+    for a, b in zip(got, want, strict=True):
+        assert_same_bytes(a, b)
+    assert_same_bytes(got[-1], ops.grouped_amax(elements, offs))
+
+
 @pytest.mark.parametrize("fmt", **texts(FORMATS))
 def test_written_in_place(fmt):
     for act, backward in itertools.product(SOME, (False, True)):
         x, grad = case(act, (45,), BF16, backward)
         offs = offsets((30, 0, 13))
-        want = ops.grouped_quantize(x, fmt.text, offs, None, True, True, act.text, grad)
+        options = {"activation": act.text, "grad": grad}
+        arguments = (x, fmt.text, offs, None, True, True)
+        want = ops.grouped_quantize(*arguments, **options)
         out = [poisoned(t) for t in want]
-        arguments = (x, fmt.text, offs, None, True, True, act.text, grad)
-        ops.grouped_quantize_out(*arguments, out=out)
+        ops.grouped_quantize_out(*arguments, **options, out=out)
         into = [torch.zeros_like(t) for t in want]
-        ops.grouped_quantize_out(*arguments, out=into)
+        ops.grouped_quantize_out(*arguments, **options, out=into)
         for a, b in zip(into, want, strict=True):
             assert_same_bytes(a, b)
         # Rows of the tail stay poisoned.
@@ -190,14 +203,16 @@ def test_strided_inputs(fmt):
 
 @pytest.mark.parametrize("fmt", **texts(FORMATS))
 def test_groups_that_have_shapes_of_their_own(fmt):
-    shapes = [(5, 2 * 64), (0, 2 * 32), (130, 2 * 96)]
-    flat = list(itertools.chain.from_iterable(shapes))
-    count = sum(m * n for m, n in shapes)
+    shapes = [(5, 128), (0, 64), (130, 192)]  # of x
     for act, backward in itertools.product(SOME, (False, True)):
+        count = sum(m * n for m, n in shapes)
         x = torch.cat([sample(1, count).squeeze(0), torch.full((7,), torch.nan).to(BF16)])
         of_grad = [(m, act.width(n)) for m, n in shapes]
+        result = shapes if backward else of_grad
+        flat = list(itertools.chain.from_iterable(result))
         grad = sample(1, sum(m * n for m, n in of_grad)).squeeze(0) if backward else None
-        got = ops.grouped_quantize(x, fmt.text, None, None, True, True, act.text, grad, flat)
+        arguments = (fmt.text, None, None, True, True)
+        got = ops.grouped_quantize(x, *arguments, activation=act.text, grad=grad, shapes=flat)
         members, start, of_start = [], 0, 0
         for (m, n), (_, k) in zip(shapes, of_grad, strict=True):
             part = x[start : start + m * n].view(m, n)
@@ -205,10 +220,7 @@ def test_groups_that_have_shapes_of_their_own(fmt):
             members.append(stored(fmt, made(act, part, g), BF16))
             start, of_start = start + m * n, of_start + m * k
         flat_members = torch.cat([t.flatten() for t in members])
-        of_result = list(itertools.chain.from_iterable(t.shape for t in members))
-        want = ops.grouped_quantize(
-            flat_members, fmt.text, None, None, True, True, shapes=of_result
-        )
+        want = ops.grouped_quantize(flat_members, *arguments, shapes=flat)
         for a, b in zip(got, want, strict=True):
             assert_same_bytes(a, b)
 
@@ -257,7 +269,7 @@ def test_dbias_of_uniform_groups(act):
 
 
 X, OFFS = sample(8, K), offsets((3, 5))
-SHAPED = {"x": X.flatten(), "offs": None, "shapes": [4, 64, 4, 64], "activation": "swiglu"}
+SHAPED = {"x": X.flatten(), "offs": None, "shapes": [4, 32, 4, 32], "activation": "swiglu"}
 REFUSED = {
     "grad alone": ({"grad": X}, ValueError, "grad needs an activation"),
     "no activation": ({"activation": "swish"}, ValueError, "activation must be one of gelu"),
@@ -269,7 +281,7 @@ REFUSED = {
     "half a block": (
         {"x": sample(8, 48), "activation": "reglu"},
         ValueError,
-        "K must be a positive multiple of 16 (nvfp4, x is (..., 2K) of reglu), got 24",
+        "K must be a positive multiple of 16 (nvfp4, x is (..., 2K)), got 24",
     ),
     "no block": ({"x": sample(8, 24), "activation": "relu"}, ValueError, "(nvfp4, x is (..., K))"),
     "grad of the input's shape": (
@@ -302,15 +314,21 @@ REFUSED = {
         ValueError,
         "grad must be on the device of x (cpu), got meta",
     ),
-    "shapes of half a block": (
-        SHAPED | {"shapes": [4, 64, 4, 48]},
+    "shapes beyond half of x": (
+        SHAPED | {"shapes": [4, 32, 4, 48]},
         ValueError,
-        "shapes[1] must have a positive multiple of 32 columns (nvfp4 after swiglu), got (4, 48)",
+        "shapes[1], (4, 48), must end within the 256 elements of the tensor, but ends at 320",
     ),
     "shapes and a short grad": (
-        SHAPED | {"grad": sample(1, 255).squeeze(0)},
+        SHAPED | {"shapes": [4, 64, 4, 64], "grad": sample(1, 255).squeeze(0)},
         ValueError,
         "grad must hold the 256 elements of the activation's result, got 255",
+    ),
+    "shapes of an odd width": (
+        SHAPED | {"shapes": [4, 64, 4, 63], "grad": sample(1, 255).squeeze(0)},
+        ValueError,
+        "shapes[1] (m, 2n) of swiglu, which is gated, must have an even number of columns, "
+        "got (4, 63)",
     ),
     "shapes and a matrix": (
         SHAPED | {"grad": sample(8, 32)},
@@ -325,8 +343,7 @@ def test_refused(changes, error, message):
     arguments = {"x": X, "format": "nvfp4", "offs": OFFS} | changes
     for call in (ops.grouped_quantize, cute_kernels.ops.grouped_quantize):
         order = [f.name for f in dataclasses.fields(cute_kernels.ops.quantize.GroupedQuantize)]
-        defaults = {"offs": None, "amax": None, "rowwise": True, "columnwise": False}
-        given = defaults | dict.fromkeys(order[len(defaults) + 2 :]) | arguments
+        given = dict.fromkeys(order) | {"rowwise": True, "columnwise": False} | arguments
         with pytest.raises(error, match=re.escape(message)):
             call(*(given[name] for name in order))
 
@@ -370,39 +387,36 @@ def test_kernels_say_that_they_have_none(arch):
 # The dispatcher
 
 
+RAGGED = (sample(13, 96), "nvfp4:block=16x16", offsets((5, 8)), None, True, True)
 OPCHECKS = {
-    "forward": lambda: (sample(13, 96), "nvfp4", offsets((5, 8)), None, True, True, "swiglu"),
-    "backward": lambda: (
-        sample(13, 96), "nvfp4:block=16x16", offsets((5, 8)), None, True, True, "swiglu",
-        sample(13, 48),
+    "forward": (RAGGED, {"activation": "swiglu"}),
+    "backward": (RAGGED, {"activation": "swiglu", "grad": sample(13, 48)}),
+    "uniform": ((sample(2, 5, 64), "nvfp4"), {"activation": "gelu"}),
+    "shapes": (
+        (sample(1, 500).squeeze(0), "nvfp4", None, None, True, True),
+        {"activation": "swiglu", "grad": sample(1, 250).squeeze(0), "shapes": [5, 64, 2, 32]},
     ),
-    "uniform": lambda: (sample(2, 5, 64), "nvfp4", None, None, True, False, "gelu"),
-    "shapes": lambda: (
-        sample(1, 500).squeeze(0), "nvfp4", None, None, True, True, "swiglu",
-        sample(1, 250).squeeze(0), [5, 64, 2, 32],
-    ),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("make", OPCHECKS.values(), ids=OPCHECKS)
-def test_opcheck(make):
-    arguments = make()
-    opcheck(ops.grouped_quantize.default, arguments)
-    out = [poisoned(t) for t in ops.grouped_quantize(*arguments)]
-    opcheck(ops.grouped_quantize_out.default, arguments, {"out": out})
-    if len(arguments) < 9:
-        x, _, offs, _, _, _, act, *grad = arguments
-        dbias = (x, offs, act, *grad)
-        opcheck(ops.grouped_dbias.default, dbias)
-        out = poisoned(ops.grouped_dbias(*dbias))
-        opcheck(ops.grouped_dbias_out.default, dbias, {"dbias": out})
+@pytest.mark.parametrize(("arguments", "options"), OPCHECKS.values(), ids=OPCHECKS)
+def test_opcheck(arguments, options):
+    opcheck(ops.grouped_quantize.default, arguments, options)
+    out = [poisoned(t) for t in ops.grouped_quantize(*arguments, **options)]
+    opcheck(ops.grouped_quantize_out.default, arguments, options | {"out": out})
+    if "shapes" in options:
+        return
+    dbias = (arguments[0], offsets((5, 8)) if arguments is RAGGED else None)
+    opcheck(ops.grouped_dbias.default, dbias, options)
+    out = poisoned(ops.grouped_dbias(*dbias, **options))
+    opcheck(ops.grouped_dbias_out.default, dbias, options | {"dbias": out})
 
 
 def test_has_no_derivative():
     x = X.clone().requires_grad_()
     grad = sample(8, K).requires_grad_()
     for leaf, other in ((x, grad.detach()), (x.detach(), grad)):
-        codes = ops.grouped_quantize(leaf, "fp8", OFFS, None, True, False, "silu", other)
+        codes = ops.grouped_quantize(leaf, "fp8", OFFS, activation="silu", grad=other)
         sums = ops.grouped_dbias(leaf, OFFS, "silu", other)
         for result in (codes[1], sums):
             with pytest.raises(RuntimeError, match="has no derivative"):
@@ -417,24 +431,19 @@ def test_compiled_once_for_all_token_counts():
         graphs.append(graph)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    @torch.compile(fullgraph=True, backend=backend)
     def function(x, grad, offs):
-        forward = ops.grouped_quantize(x, "nvfp4", offs, None, True, True, "swiglu")
-        backward = ops.grouped_quantize(x, "fp8", offs, None, True, True, "swiglu", grad)
+        one = {"columnwise": True, "activation": "swiglu"}
+        forward = ops.grouped_quantize(x, "nvfp4", offs, **one)
+        backward = ops.grouped_quantize(x, "fp8", offs, grad=grad, **one)
         return *forward, *backward, ops.grouped_dbias(x, offs, "swiglu", grad)
 
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in (40, 41, 130, 7, 300):
             x, grad, offs = sample(tokens, 96), sample(tokens, 48), offsets((tokens // 3, 0, 2))
             torch._dynamo.mark_dynamic(x, 0)
             torch._dynamo.mark_dynamic(grad, 0)
-            got = function(x, grad, offs)
-            want = (
-                *ops.grouped_quantize(x, "nvfp4", offs, None, True, True, "swiglu"),
-                *ops.grouped_quantize(x, "fp8", offs, None, True, True, "swiglu", grad),
-                ops.grouped_dbias(x, offs, "swiglu", grad),
-            )
-            for a, b in zip(got, want, strict=True):
+            for a, b in zip(compiled(x, grad, offs), function(x, grad, offs), strict=True):
                 assert_same_bytes(a, b)
     assert len(graphs) == 1
     torch._dynamo.reset()

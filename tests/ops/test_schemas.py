@@ -58,7 +58,7 @@ def prepacked():
 
 def decoding_shapes():
     shapes = [2, 16, 0, 32, 1, 32]
-    copy = ops.grouped_quantize(w(70), BY_ROW, None, None, False, True, shapes)
+    copy = ops.grouped_quantize(w(70), BY_ROW, None, None, False, True, shapes=shapes)
     return (*dequantize_arguments(copy, BY_ROW, 70, F32, columnwise=True), shapes)
 
 
@@ -79,7 +79,7 @@ CASES = [
     (
         "grouped_quantize",
         "shapes",
-        lambda: (w(70), "nvfp4", None, None, True, True, [2, 16, 0, 32, 1, 32]),
+        lambda: (w(70), "nvfp4", None, None, True, True, None, [2, 16, 0, 32, 1, 32]),
     ),
     ("grouped_dequantize", "shapes", decoding_shapes),
     (
@@ -226,8 +226,13 @@ def registered():
     return {name.split("::")[1] for name in registry._LIBRARY._op_defs}
 
 
+#: Ops that write their arguments, which have tests of their own.
+IN_PLACE = {"delayed_scaling_update"}
+
+
 def test_every_op_has_a_case():
-    assert {name for name, _, _ in CASES} | {f"{name}_out" for name, _, _ in CASES} == registered()
+    named = {name for name, _, _ in CASES}
+    assert named | {f"{name}_out" for name in named} | IN_PLACE == registered()
 
 
 @each_case

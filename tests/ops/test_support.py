@@ -34,13 +34,17 @@ FORMATS = (
     MXFP8(),
     FP8Block(),
     FP8(),
+    FP8(scaling="delayed"),
 )
+#: Formats of which calls take the scales of each group.
+SCALED = {fmt for fmt in FORMATS if fmt is not None and fmt.takes_scale}
 #: What no call says: a format of an op that takes none, or none of one that quantizes or decodes.
 UNSAYABLE = {
     *itertools.product(("compute_offsets", "grouped_amax", "grouped_dbias"), FORMATS[1:]),
     *itertools.product(
         ("grouped_quantize", "grouped_dequantize", "grouped_gemm_w4a16"), FORMATS[:1]
     ),
+    *itertools.product(("delayed_scaling_update",), set(FORMATS) - SCALED),
 }
 OFFS = offsets((4, 0, 2))
 K, N = 32, 16
@@ -63,13 +67,20 @@ def combinations():
                 yield pytest.param(op, fmt, arch, dtype, prepacked, id=name)
 
 
+def scale_of(fmt):
+    """One a group of those that calls give."""
+    return torch.rand(len(OFFS)) if fmt.takes_scale else None
+
+
 def held(fmt, uniform=False, columnwise=False):
     """What a reader of one direction needs, as the reference made it; zeros if nothing makes it."""
     shape, offs = ((len(OFFS), N, K), None) if uniform else ((6, K), OFFS)
     directions = {"rowwise": not columnwise, "columnwise": columnwise}
     if support("grouped_quantize", fmt, "reference"):
         with cute_kernels.backend("reference"):
-            made = ops.grouped_quantize(sample(*shape), fmt.text, offs, **directions)
+            made = ops.grouped_quantize(
+                sample(*shape), fmt.text, offs, **directions, scale=scale_of(fmt)
+            )
     else:
         specs = buffers(fmt, shape, None if uniform else len(OFFS), **directions)
         made = [spec.allocate(OFFS.device, True) for spec in specs.values()]
@@ -85,9 +96,9 @@ def per_group(fmt):
 def grouped_quantize(fmt, dtype):
     x = sample(len(OFFS), N, K, dtype=torch.float32).to(dtype)
     for columnwise in (False, True):
-        ops.grouped_quantize(x, fmt.text, None, None, True, columnwise)
-        ops.grouped_quantize(x[0], fmt.text, OFFS, None, True, columnwise)
-    grouped.quantize(x, fmt, columnwise=True)
+        ops.grouped_quantize(x, fmt.text, None, None, True, columnwise, scale_of(fmt))
+        ops.grouped_quantize(x[0], fmt.text, OFFS, None, True, columnwise, scale_of(fmt))
+    grouped.quantize(x, fmt, columnwise=True, scale=scale_of(fmt))
 
 
 def grouped_dequantize(fmt, dtype):
@@ -113,7 +124,8 @@ def grouped_gemm(fmt, dtype, prepacked=False):
         b[0] = cute_kernels.prepack(b[0])
     ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, prepacked=prepacked, **texts))
     options = (None, None, False, None, prepacked)
-    ops.m_grouped_quantize_gemm(plain, b[0], OFFS, b[1:], *texts.values(), *options)
+    if not fmt.takes_scale:
+        ops.m_grouped_quantize_gemm(plain, b[0], OFFS, b[1:], *texts.values(), *options)
     if not prepacked:
         columns = held(fmt, columnwise=True)
         texts["b_format"] = fmt.text
@@ -123,12 +135,17 @@ def grouped_gemm(fmt, dtype, prepacked=False):
 def grouped_gemm_w4a16(fmt, dtype):
     x = sample(6, K, dtype=torch.float32).to(dtype)
     with cute_kernels.backend("reference"):  # it quantizes what others only multiply
-        weights = grouped.quantize(sample(len(OFFS), N, K), fmt)
+        weights = grouped.quantize(sample(len(OFFS), N, K), fmt, scale=scale_of(fmt))
     grouped.grouped_gemm(x, weights, offs=OFFS)
     ops.m_grouped_gemm(*m_grouped_arguments(x, list(weights.rowwise), OFFS, b_format=fmt.text))
 
 
+def delayed_scaling_update(fmt, dtype):
+    ops.delayed_scaling_update(torch.ones(2, 3, dtype=dtype), torch.ones(3, dtype=dtype), fmt.text)
+
+
 CALLS = {
+    "delayed_scaling_update": delayed_scaling_update,
     "compute_offsets": lambda fmt, dtype: ops.compute_offsets(torch.tensor([4, 0, 2]).to(dtype)),
     "grouped_amax": lambda fmt, dtype: ops.grouped_amax(torch.ones(6, K).to(dtype), OFFS),
     "grouped_dbias": lambda fmt, dtype: ops.grouped_dbias(torch.ones(6, K).to(dtype), OFFS),

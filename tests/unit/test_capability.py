@@ -22,6 +22,7 @@ FORMATS = (
     MXFP8(),
     FP8Block(),
     FP8(),
+    FP8(scaling="delayed"),
 )
 
 
@@ -64,7 +65,8 @@ def test_the_table_names_ops_formats_and_architectures_that_there_are():
         assert name is None or name in RECORDS
         assert set(archs) <= set(ARCHITECTURES)
     assert capability._COLUMNWISE_RUNS.keys() <= capability._RUNS.keys()
-    for name, fields in capability._NOT_BUILT.items():
+    partly = (*capability._NOT_BUILT.items(), *capability._REFERENCE_ONLY.items())
+    for name, fields in partly:
         for field, value in fields.items():
             assert getattr(RECORDS[name](**{field: value}), field) == value
 
@@ -90,8 +92,8 @@ def test_an_added_row_is_an_added_format(monkeypatch, no_mxfp8):
     reason = support("grouped_quantize", MXFP8(), "sm_90a").reason
     assert reason == "no sm_90a kernel of grouped_quantize yet"
     assert support("grouped_gemm", MXFP8(), "reference").reason == "no grouped_gemm of MXFP8 yet"
-    reason = support("grouped_quantize", FP8(scaling="delayed"), "reference").reason
-    assert reason == "FP8(scaling='delayed') is not built yet"
+    reason = support("grouped_quantize", FP8(scaling="delayed"), "sm_90a").reason
+    assert reason == "no sm_90a kernel of grouped_quantize for FP8(scaling='delayed') yet"
     assert "| `grouped_quantize` | MXFP8 | yes | - | yes |" in markdown_table()
 
 

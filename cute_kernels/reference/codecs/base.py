@@ -42,8 +42,13 @@ class Codec(abc.ABC):
     def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
         self.fmt, self.dtype = fmt, dtype
 
-    def level(self, amax: Tensor) -> tuple[Tensor, ...]:
-        """The vectors of the second level, as the record names them, from amaxes."""
+    def level(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The vectors of the second level, as the record names them.
+
+        Args:
+            amax: amaxes of rows or groups.
+            scale: the scales of groups, where the format takes them from the caller.
+        """
         return ()
 
     @abc.abstractmethod
@@ -52,7 +57,8 @@ class Codec(abc.ABC):
 
         Args:
             a: amaxes of the blocks.
-            g: amaxes of their rows or groups, for the second level; broadcast to ``a``.
+            g: amaxes of their rows or groups, for the second level; broadcast to ``a``. The scales
+                of their groups where the format takes them from the caller.
 
         Returns:
             The block scales as they are stored, None if there are none; and the fp32 factors that

@@ -1,8 +1,8 @@
-"""FP8 with one scale per group, exact to the bit: TransformerEngine's current scaling.
+"""FP8 with one scale per group, exact to the bit: TransformerEngine's current and delayed scaling.
 
 With g the amax of a group and fl() one rounding to fp32:
 
-    scale     = min(fl(FP8_MAX / g), FMAX), or 1 where g is 0, infinite or NaN
+    scale     = min(fl(FP8_MAX / g), FMAX), or 1 where g is 0, infinite or NaN; delayed: as given
     scale_inv = fl(1 / scale)
     code      = fp8(fl(x * scale))                                saturating, to nearest even
     value     = fl(code * scale_inv)                              what a code decodes to
@@ -28,12 +28,12 @@ class FP8Codec(Codec):
 
     format = FP8
 
-    def level(self, amax: Tensor) -> tuple[Tensor, ...]:
-        scale = self._scale(amax)
+    def level(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
+        scale = self._scale(amax) if scale is None else scale
         return scale.reciprocal(), scale, amax
 
     def factors(self, a: Tensor, g: Tensor) -> tuple[None, Tensor]:
-        return None, self._scale(g)
+        return None, g if self.fmt.takes_scale else self._scale(g)
 
     def scale_values(self, stored: Tensor) -> Tensor:
         raise TypeError("FP8 has no block scales")

@@ -34,7 +34,7 @@ class NVFP4Codec(Codec):
 
     format = NVFP4
 
-    def level(self, amax: Tensor) -> tuple[Tensor, ...]:
+    def level(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
         return (amax,)
 
     def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

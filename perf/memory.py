@@ -1,0 +1,178 @@
+"""Bytes that a training step of ``GroupedMLP`` keeps for its backward pass, and its peak.
+
+    python -m perf.memory [--recipe BF16 NVFP4] [--tokens 512] [--tensors] [--device cuda]
+
+Without ``--device cuda`` nothing is computed: the step runs on fake tensors, and torch's
+``MemTracker`` adds up the storages that live. So temporaries inside an op are not counted, of which
+kernels have none worth mentioning, nor is what an allocator rounds up. "saved" is what autograd
+keeps between forward and backward, without the parameters. "peak" is the most that lives at once,
+above parameters, input and output gradient, which are there before the step; the gradients of the
+parameters and of the input, which are there after it, are part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from grouped import recipes
+from grouped.nn import GroupedMLP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+__all__ = ["Saved", "Sizes", "measure", "saved_by"]
+
+_RECIPES = tuple(name for name in recipes.__all__ if name != "Recipe")
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the step.
+
+    Args:
+        experts: G.
+        hidden: width of input and output.
+        intermediate: width between the layers.
+        tokens: rows of each expert.
+    """
+
+    experts: int = 32
+    hidden: int = 7168
+    intermediate: int = 2048
+    tokens: int = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A tensor that is kept for the backward pass.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        nbytes: bytes of its storage.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} {tuple(self.shape)}, {self.nbytes / 2**20:.1f} MiB"
+
+
+@contextlib.contextmanager
+def saved_by(module: nn.Module) -> Iterator[list[Saved]]:
+    """The tensors that calls inside keep for their backward passes, each storage once.
+
+    Args:
+        module: whose parameters are left out.
+    """
+    # Weakly held, so that no other storage comes to have the same address.
+    seen = {StorageWeakRef(p.untyped_storage()) for p in module.parameters()}
+    found: list[Saved] = []
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        reference = StorageWeakRef(storage)
+        if reference not in seen:
+            seen.add(reference)
+            found.append(Saved(tuple(t.shape), t.dtype, storage.nbytes()))
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        yield found
+
+
+def measure(recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu") -> tuple[list[Saved], int]:
+    """What a step keeps, and its peak in bytes above what is there before it.
+
+    Args:
+        recipe: formats of the layers.
+        sizes: of the step.
+        device: ``"cpu"`` for fake tensors, or ``"cuda"`` to run it.
+    """
+    fake = FakeTensorMode() if device == "cpu" else contextlib.nullcontext()
+    with fake, torch.device(device):
+        mlp = GroupedMLP(
+            *(sizes.experts, sizes.hidden, sizes.intermediate),
+            recipe=recipe,
+            dtype=torch.bfloat16,
+        )
+        counts = torch.full((sizes.experts,), sizes.tokens)
+        offs = counts.cumsum(0).to(torch.int32)
+        rows = sizes.experts * sizes.tokens
+        x, dy = (torch.randn(rows, sizes.hidden, dtype=torch.bfloat16) for _ in range(2))
+        x.requires_grad_()
+
+        with saved_by(mlp) as saved:
+            mlp(x, offs)
+
+        def step() -> None:
+            mlp(x, offs).backward(dy)
+
+        leaves = [*mlp.parameters(), x]
+        if device == "cuda":
+            return saved, _peak_on_gpu(step, leaves)
+        return saved, _peak_of_fakes(step, [*leaves, dy, offs])
+
+
+def _peak_of_fakes(step: Callable[[], None], before: list[Tensor]) -> int:
+    tracker = MemTracker()
+    tracker.track_external(*before)
+    with tracker:
+        step()
+    totals = tracker.get_tracker_snapshot("peak").values()
+    return sum(int(total["Total"]) for total in totals) - sum(t.nbytes for t in before)
+
+
+def _peak_on_gpu(step: Callable[[], None], leaves: list[Tensor]) -> int:
+    step()  # Compiles kernels, and makes what lives on.
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.memory",
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--recipe", nargs="+", choices=_RECIPES, default=_RECIPES)
+    for field in dataclasses.fields(Sizes):
+        parser.add_argument(f"--{field.name}", type=int, default=field.default)
+    parser.add_argument("--tensors", action="store_true", help="list what is saved")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    args = parser.parse_args()
+    sizes = Sizes(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Sizes)})
+    print("| recipe | saved of activations, GiB | of weights | peak |\n|---|---:|---:|---:|")
+    for name in args.recipe:
+        saved, peak = measure(getattr(recipes, name)(), sizes, args.device)
+        of_weights = sum(t.nbytes for t in saved if t.shape[:-2] == (sizes.experts,))
+        numbers = (sum(t.nbytes for t in saved) - of_weights, of_weights, peak)
+        print(f"| {name} | {' | '.join(f'{n / _GIB:.2f}' for n in numbers)} |")
+        if args.tensors:
+            print("\n".join(f"    {t}" for t in saved))
+
+
+if __name__ == "__main__":
+    main()

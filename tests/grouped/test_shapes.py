@@ -1,0 +1,540 @@
+"""GroupedTensors whose groups have shapes of their own."""
+
+import copy
+import io
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import grouped
+from grouped import GroupedTensor
+from grouped.nn import GroupedLinear
+from tests.grouped.cases import OpCounter, bytes_of, decode_member
+from tests.helpers import BUILT, assert_same_bytes, sample, weird_values
+
+DIRECTIONS = {
+    "rowwise": {"rowwise": True, "columnwise": False},
+    "columnwise": {"rowwise": False, "columnwise": True},
+    "both": {"rowwise": True, "columnwise": True},
+}
+NVFP4, BY_ROW = grouped.NVFP4(), grouped.NVFP4(row_scaled=True)
+SHAPES = [(5, 64), (0, 32), (130, 32), (1, 160)]
+STARTS = [0, 320, 320, 4480, 4640]
+LIVE, CAPACITY = STARTS[-1], 4700
+each_format = pytest.mark.parametrize("fmt", BUILT.values(), ids=BUILT)
+
+
+def members(x, shapes=SHAPES):
+    """(m, n) of each member: an oracle of where they lie."""
+    found, start = [], 0
+    for m, n in shapes:
+        found.append(x[start : start + m * n].reshape(m, n))
+        start += m * n
+    return found
+
+
+def make(fmt=NVFP4, shapes=SHAPES, capacity=CAPACITY, **options):
+    options.setdefault("columnwise", True)
+    return grouped.quantize(sample(capacity), fmt, shapes=shapes, **options)
+
+
+def parameter(fmt=NVFP4, requires_grad=True):
+    return nn.Parameter(make(fmt), requires_grad)
+
+
+def assert_members_are(q, x, amax=None):
+    """Each member has the codes and scales, and decodes to the values, that it has alone."""
+    options = {"rowwise": q.rowwise is not None, "columnwise": q.columnwise is not None}
+    ways = [way for way, is_held in options.items() if is_held]
+    decoded = {way: members(q.dequantize(direction=way)) for way in ways}
+    for g, (got, values) in enumerate(zip(q.unbind(), members(x), strict=True)):
+        given = None if amax is None else amax[g : g + 1]
+        alone = grouped.quantize(values[None], q.format, amax=given, **options)
+        (want,) = alone.unbind()
+        assert vars(got).keys() == vars(want).keys()
+        for name, tensor in vars(want).items():
+            if tensor is None:
+                assert getattr(got, name) is None
+            else:
+                assert_same_bytes(getattr(got, name), tensor, f"{name} of member {g}")
+        for way in ways:
+            assert_same_bytes(decoded[way][g], alone.dequantize(direction=way)[0], f"{way} {g}")
+    for way in ways:
+        assert not q.dequantize(direction=way)[LIVE:].any(), "the tail is zeros"
+
+
+# -------------------------------------------------------------------------------- what it is
+
+
+def test_metadata():
+    q = make()
+    assert q.shape == (CAPACITY,) and q.num_groups == 4 and q.offs is None
+    assert q.grouping == "shapes" and q.member_shapes == tuple(SHAPES)
+    assert q.shapes.dtype == q.element_offsets.dtype == torch.int64
+    assert q.shapes.tolist() == [list(shape) for shape in SHAPES]
+    assert q.element_offsets.tolist() == STARTS
+    assert q.shapes is q.shapes and q.element_offsets is q.element_offsets
+    for other, kind in ((make_ragged(), "ragged"), (make_uniform(), "uniform")):
+        assert other.grouping == kind
+        assert other.shapes is other.element_offsets is other.member_shapes is None
+    for held in (q.rowwise, q.columnwise):
+        assert all(t.dim() == 1 for t in held)
+    assert q.nbytes == sum(t.nbytes for t in (*q.rowwise, *q.columnwise))
+
+
+def make_ragged():
+    return grouped.quantize(sample(36, 64), NVFP4, offs=[7, 7, 33])
+
+
+def make_uniform(**options):
+    return grouped.quantize(sample(3, 32, 64), NVFP4, columnwise=True, **options)
+
+
+def test_repr_reads_no_values():
+    q, many = make(), grouped.quantize(sample(160), NVFP4, shapes=[(1, 16)] * 10)
+    with OpCounter() as counter:
+        texts = repr(q), repr(many)
+    assert not counter.calls
+    assert "(4700,), shapes=[(5, 64), (0, 32), (130, 32), (1, 160)], num_groups=4" in texts[0]
+    assert "shapes=[(1, 16), (1, 16), (1, 16), (1, 16), ...], num_groups=10" in texts[1]
+    repr(q.to("meta"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        SHAPES,
+        tuple(SHAPES),
+        torch.tensor(SHAPES),
+        torch.tensor(SHAPES, dtype=torch.int32),
+        np.array(SHAPES),
+        [torch.Size(shape) for shape in SHAPES],
+    ],
+    ids=["list", "tuple", "int64", "int32", "numpy", "sizes"],
+)
+def test_forms_of_shapes(given):
+    q = make(shapes=given)
+    assert q.member_shapes == tuple(SHAPES)
+    assert all(type(size) is int for size in itertools.chain(*q.member_shapes))
+
+
+# ------------------------------------------------------------------------------- its numbers
+
+
+@pytest.mark.parametrize("options", DIRECTIONS.values(), ids=DIRECTIONS)
+@each_format
+def test_members_are_those_of_each_alone(fmt, options):
+    x = sample(CAPACITY)
+    x[LIVE:] = torch.nan
+    assert_members_are(grouped.quantize(x, fmt, shapes=SHAPES, **options), x)
+
+
+@each_format
+def test_strange_values(fmt):
+    x = weird_values(100, 47, torch.bfloat16).flatten()
+    q = grouped.quantize(x, fmt, shapes=SHAPES, columnwise=True)
+    options = {"columnwise": True}
+    for got, values in zip(q.unbind(), members(x), strict=True):
+        (want,) = grouped.quantize(values[None], fmt, **options).unbind()
+        for name, tensor in vars(want).items():
+            assert_same_bytes(getattr(got, name), tensor, name)
+
+
+def test_numbers_by_hand():
+    """Against a decoder written from the text of the format, and the original."""
+    x = sample(CAPACITY)
+    for fmt in (NVFP4, BY_ROW):
+        q = grouped.quantize(x, fmt, shapes=SHAPES, columnwise=True)
+        decoded, decoded_t = (
+            members(q.dequantize(torch.float32, way)) for way in DIRECTIONS if way != "both"
+        )
+        for g, ((m, n), values) in enumerate(zip(SHAPES, members(x), strict=True)):
+            part = q.member(g)
+            want = decode_member(part.codes, part.scales, part.amax, n)
+            assert_same_bytes(decoded[g], want)
+            want_t = decode_member(part.codes_t, part.scales_t, part.amax_t, m)
+            assert_same_bytes(decoded_t[g], want_t.mT.contiguous())
+            if m:
+                amax = values.float().abs().amax(1 if fmt is BY_ROW else None)
+                assert part.amax.equal(amax) and part.amax_t == values.abs().max()
+                assert (want - values.float()).abs().max() <= amax.max() / 6
+
+
+def test_given_amax():
+    x, amax = sample(CAPACITY), torch.tensor([2.0, -3.0, 7.0, 0.5])
+    for fmt in (NVFP4, grouped.FP8()):
+        q = grouped.quantize(x, fmt, shapes=SHAPES, amax=amax, columnwise=True)
+        assert q.amax.tolist() == [2.0, 3.0, 7.0, 0.5]
+        assert_members_are(q, x, amax)
+
+
+def test_members_are_views():
+    q = make(grouped.FP8())
+    held = q.rowwise.codes
+    first = q.member(2).codes
+    assert first.shape == (130, 32) and first._base is not None
+    assert held.data_ptr() <= first.data_ptr() < held.data_ptr() + held.nbytes
+    assert_same_bytes(q.member(-2).codes, first)
+    with pytest.raises(IndexError, match=r"\[0, 4\)"):
+        q.member(4)
+
+
+# --------------------------------------------------------------------------- copies and files
+
+
+def assert_same(got, want):
+    assert type(got) is GroupedTensor or isinstance(got, nn.Parameter)
+    for fact in ("shape", "format", "member_shapes"):
+        assert getattr(got, fact) == getattr(want, fact)
+    assert got.shapes.equal(want.shapes) and got.element_offsets.equal(want.element_offsets)
+    for name, value in bytes_of(want).items():
+        assert_same_bytes(bytes_of(got)[name], value, name)
+
+
+def saved(x):
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+COPIES = {
+    "detach": lambda x: x.detach(),
+    "clone": lambda x: x.clone(),
+    "data": lambda x: x.data,
+    "view": lambda x: x.view(-1),
+    "deepcopy": copy.deepcopy,
+    "saved": saved,
+    "parameter": nn.Parameter,
+    "to": lambda x: x.to(torch.float32),
+    "parts": lambda x: GroupedTensor(
+        *(x.shape, x.dtype, x.format, None, x.rowwise, x.columnwise), shapes=x.shapes
+    ),
+    "unflatten": lambda x: GroupedTensor.__tensor_unflatten__(
+        {name: getattr(x, name) for name in x.__tensor_flatten__()[0]},
+        x.__tensor_flatten__()[1],
+        x.shape,
+        x.stride(),
+    ),
+}
+
+
+@pytest.mark.parametrize("change", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("fmt", [BY_ROW, grouped.FP8()], ids=lambda fmt: fmt.text)
+def test_copies_keep_the_shapes(fmt, change):
+    x = make(fmt)
+    assert_same(change(x), x)
+    assert hash(x.__tensor_flatten__()[1]) == hash(
+        change(x).detach().to(x.dtype).__tensor_flatten__()[1]
+    )
+
+
+def test_state_dicts_and_moves():
+    a, b = (nn.ParameterDict({"w": parameter()}) for _ in range(2))
+    b.load_state_dict(saved(a.state_dict()))
+    assert_same(b["w"], a["w"])
+    a.to(torch.float16)
+    assert a["w"].dtype == torch.float16
+    assert_same(a["w"], b["w"])
+    meta = copy.deepcopy(b).to("meta")
+    assert meta["w"].is_meta and meta["w"].shapes.is_meta and meta["w"].num_groups == 4
+    meta.to_empty(device="cpu").load_state_dict(b.state_dict())  # plain, as empty_like is
+    assert_same_bytes(meta["w"].detach(), b["w"].dequantize().detach())
+
+
+def test_files_say_what_they_hold():
+    x = make()
+    rebuild, (shape, dtype, name, fields, *rest) = x.__reduce_ex__(2)
+    assert fields["shapes"] == tuple(SHAPES)
+    assert "shapes" not in make_uniform().__reduce_ex__(2)[1][3]
+    wrong = fields | {"shapes": ((5, 64), (0, 32), (130, 48), (1, 160))}
+    with pytest.raises(ValueError, match=r"shapes\[2\], \(130, 48\), must end within the 4700"):
+        rebuild(shape, dtype, name, wrong, *rest)
+    with pytest.raises(ValueError, match="rowwise codes must have size"):
+        rebuild(shape, dtype, name, fields | {"shapes": ((5, 64),)}, *rest)
+
+
+# ------------------------------------------------------------------------------------ in place
+
+IN_PLACE = {
+    "add_": lambda t, other: t.add_(other),
+    "mul_": lambda t, _: t.mul_(3),
+    "copy_": lambda t, other: t.copy_(other),
+    "copy_ broadcast": lambda t, other: t.copy_(other[:1]),
+    "zero_": lambda t, _: t.zero_(),
+    "lerp_": lambda t, other: t.lerp_(other, 0.25),
+    "normal_": lambda t, _: t.normal_(),
+    "foreach": lambda t, other: torch._foreach_add_([t], [other])[0],
+}
+
+
+@pytest.mark.parametrize("op", IN_PLACE.values(), ids=IN_PLACE)
+@each_format
+def test_in_place_ops(fmt, op):
+    q, other = make(fmt), sample(CAPACITY)
+    dense = q.dequantize()
+    before = [t.data_ptr() for t in (*q.rowwise, *q.columnwise)]
+    torch.manual_seed(1)
+    assert op(q, other) is q
+    torch.manual_seed(1)
+    assert_same(q, grouped.quantize(op(dense, other), fmt, shapes=SHAPES, columnwise=True))
+    assert [t.data_ptr() for t in (*q.rowwise, *q.columnwise)] == before
+
+
+def test_copies_between_tensors():
+    source, target = make(BY_ROW), make(BY_ROW)
+    assert target.copy_(source) is target
+    assert_same(target, source)
+    other = make(grouped.FP8()).copy_(source)
+    assert_same(
+        other, grouped.quantize(source.dequantize(), other.format, shapes=SHAPES, columnwise=True)
+    )
+    plain = torch.empty(CAPACITY).copy_(source)
+    assert_same_bytes(plain, source.dequantize().float())
+    shapes = [(4640 // 32, 32)]
+    for wrong in (make(BY_ROW, shapes), make(NVFP4, shapes)):
+        with pytest.raises(ValueError, match="copy_ needs a source of equal shapes"):
+            target.copy_(wrong)
+    with pytest.raises(RuntimeError, match="expand"):
+        target.copy_(sample(CAPACITY + 1))
+    target.data = make(NVFP4, shapes)
+    assert target.member_shapes == tuple(shapes) and target.num_groups == 1
+    assert target.shapes.tolist() == [[145, 32]]
+
+
+def test_out_is_written():
+    x, q = sample(CAPACITY), make()
+    before = [t.data_ptr() for t in (*q.rowwise, *q.columnwise)]
+    assert grouped.quantize(x, NVFP4, shapes=SHAPES, columnwise=True, out=q) is q
+    assert_same(q, grouped.quantize(x, NVFP4, shapes=SHAPES, columnwise=True))
+    assert [t.data_ptr() for t in (*q.rowwise, *q.columnwise)] == before
+    with pytest.raises(ValueError, match="out was made with another shapes"):
+        grouped.quantize(x, NVFP4, shapes=[(5, 64)], columnwise=True, out=q)
+    with pytest.raises(ValueError, match="out was made with another shape: "):
+        grouped.quantize(x[:-1], NVFP4, shapes=SHAPES, columnwise=True, out=q)
+    with pytest.raises(ValueError, match="out was made with another shape"):
+        grouped.quantize(sample(3, 32, 64), NVFP4, columnwise=True, out=q)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.5, fused=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers(optimizer):
+    p = parameter(grouped.FP8())
+    dense = nn.Parameter(p.dequantize().detach())
+    for tensor in (p, dense):
+        steps = optimizer([tensor])
+        values = tensor.dequantize() if tensor is p else tensor
+        (values.float() ** 2).sum().backward()
+        assert type(tensor.grad) is torch.Tensor and tensor.grad.shape == (CAPACITY,)
+        steps.step()
+    assert_same(p, grouped.quantize(dense.detach(), p.format, shapes=SHAPES, columnwise=True))
+
+
+# ----------------------------------------------------------------------------------- compiled
+
+
+@pytest.fixture
+def graphs():
+    torch._dynamo.reset()
+    found = []
+
+    def backend(graph, inputs):
+        found.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    yield found, backend
+    torch._dynamo.reset()
+
+
+def test_compiled_quantize_of_every_capacity(graphs):
+    found, backend = graphs
+
+    @torch.compile(fullgraph=True, backend=backend, dynamic=True)
+    def step(x):
+        q = grouped.quantize(x, NVFP4, shapes=SHAPES, columnwise=True)
+        return q, q.dequantize()
+
+    for capacity in (LIVE, CAPACITY, LIVE + 1, 9999):
+        x = sample(capacity)
+        got, values = step(x)
+        want = grouped.quantize(x, NVFP4, shapes=SHAPES, columnwise=True)
+        assert_same(got, want)
+        assert_same_bytes(values, want.dequantize())
+    assert len(found) == 1
+
+
+def test_each_shapes_have_a_graph_of_their_own(graphs):
+    """Else a tensor would come back with the shapes of an earlier call."""
+    found, backend = graphs
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def step(x, shapes):
+        q = grouped.quantize(x, grouped.FP8(), shapes=shapes)
+        return q, q.dequantize()
+
+    x = sample(CAPACITY)
+    calls = [[(rows, 64), (rows + 1, 32)] for rows in (5, 6, 7, 5)]
+    for shapes in calls:
+        got, values = step(x, shapes)
+        want = grouped.quantize(x, grouped.FP8(), shapes=shapes)
+        assert_same(got, want)
+        assert_same_bytes(values, want.dequantize())
+    assert len(found) == 3
+
+
+def test_compiled_use_of_a_parameter(graphs):
+    found, backend = graphs
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def step(p, x):
+        return (p.dequantize() * x).sum(), p.shapes, p.element_offsets
+
+    x = sample(CAPACITY)
+    for p in (parameter(), parameter()):
+        loss, shapes, offsets = step(p, x)
+        loss.backward()
+        assert_same_bytes(p.grad, x)
+        assert shapes.equal(p.shapes) and offsets.equal(p.element_offsets)
+    other = nn.Parameter(make(shapes=[(5, 64)]))
+    assert step(other, x)[2].tolist() == [0, 320]
+    assert len(found) == 2
+
+
+def test_compiled_in_place(graphs):
+    _, backend = graphs
+    p, want = parameter(requires_grad=False), make()
+    want.copy_(p)
+    torch.compile(lambda t: t.mul_(2), fullgraph=True, backend=backend)(p)
+    assert_same(p, want.mul_(2))
+
+
+def test_fake_tensors_read_nothing():
+    with FakeTensorMode():
+        q = grouped.quantize(torch.empty(CAPACITY), BY_ROW, shapes=SHAPES, columnwise=True)
+        assert q.dequantize(direction="columnwise").shape == (CAPACITY,)
+        assert q.shapes.shape == (4, 2) and q.element_offsets.shape == (5,)
+        q.mul_(2)
+    real = make(BY_ROW)
+    for fake, t in zip((*q.rowwise, *q.columnwise), (*real.rowwise, *real.columnwise), strict=True):
+        assert (fake.shape, fake.stride(), fake.dtype) == (t.shape, t.stride(), t.dtype)
+
+
+# ------------------------------------------------------------------------------------- errors
+
+#: What is passed beside x (400,) and shapes, and the message.
+WRONG = {
+    "on a device": (
+        {"shapes": torch.empty(2, 2, dtype=torch.int64, device="meta")},
+        ValueError,
+        "on the CPU, got one on meta: their values decide how large the buffers are",
+    ),
+    "floats in a tensor": ({"shapes": torch.ones(2, 2)}, TypeError, "int32 or int64"),
+    "a vector": ({"shapes": torch.ones(2, dtype=torch.int64)}, ValueError, r"\(G, 2\), got \(2,\)"),
+    "a flat list": ({"shapes": [5, 64]}, ValueError, r"\(m, n\) for each member, got 5 at 0"),
+    "triples": ({"shapes": [(1, 5, 64)]}, ValueError, r"\(m, n\) for each member, got \(1, 5, 64"),
+    "a float": ({"shapes": [(5, 64.0)]}, TypeError, "must hold integers, got 64.0 at 0"),
+    "a bool": ({"shapes": [(5, 16), (True, 16)]}, TypeError, "must hold integers, got True at 1"),
+    "none": ({"shapes": []}, ValueError, "at least one member"),
+    "columns": ({"shapes": [(5, 64), (1, 8)]}, ValueError, r"shapes\[1\] must have a positive mul"),
+    "capacity": ({"shapes": [(5, 64), (6, 16)]}, ValueError, r"shapes\[1\], \(6, 16\), must end"),
+    "offs": ({"offs": [5]}, ValueError, "offs and shapes are both given"),
+    "dbias": ({"dbias": True}, ValueError, "dbias has no meaning with shapes"),
+    "no shapes": ({"shapes": None}, ValueError, "shapes is missing"),
+    "a matrix": ({"x": torch.ones(10, 40)}, ValueError, "x with shapes must have 1 dim"),
+    "equal sizes": ({"x": torch.ones(2, 5, 32)}, ValueError, "x with shapes must have 1 dim"),
+    "amax": ({"amax": torch.ones(2)}, ValueError, "amax must have size 1"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_rules_that_are_broken(case):
+    change, error, message = WRONG[case]
+    arguments = {"x": torch.ones(400), "shapes": [(5, 64)]} | change
+    with pytest.raises(error, match=message):
+        grouped.quantize(arguments.pop("x"), NVFP4, **arguments)
+
+
+def test_shapes_on_a_tensor_cannot_be_traced(graphs):
+    _, backend = graphs
+    step = torch.compile(
+        lambda x, s: grouped.quantize(x, NVFP4, shapes=s), fullgraph=True, backend=backend
+    )
+    with pytest.raises(Exception, match="shapes must be a host list in compiled code"):
+        step(sample(CAPACITY), torch.tensor(SHAPES))
+
+
+def test_parts_that_do_not_fit():
+    x = make()
+    parts = (x.dtype, x.format, None, x.rowwise, x.columnwise)
+    with pytest.raises(ValueError, match=r"shape must be \(capacity,\) with shapes"):
+        GroupedTensor((10, 470), *parts, shapes=SHAPES)
+    with pytest.raises(ValueError, match=r"shape must be \(G, N, K\) without offs"):
+        GroupedTensor(x.shape, *parts)
+    with pytest.raises(ValueError, match="offs and shapes are both given"):
+        offs = torch.tensor([1], dtype=torch.int32)
+        GroupedTensor(x.shape, *parts[:2], offs, *parts[3:], shapes=SHAPES)
+    with pytest.raises(ValueError, match="rowwise codes must have size"):
+        GroupedTensor(x.shape, *parts, shapes=[*SHAPES[:2], (100, 32), SHAPES[3]])
+    with pytest.raises(ValueError, match="prepacked weights are uniform, but shapes"):
+        GroupedTensor(x.shape, *parts, shapes=SHAPES, prepacked=True)
+
+
+def test_no_product_takes_them():
+    shaped, ragged, offs = make(), make_ragged(), [7, 7, 33]
+    plain = sample(36, 64)
+    for call, message in (
+        (lambda: grouped.grouped_gemm(shaped, make_uniform()), "a must be ragged"),
+        (lambda: grouped.grouped_gemm(shaped, shaped), "a must be ragged"),
+        (lambda: grouped.grouped_gemm(ragged, shaped), "b must be ragged or uniform, got groups"),
+        (lambda: grouped.grouped_gemm(plain, shaped, offs=offs), "b must be uniform, got groups"),
+        (
+            lambda: grouped.linear(plain, shaped, None, offs, grouped.recipes.NVFP4()),
+            r"weight must have shape \(G, N, K\), got \(4700,\)",
+        ),
+        (shaped.prepack, "only uniform weights can be prepacked"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("recipe", [grouped.recipes.NVFP4(), grouped.recipes.BF16()])
+def test_weights_of_a_layer_are_uniform(recipe):
+    layer = GroupedLinear(4, 64, 32, recipe=recipe, dtype=torch.bfloat16)
+    layer.weight = nn.Parameter(make())
+    for mode in (layer.train, layer.eval):
+        mode()
+        with pytest.raises(ValueError, match=r"weight must be uniform of shape \(4, 32, 64\), got"):
+            layer(sample(36, 64), [7, 7, 20, 33])
+
+
+def test_equal_groups_never_lose_rows():
+    """Nothing divides rows by groups: equal groups are a 3D tensor, or say where each ends."""
+    x = sample(10, 64)
+    with pytest.raises(ValueError, match="uniform x is 3D"):
+        grouped.quantize(x, NVFP4)
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
+        x.view(3, -1, 64)
+    q = make()
+    for split in (lambda: q.view(4, -1), lambda: q.unflatten(0, (4, -1))):
+        with pytest.raises(TypeError, match="does not work on a GroupedTensor"):
+            split()
+    with pytest.raises(ValueError, match="slot rows must be a positive multiple of 128"):
+        codes, scales, amax = grouped.quantize(
+            x, NVFP4, offs=[3, 10], rowwise=False, columnwise=True
+        ).columnwise
+        torch.ops.cute_kernels.k_grouped_gemm(
+            *(codes[:, :-16], codes[:, :-16], torch.tensor([3, 10], dtype=torch.int32)),
+            a_scales=[scales, amax],
+            b_scales=[scales, amax],
+            a_format="nvfp4",
+            b_format="nvfp4",
+        )
