@@ -240,7 +240,8 @@ def test_other_shapes_are_another_plan():
     x = sample(256)
     first, second = ([4, 32, 4, 32], [2, 64, 2, 64])
     for shapes in (first, second, first):
-        got = cute_kernels.ops.grouped_quantize(x, "fp8", None, None, True, False, None, shapes)
+        options = (None, None, True, False, None, None, None, shapes)
+        got = cute_kernels.ops.grouped_quantize(x, "fp8", *options)
         amaxes = [part.abs().max() for part in x.view(2, 128).float()]
         assert got[3].tolist() == amaxes
         (m, n), codes = shapes[:2], got[0]
