@@ -47,11 +47,20 @@ class Record:
     words: ClassVar[Mapping[str, Any]] = {}
     text: str
 
+    @property
+    def resolved(self) -> dict[str, object]:
+        """What fields whose default is None stand for in this record, by name."""
+        return {}
+
     def __post_init__(self) -> None:
+        for name, value in self.resolved.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         # Made once: a compiler that traces the use of a record would trace how it is made.
-        values = {name: getattr(self, name) for name in _defaults(type(self))}
-        changed = [n for n, default in _defaults(type(self)).items() if values[n] != default]
-        facts = ",".join(_field_text(n, values[n], self.words) for n in changed)
+        defaults = _defaults(type(self)) | self.resolved
+        values = {name: getattr(self, name) for name in defaults}
+        changed = [name for name, default in defaults.items() if values[name] != default]
+        facts = ",".join(_field_text(name, values[name], self.words) for name in changed)
         object.__setattr__(self, "text", f"{self.name}:{facts}" if facts else self.name)
 
 
@@ -126,6 +135,9 @@ def _field_value(default: Any, text: str, words: Mapping[str, Any]) -> Any:
         if text not in choices:
             raise ValueError(f"must be {' or '.join(choices)}, got {text!r}")
         return choices[text]
+    if default is None:
+        # What depends on other fields is a number.
+        default = 0
     try:
         if isinstance(default, tuple):
             return tuple(map(int, text.split("x")))

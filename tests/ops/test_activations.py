@@ -34,6 +34,7 @@ FORMATS = [
         NVFP4(),
         NVFP4(row_scaled=True),
         NVFP4(block=(16, 16)),
+        NVFP4(four_over_six=True),
         FP8(),
         FP8(torch.float8_e5m2),
         MXFP8(),
@@ -159,6 +160,19 @@ def test_given_amax(fmt):
     x, grad = case(SOME[1], (40,), BF16, backward=True)
     amax = torch.tensor([3.0, -5.0])
     check(fmt, SOME[1], x, grad, offsets((10, 30)), (True, True), amax)
+
+
+@pytest.mark.parametrize("act", **texts(SOME))
+def test_transformed_and_stochastic_codes(act):
+    """Both copies are of the rounded elements; draws count elements, not columns of the input."""
+    fmt, seed = NVFP4(hadamard=True, stochastic_rounding=True), torch.tensor([5, 7])
+    arguments = (fmt.text, offsets((131, 0, 9)), None, True, True, None, seed)
+    for backward in (False, True):
+        x, grad = case(act, (143,), BF16, backward)
+        elements = stored(fmt, made(act, x, grad), BF16)
+        got = ops.grouped_quantize(x, *arguments, activation=act.text, grad=grad)
+        for a, b in zip(got, ops.grouped_quantize(elements, *arguments), strict=True):
+            assert_same_bytes(a, b)
 
 
 def test_given_scale():
