@@ -60,3 +60,8 @@ class FP8Block(Format):
     def element(self) -> ElementType:
         """The FP8 element type."""
         return FP8_ELEMENTS[self.dtype]
+
+    @property
+    def has_pow2_scales(self) -> bool:
+        """Whether every block scale is a power of two."""
+        return self.pow2_scales

@@ -1,5 +1,7 @@
 """``torch.library.opcheck`` of every op in both forms, and that the two forms agree."""
 
+import functools
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -17,6 +19,7 @@ from tests.helpers import (
     offsets,
     ops,
     poisoned,
+    quantized,
     sample,
 )
 
@@ -61,6 +64,48 @@ def decoding_shapes():
     shapes = [2, 16, 0, 32, 1, 32]
     copy = ops.grouped_quantize(w(70), BY_ROW, None, None, False, True, shapes=shapes)
     return (*dequantize_arguments(copy, BY_ROW, 70, F32, columnwise=True), shapes)
+
+
+def copy_of(text, columnwise=False, uniform=None):
+    """One direction of ragged rows of 32 columns, or of weights of a shape."""
+    x, offs = (sample(ROWS, 32), OFFS) if uniform is None else (sample(*uniform), None)
+    return quantized(x, text, offs, columnwise=columnwise)
+
+
+def fp8_cases(a, b):
+    """Products of operands of two formats, of the second as weights."""
+    texts, alpha = {"a_format": a, "b_format": b}, torch.rand(3)
+    accumulation = ("split",) if a == "fp8" else ()
+    everything = (torch.rand(3, 64), alpha, True, torch.float32)
+
+    def weights(columnwise):
+        return copy_of(b, columnwise, (3, 32, 64) if columnwise else (3, 8, 32))
+
+    def quantizing(transpose_b, *options):
+        codes, *scales = weights(transpose_b)
+        return (x(), codes, OFFS, scales, a, b, *options)
+
+    def dgrad(left, **formats):
+        return m_grouped_arguments(left, weights(True), OFFS, *everything, **formats)
+
+    def fprop(left, **formats):
+        return m_grouped_arguments(left, weights(False), OFFS, **formats)
+
+    def wgrad():
+        left, right = (copy_of(text, True) for text in (a, a))
+        return k_grouped_arguments(left, right, OFFS, alpha, a_format=a, b_format=a)
+
+    half = functools.partial(x, dtype=torch.float16)
+    m, quantize, k = "m_grouped_gemm", "m_grouped_quantize_gemm", "k_grouped_gemm"
+    return [
+        (m, f"{a} fprop", lambda: (*fprop(copy_of(a), **texts), *accumulation)),
+        (m, f"{a} dgrad, everything", lambda: (*dgrad(copy_of(a), **texts), *accumulation)),
+        (m, f"plain x {b} fprop", lambda: fprop(half(), b_format=b)),
+        (m, f"plain x {b} dgrad", lambda: dgrad(half(), b_format=b)),
+        (quantize, f"{a} fprop", lambda: quantizing(False)),
+        (quantize, f"{a} dgrad", lambda: quantizing(True, *everything, False, *accumulation)),
+        (k, a, lambda: (*wgrad(), *accumulation)),
+    ]
 
 
 F32 = torch.float32
@@ -189,6 +234,9 @@ CASES = [
             nvfp4(16, columnwise=True), nvfp4(32, columnwise=True), OFFS, torch.rand(3), F32
         ),
     ),
+    *fp8_cases("fp8", "fp8:dtype=e5m2"),
+    *fp8_cases("fp8_block:pow2_scales=false", "fp8_block:block=128x128"),
+    *fp8_cases("mxfp8", "mxfp8:block=32x32"),
 ]
 #: Formats of other scales and columnwise copies: blocks and slots, squares, and a shared level.
 TEXTS = ("fp8", "mxfp8", "mxfp8:block=32x32", "fp8_block", "fp8_block:block=128x128")
