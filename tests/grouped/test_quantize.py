@@ -218,6 +218,23 @@ def test_the_tail_is_not_read(fmt, poison):
     assert not dirty[0].dequantize()[41:].any()
 
 
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "32x32", "fp8_block", "128x128"])
+def test_what_becomes_of_nan_and_infinities(name, direction):
+    fmt, inf = EVERY_FORMAT[name], torch.inf
+    x = torch.full((256, 256), 3.0)
+    x[5, 7], x[6, 200], x[200, 9] = torch.nan, inf, -inf
+    got = grouped.quantize(x, fmt, offs=[256], columnwise=True).dequantize(direction=direction)
+    assert got[5, 7].isnan() and got.isnan().sum() == 1
+    largest = inf if isinstance(fmt, grouped.MXFP8) else fmt.element.max
+    assert got[6, 200] == largest and got[200, 9] == -largest
+    if isinstance(fmt, grouped.MXFP8):
+        beside = 0.0  # of the same block, along its columns or rows
+        assert got[6, 201] == beside if direction == "rowwise" else got[7, 200] == beside
+    others = got.isfinite() & (got != 0) & (got.abs() < largest)
+    assert (got[others] == 3).all() and others.sum() > 256 * 256 - 2 * 32 * 32 - 10
+
+
 def test_non_contiguous_input():
     x, w = sample(32, 40), sample(3, 64, 48)
     offs = [8, 40]
