@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional as F
 
 import grouped
-from cute_kernels import UnsupportedError
 from grouped import GroupedTensor
 from tests.grouped.cases import EVERY_FORMAT, FORMATS, bytes_of
 from tests.helpers import assert_same_bytes, sample
@@ -84,13 +83,6 @@ WRONG = {
         lambda f: grouped.MXFP8(),
         TypeError,
         "rowwise codes must be float8_e4m3fn, got uint8",
-    ),
-    "a flag that is not built": (
-        uniform,
-        FORMAT,
-        lambda f: grouped.NVFP4(hadamard=True),
-        UnsupportedError,
-        r"NVFP4\(hadamard=True\) is not built yet",
     ),
     "offs dtype": (ragged, OFFS, torch.Tensor.long, TypeError, "offs must be int32"),
     "offs of another G": (
