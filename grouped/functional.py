@@ -106,9 +106,12 @@ def quantize(
 ) -> GroupedTensor | tuple[GroupedTensor, Tensor]:
     """Quantize the groups of ``x``.
 
-    E2M1 codes hold no NaN and an amax passes over it: a NaN in ``x`` decodes to a finite number. An
-    infinity makes its group's amax, or its row's, infinite, and what they decode to not finite.
-    ``Recipe(propagate_nonfinite=True)`` and ``grouped.debug.detect_nonfinite`` are for training.
+    An amax passes over NaN. FP8 codes keep it; E2M1 codes hold none, so that under NVFP4 a NaN in
+    ``x`` decodes to a finite number. An infinity saturates. Under NVFP4 it makes its group's amax,
+    or its row's, infinite, and what they decode to not finite; under MXFP8 it decodes to itself and
+    what it shares a scale with to zeros; under FP8 and FP8Block that has the scale 1, and an
+    infinity decodes to the largest code. ``Recipe(propagate_nonfinite=True)`` and
+    ``grouped.debug.detect_nonfinite`` are for training.
     ``NVFP4(hadamard=True)`` spreads a NaN or an infinity over its 16 rows of the columnwise copy.
 
     Args:
