@@ -11,6 +11,7 @@ from cute_kernels import ops
 from cute_kernels.capability import require
 from cute_kernels.ops.derivatives import refuse_derivatives
 from grouped.offsets import Offsets, as_offs
+from grouped.seeds import as_seed
 from grouped.shapes import MemberShapes, Shapes, as_shapes, flat_shapes
 from grouped.tensor import GroupedTensor, assemble, handler
 from grouped.validation import check_format
@@ -59,6 +60,7 @@ def quantize(
     dbias: Literal[False] = ...,
     amax: Tensor | None = ...,
     scale: Tensor | None = ...,
+    seed: int | Tensor | None = ...,
     out: GroupedTensor | None = ...,
 ) -> GroupedTensor: ...
 
@@ -75,6 +77,7 @@ def quantize(
     dbias: Literal[True],
     amax: Tensor | None = ...,
     scale: Tensor | None = ...,
+    seed: int | Tensor | None = ...,
     out: GroupedTensor | None = ...,
 ) -> tuple[GroupedTensor, Tensor]: ...
 
@@ -90,13 +93,18 @@ def quantize(
     dbias: bool = False,
     amax: Tensor | None = None,
     scale: Tensor | None = None,
+    seed: int | Tensor | None = None,
     out: GroupedTensor | None = None,
 ) -> GroupedTensor | tuple[GroupedTensor, Tensor]:
     """Quantize the groups of ``x``.
 
-    E2M1 codes hold no NaN and an amax passes over it: a NaN in ``x`` decodes to a finite number. An
-    infinity makes its group's amax, or its row's, infinite, and what they decode to not finite.
-    ``Recipe(propagate_nonfinite=True)`` and ``grouped.debug.detect_nonfinite`` are for training.
+    An amax passes over NaN. FP8 codes keep it; E2M1 codes hold none, so that under NVFP4 a NaN in
+    ``x`` decodes to a finite number. An infinity saturates. Under NVFP4 it makes its group's amax,
+    or its row's, infinite, and what they decode to not finite; under MXFP8 it decodes to itself and
+    what it shares a scale with to zeros; under FP8 and FP8Block that has the scale 1, and an
+    infinity decodes to the largest code. ``Recipe(propagate_nonfinite=True)`` and
+    ``grouped.debug.detect_nonfinite`` are for training.
+    ``NVFP4(hadamard=True)`` spreads a NaN or an infinity over its 16 rows of the columnwise copy.
 
     Args:
         x: (T, K) with ``offs``, (capacity,) with ``shapes``, or uniform (G, N, K) without; bf16,
@@ -116,11 +124,16 @@ def quantize(
             dgrad (weights) read.
         dbias: also return the column sums of each group; with ``offs`` only.
         amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so that
-            its sign is dropped.
+            its sign is dropped. With ``NVFP4(hadamard=True)`` and both directions (2, G), rowwise
+            and columnwise, since the columnwise copy is of transformed values.
         scale: (G,) fp32 factor of each group, which ``FP8(scaling="delayed")`` needs instead of an
             amax and other formats refuse: elements are multiplied by it and saturate. The result
             has it, its reciprocal ``scale_inv``, and the amax of this ``x``, which
             ``delayed_scaling_update`` makes the next scale from.
+        seed: of ``NVFP4(stochastic_rounding=True)`` only: an int, or a (2,) int64 tensor on the
+            device of ``x``. Codes depend on it, on the element and on the direction alone. None
+            draws one from torch's default generator of that device, so that ``torch.manual_seed``
+            governs it.
         out: a tensor of the same shape, format, groups and directions to quantize into. One that
             requires a gradient only under ``torch.no_grad()``.
 
@@ -163,17 +176,19 @@ def quantize(
     if ends is offs and ends is not None and out is None:
         # The result owns its boundaries: ``out=`` writes them, and the caller may reuse its buffer.
         ends = ends.clone()
+    numbers = as_seed(seed, fmt, x.device)
     if out is None:
         flat = flat_shapes(members)
         directions = (rowwise, columnwise)
-        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, *directions, scale, flat)
+        given = (scale, numbers, flat)
+        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, *directions, *given)
         out = assemble(x.shape, x.dtype, fmt.text, ends, buffers, *directions, members)
     else:
         if fmt.takes_scale and scale is None:
             raise ValueError(f"scale is missing: {fmt.text} takes (G,) fp32 scales")
         _check_reused(out, fmt, x, ends, members, rowwise, columnwise)
         refuse_derivatives("quantize(out=)", [("out", out)], "write it under torch.no_grad()")
-        torch.ops.grouped.quantize_out(x, ends, amax, out, scale)
+        torch.ops.grouped.quantize_out(x, ends, amax, out, scale, numbers)
     if not dbias:
         return out
     sums: Tensor = ops.grouped_dbias(x, ends)
@@ -208,7 +223,8 @@ def _check_reused(
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _LIBRARY.define(
-    "quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out, Tensor? scale=None) -> ()"
+    "quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out, Tensor? scale=None, "
+    "Tensor? seed=None) -> ()"
 )
 
 
@@ -220,5 +236,6 @@ def _quantize_out(
     amax: Tensor | None,
     out: GroupedTensor,
     scale: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> None:
-    out._quantize_into(x, offs, amax, scale)
+    out._quantize_into(x, offs, amax, scale, seed)

@@ -184,6 +184,11 @@ class Format(abc.ABC):
         return block[0] > 1
 
     @property
+    def is_stochastic(self) -> bool:
+        """Whether codes are rounded by random bits, so that quantizing takes a seed."""
+        return False
+
+    @property
     def is_transformed(self) -> bool:
         """Whether the columnwise copy is of a transform of the values along the rows of a group.
 
@@ -213,10 +218,19 @@ class Format(abc.ABC):
     #: The one text of this record, such as ``"nvfp4:row_scaled"``; ``parse`` reads it.
     text: str
 
+    @property
+    def resolved(self) -> dict[str, object]:
+        """What fields whose default is None stand for in this record, by name."""
+        return {}
+
     def __post_init__(self) -> None:
+        for name, value in self.resolved.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         # Made once: a compiler that traces the use of a record would trace how it is made.
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        changed = [f for f in fields if getattr(self, f.name) != f.default]
+        defaults = {f.name: f.default for f in fields} | self.resolved
+        changed = [f for f in fields if getattr(self, f.name) != defaults[f.name]]
         facts = ",".join(_field_text(f.name, getattr(self, f.name)) for f in changed)
         object.__setattr__(self, "text", f"{self.name}:{facts}" if facts else self.name)
 
@@ -289,6 +303,9 @@ def _field_value(default: Any, text: str) -> Any:
         if text not in choices:
             raise ValueError(f"must be {' or '.join(choices)}, got {text!r}")
         return choices[text]
+    if default is None:
+        # What depends on other fields is a number.
+        default = 0
     try:
         if isinstance(default, tuple):
             return tuple(map(int, text.split("x")))

@@ -11,15 +11,18 @@ from torch import Tensor
 from cute_kernels import reference
 from cute_kernels.formats import Format, parse
 from cute_kernels.layout.buffers import BufferSpec, buffers, member_parts
+from cute_kernels.layout.shapes import TILE_ROWS, uniform_tiles
 from cute_kernels.ops.checks import (
     check_input,
     check_multiple,
+    check_seed,
     check_tensor,
     same_device,
 )
 from cute_kernels.ops.launch import quantize as launch_quantize
 from cute_kernels.ops.members import check_shapes, member_views, pairs
 from cute_kernels.ops.registry import Op, register
+from cute_kernels.reference.draws import BLOCK as DRAWN
 from cute_kernels.reference.groups import Groups
 
 if TYPE_CHECKING:
@@ -42,13 +45,18 @@ class GroupedQuantize(Op):
         format: the text of the format, such as ``"nvfp4:row_scaled"`` (``Format.text``).
         offs: (G,) int32 end rows. Rows from the last on are neither read nor written.
         amax: (G,) fp32, the amax of each group, instead of computing it. It is a magnitude: its
-            sign is dropped. Elements beyond it saturate.
+            sign is dropped. Elements beyond it saturate. Where both directions of a format are
+            asked for whose columnwise copy is transformed (``Format.is_transformed``), (2, G): that
+            of the rowwise and that of the columnwise copy.
         rowwise: write the rowwise copy, blocks along K.
-        columnwise: write the columnwise copy, blocks along the rows of a group.
+        columnwise: write the columnwise copy, blocks along the rows of a group. Of a format that
+            transforms it, ``x`` must be bf16.
         scale: (G,) fp32, what the elements of each group are multiplied by, of a format that takes
             its scales from the caller: FP8 with delayed scaling, which needs it and takes no
             ``amax``. Products beyond the format's largest number saturate. The amax that is
             returned is that of ``x``, whatever the scale.
+        seed: (2,) int64, which stochastic formats need and others refuse. Codes depend on it, on
+            the element and on the direction alone (``cute_kernels.reference.draws``).
         shapes: [m0, n0, m1, n1, ...], rows and columns of each group, where the last dimension
             varies or both do; each n a positive multiple of what the format asks for. The groups
             lie in ``x`` one after the other, contiguous; what is left of it is never read. Each has
@@ -68,6 +76,7 @@ class GroupedQuantize(Op):
     rowwise: bool = True
     columnwise: bool = False
     scale: Tensor | None = None
+    seed: Tensor | None = None
     shapes: list[int] | None = None
 
     name: ClassVar[str] = "grouped_quantize"
@@ -99,6 +108,12 @@ class GroupedQuantize(Op):
             check_multiple("K", self.x.shape[-1], multiple, f"{self.format}, x is (..., K)")
         if not (self.rowwise or self.columnwise):
             raise ValueError("rowwise and columnwise are both False: nothing to quantize")
+        if self.columnwise and fmt.is_transformed and self.x.dtype != torch.bfloat16:
+            raise TypeError(
+                f"x must be bfloat16, of which {fmt.text} transforms the columnwise copy, got "
+                f"{str(self.x.dtype).removeprefix('torch.')}"
+            )
+        check_seed(self.seed, fmt, "x", self.device)
         self._check_given()
 
     def _check_given(self) -> None:
@@ -115,7 +130,9 @@ class GroupedQuantize(Op):
             return
         if takes:
             raise ValueError(f"amax decides nothing: {self.format} takes its scale, not its amax")
-        check_tensor("amax", self.amax, dtypes=(torch.float32,), shape=(self.num_groups,))
+        has_two = self.rowwise and self.columnwise and self.record.is_transformed
+        shape = (2, self.num_groups) if has_two else (self.num_groups,)
+        check_tensor("amax", self.amax, dtypes=(torch.float32,), shape=shape)
         same_device("x", self.device, amax=self.amax)
         asked = [way for way, on in ((False, self.rowwise), (True, self.columnwise)) if on]
         levels = [self.record.level(columnwise) for columnwise in asked]
@@ -159,17 +176,34 @@ class GroupedQuantize(Op):
         directions = {"rowwise": self.rowwise, "columnwise": self.columnwise}
         parts = member_parts(self.record, shapes, **directions)
         for i, x in enumerate(member_views(self.x, shapes)):
-            amax, scale = (v if v is None else v[i : i + 1] for v in (self.amax, self.scale))
+            given = (self.amax, self.scale)
+            amax, scale = (v if v is None else v[..., i : i + 1] for v in given)
             op = dataclasses.replace(self, x=x, shapes=None, amax=amax, scale=scale)
             into = zip(parts.values(), outputs, strict=True)
             yield op, [of_members[i].of(buffer) for of_members, buffer in into]
 
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
-        if self.shapes is not None:
-            for op, of_member in self.members(outputs):
-                op.run_reference(of_member, **options)
+        if self.shapes is None:
+            self._quantize(outputs, (0, 0))
             return
+        row_blocks = column_blocks = 0
+        for op, of_member in self.members(outputs):
+            op._quantize(of_member, (row_blocks, column_blocks))
+            _, rows, cols = op.x.shape
+            row_blocks += rows * cols // DRAWN
+            column_blocks += uniform_tiles(rows) * TILE_ROWS // DRAWN * cols
+
+    def _quantize(self, outputs: Sequence[Tensor], drawn_before: tuple[int, int]) -> None:
+        """Quantize ragged or uniform groups.
+
+        Args:
+            outputs: what the op returns.
+            drawn_before: how many blocks others that share the seed have rowwise and columnwise.
+        """
         out = dict(zip(self.specs(), outputs, strict=True))
         groups = Groups.of(self.x.shape, self.offs, self.device)
-        given = reference.Given(self.amax, self.scale)
+        draws = None
+        if self.seed is not None:
+            draws = reference.KeyedDraws(self.seed, self.x.shape[-1], drawn_before)
+        given = reference.Given(self.amax, self.scale, draws)
         reference.quantize(reference.Elements(self.x), groups, self.record, out, given)
