@@ -1,5 +1,6 @@
 """Groups that have shapes of their own: each is quantized and decoded as it would be alone."""
 
+import functools
 import itertools
 
 import pytest
@@ -47,7 +48,7 @@ def live(shapes):
 def alone(fmt, members, directions, amax=None):
     """Buffers of each member quantized by itself, and what they decode to: an independent loop."""
     for i, x in enumerate(members):
-        given = None if amax is None else amax[i : i + 1]
+        given = None if amax is None else amax[..., i : i + 1]
         out = ops.grouped_quantize(x[None], fmt.text, None, given, *directions)
         names = buffers(fmt, (1, *x.shape), None, rowwise=directions[0], columnwise=directions[1])
         yield dict(zip(names, out, strict=True))
@@ -113,12 +114,13 @@ def test_given_amaxes(fmt):
     directions = tuple(level is not None and level.per == "group" for level in levels)
     if not any(directions):
         with pytest.raises(ValueError, match="amax is the second level"):
-            ops.grouped_quantize(
-                sample(32), fmt.text, None, torch.ones(1), True, False, shapes=[1, 32]
-            )
+            ops.grouped_quantize(sample(32), fmt.text, None, torch.ones(1), shapes=[1, 32])
         return
     members = [sample(*shape) for shape in SHAPES["empty middle"]]
-    check_against_members(fmt, members, directions, torch.tensor([2.0, -3.0, 0.0, 50.0]))
+    amax = torch.tensor([2.0, -3.0, 0.0, 50.0])
+    if fmt.is_transformed:
+        amax = torch.stack([amax, 2 * amax])
+    check_against_members(fmt, members, directions, amax)
 
 
 @pytest.mark.parametrize("text", ["nvfp4:row_scaled", "fp8"])
@@ -236,16 +238,20 @@ def test_rules_of_decoding():
 
 
 def test_other_shapes_are_another_plan():
-    """What is kept for a call is not taken for one with other shapes and equal buffers."""
+    """What is kept for a call is not taken for one with other shapes."""
     x = sample(256)
+    call = functools.partial(ops.grouped_quantize, x, "fp8")
     first, second = ([4, 32, 4, 32], [2, 64, 2, 64])
     for shapes in (first, second, first):
-        got = cute_kernels.ops.grouped_quantize(x, "fp8", None, None, True, False, None, shapes)
+        got = call(shapes=shapes)
         amaxes = [part.abs().max() for part in x.view(2, 128).float()]
         assert got[3].tolist() == amaxes
         (m, n), codes = shapes[:2], got[0]
         want = ops.grouped_quantize(x.view(2, m, n), "fp8")[0]
         assert_same_bytes(codes[: m * n].view(m, n), want[0])
+    assert call(shapes=[1, 32, 7, 32])[0].shape == (128 + 256,)
+    with pytest.raises(ValueError, match="must have a positive multiple of 16 columns"):
+        call(shapes=[4, 24, 4, 32])
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
