@@ -148,7 +148,7 @@ def _quantize(
 ) -> Copies:
     """Quantize rowwise, columnwise or both."""
     seed = draw_seed(fmt, x.device)
-    buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, seed)
+    buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, None, seed)
     directions = [way for way, asked in ((False, rowwise), (True, columnwise)) if asked]
     names = [name for way in directions for name in fmt.buffer_names(way)]
     named = dict(zip(dict.fromkeys(names), buffers, strict=True))
