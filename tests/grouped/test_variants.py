@@ -12,7 +12,7 @@ from grouped import NVFP4, recipes
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
 from grouped.validation import saved_format
-from tests.helpers import assert_same_bytes, needs_compiler, offsets, sample
+from tests.helpers import assert_same_bytes, offsets, sample
 from tests.reference.oracle_variants import round_bf16, undo_hadamard
 
 STOCHASTIC = NVFP4(stochastic_rounding=True)
@@ -189,30 +189,24 @@ def gradients(layer, x, dy, offs, state=0):
 def test_the_roles_of_nvfp4_training():
     """Products of the decoded operands, whose transforms cancel in wgrad."""
     torch.manual_seed(0)
-    layer, offs = GroupedLinear(2, 64, 48, recipe=ROLES), offsets((20, 21))
-    x, dy = torch.randn(41, 64).bfloat16(), torch.randn(41, 48).bfloat16()
+    layer, offs = GroupedLinear(2, 64, 48, bias=False, recipe=ROLES), offsets((32, 16))
+    x, dy = torch.randn(48, 64).bfloat16(), torch.randn(48, 48).bfloat16()
     y, dx, dweight = gradients(layer, x, dy, offs)
     xq = grouped.quantize(x, ROLES.input, offs=offs, columnwise=True)
     torch.manual_seed(0)
     dyq = grouped.quantize(dy, ROLES.grad_output, offs=offs, columnwise=True)
     weight = grouped.quantize(layer.weight.detach(), ROLES.weight, columnwise=True)
     w = weight.dequantize(torch.float32).double()
-    for got, a, b in ((y, xq, w.mT), (dx, dyq, w)):
-        a = a.dequantize(torch.float32).double()
-        want = torch.cat([a[:20] @ b[0], a[20:] @ b[1]])
-        assert (got.double() - want).abs().max() <= 2.0**-8 * want.abs().max()
-    a, b = (t.dequantize(torch.float32, "columnwise").double() for t in (dyq, xq))
-    # Of whole chunks: the last 4 and 5 rows became 16 each, which decoding cuts off.
-    want = torch.stack([a[:16].T @ b[:16], a[20:36].T @ b[20:36]])
-    whole = offsets((16, 16))
-    rows = torch.cat([torch.arange(16), torch.arange(20, 36)])
-    _, _, got = gradients(layer, x[rows], dy[rows], whole)
-    assert dweight.isfinite().all() and got.isfinite().all()
-    exact = torch.stack(
-        [dy[:20].double().T @ x[:20].double(), dy[20:].double().T @ x[20:].double()]
+    rows = [t.dequantize(torch.float32).double() for t in (xq, dyq)]
+    columns = [t.dequantize(torch.float32, "columnwise").double() for t in (dyq, xq)]
+    spans = (slice(32), slice(32, 48))
+    wanted = (
+        torch.cat([rows[0][span] @ w[g].T for g, span in enumerate(spans)]),
+        torch.cat([rows[1][span] @ w[g] for g, span in enumerate(spans)]),
+        torch.stack([columns[0][span].T @ columns[1][span] for span in spans]),
     )
-    assert (dweight.double() - exact).norm() < 0.25 * exact.norm()
-    assert want.isfinite().all()
+    for got, want in zip((y, dx, dweight), wanted, strict=True):
+        assert (got.double() - want).abs().max() <= 2.0**-8 * want.abs().max()
 
 
 def test_gradients_follow_the_generator():
@@ -235,10 +229,9 @@ def test_whatever_gradients_are_wanted(frozen):
     assert (layer.weight.grad is None) == (frozen == "weight")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
-def test_a_compiled_layer_draws_anew(backend):
+def test_a_compiled_layer_draws_anew():
     layer = GroupedLinear(2, 64, 48, recipe=ROLES)
-    compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (40, 56):
         x, dy, offs = sample(rows, 64), sample(rows, 48), offsets((13, rows - 13))
 
@@ -309,9 +302,9 @@ def test_four_over_six_loses_less():
     assert errors[0] < errors[1]
     layer = GroupedLinear(2, 64, 48, recipe=Recipe(NVFP4(four_over_six=True), plain, plain))
     assert layer(x, offsets((30, 34))).isfinite().all()
-    with pytest.raises(cute_kernels.UnsupportedError, match=r"four_over_six=True"):
-        with cute_kernels.backend("emulated:sm_100a"):
-            grouped.quantize(x, NVFP4(four_over_six=True), offs=[64])
+    denied = pytest.raises(cute_kernels.UnsupportedError, match="four_over_six=True")
+    with cute_kernels.backend("emulated:sm_100a"), denied:
+        grouped.quantize(x, NVFP4(four_over_six=True), offs=[64])
 
 
 def test_recipes_are_still_values():
