@@ -88,6 +88,8 @@ _REFERENCE_ONLY: dict[str, dict[str, object]] = {
 _OF_SCALES = ("delayed_scaling_update",)
 #: Ops that take groups that have shapes of their own, on the reference backend.
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
+#: Ops that put their input through an activation first, on the reference backend.
+_ACTIVATES = ("grouped_quantize", "grouped_dbias")
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
 
@@ -119,6 +121,7 @@ def support(
     columnwise: bool = False,
     prepacked: bool = False,
     shapes: bool = False,
+    activation: bool = False,
 ) -> Support:
     """Say whether ``op`` runs for ``fmt`` on ``arch``.
 
@@ -137,6 +140,7 @@ def support(
         columnwise: the columnwise copy is asked for, alone or with the rowwise one.
         prepacked: the weights have the order of bits of ``cute_kernels.prepack``.
         shapes: the groups have shapes of their own: the last dimension varies.
+        activation: the input goes through an activation first.
 
     Returns:
         A ``Support``, true if it runs, otherwise with the reason.
@@ -166,6 +170,8 @@ def support(
         reason = _why_not_prepacked(op, core)
     if shapes and not reason:
         reason = _why_not_shapes(op, arch)
+    if activation and not reason:
+        reason = _why_not_activation(op, arch)
     return Support(False, reason) if reason else _YES
 
 
@@ -265,6 +271,14 @@ def _why_not_shapes(op: str, arch: str) -> str:
     return ""
 
 
+def _why_not_activation(op: str, arch: str) -> str:
+    if op not in _ACTIVATES:
+        return f"{op} takes no activation"
+    if arch != "reference":
+        return f"no {arch} kernel of {op} with an activation yet"
+    return ""
+
+
 def require(op: str, fmt: Format | None, arch: str, **facts: Any) -> None:
     """Raise ``UnsupportedError`` with the reason unless ``op`` runs for ``fmt`` on ``arch``.
 
@@ -317,5 +331,8 @@ def markdown_table() -> str:
                 if op in _OF_SCALES and not fmt.takes_scale:
                     continue
                 titles.setdefault(cells(op, fmt, prepacked=prepacked), []).append(title)
+        if op in _ACTIVATES:
+            one = None if (op, None) in _RUNS else NVFP4()
+            titles.setdefault(cells(op, one, activation=True), []).append("any with an activation")
         rows += [f"| `{op}` | {', '.join(names)} | {key} |" for key, names in titles.items()]
     return "\n".join(rows)

@@ -401,11 +401,14 @@ class GroupedTensor(Tensor):
         amax: Tensor | None = None,
         scale: Tensor | None = None,
         seed: Tensor | None = None,
+        activation: str | None = None,
+        grad: Tensor | None = None,
     ) -> None:
-        """Quantize ``x``, of this shape and cut at ``offs``, into this tensor's storage.
+        """Quantize ``x``, or what an activation makes of it, into this tensor's storage.
 
-        Where the format takes scales and none is given, with those that this tensor has; where it
-        is stochastic and no seed is given, by one that is drawn.
+        What is quantized has this shape and is cut at ``offs``. Where the format takes scales and
+        none is given, with those that this tensor has; where it is stochastic and no seed is given,
+        by one that is drawn.
         """
         copies = (self.rowwise, self.columnwise)
         directions = [copy is not None for copy in copies]
@@ -417,7 +420,7 @@ class GroupedTensor(Tensor):
             scale = held_scale.clone()
         if seed is None:
             seed = draw_seed(self.format, x.device)
-        given = (scale, seed, flat_shapes(self._shapes))
+        given = (scale, seed, activation, grad, flat_shapes(self._shapes))
         torch.ops.cute_kernels.grouped_quantize_out(
             *(x, self.format.text, offs, amax, *directions, *given),
             out=inner,

@@ -137,7 +137,7 @@ CASES = [
     (
         "grouped_quantize",
         "shapes",
-        lambda: (w(70), "nvfp4", None, None, True, True, None, None, [2, 16, 0, 32, 1, 32]),
+        lambda: (w(70), "nvfp4", None, None, True, True, *[None] * 4, [2, 16, 0, 32, 1, 32]),
     ),
     ("grouped_dequantize", "shapes", decoding_shapes),
     (
