@@ -42,7 +42,7 @@ def test_nvfp4_constants():
     assert not NVFP4().is_2d and NVFP4(block=(16, 16)).is_2d
 
 
-@pytest.mark.parametrize(("bound", "per"), itertools.product((None, 256, 448), ("group", "row")))
+@pytest.mark.parametrize(("bound", "per"), [*itertools.product((None, 256, 448), ("group", "row"))])
 def test_the_bound_of_block_scales_decides_the_second_level(bound, per):
     fmt = NVFP4(row_scaled=per == "row", four_over_six=True, e4m3_max=bound)
     want = bound or 256
