@@ -50,6 +50,8 @@ def result_shape(
     shape: Sequence[int], activation: str | None, grad: Tensor | None
 ) -> tuple[int, ...]:
     """Shape of the elements that an input of ``shape`` becomes."""
+    if activation is None or grad is not None:
+        return tuple(shape)
     columns = (result_columns(n, activation, grad) for n in shape[-1:])
     return (*shape[:-1], *columns)
 
