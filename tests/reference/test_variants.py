@@ -374,3 +374,17 @@ def test_groups_with_shapes_of_their_own(name):
         start += rows * cols
         before[0] += rows * cols // 16
         before[1] += uniform_tiles(rows) * 8 * cols
+
+
+@pytest.mark.parametrize("text", ["nvfp4:four_over_six", "nvfp4:block=16x16,four_over_six"])
+def test_of_equal_errors_the_scale_that_maps_to_six_is_kept(text):
+    """6 is 6 * 1 and 4 * 1.5, both exactly."""
+    x, amax = torch.full((16, 16), 6.0), torch.tensor([1536.0])
+    codes, scales, _ = ops.grouped_quantize(x, text, offsets((16,)), amax)
+    assert (codes == 0x77).all()
+    assert scales.view(torch.float8_e4m3fn).float().max() == 1.0
+    # 5 is 4 * 1.25, but 6 * 0.8125 is not.
+    x.fill_(5.0)
+    codes, scales, _ = ops.grouped_quantize(x, text, offsets((16,)), amax)
+    assert (codes == 0x66).all()
+    assert scales.view(torch.float8_e4m3fn).float().max() == 1.25
