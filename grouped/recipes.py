@@ -13,14 +13,22 @@ knows no tile sizes. ``None`` means that the operand stays in bf16.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
 
 from cute_kernels.capability import UnsupportedError, support
+from cute_kernels.formats import FP8 as _FP8
 from cute_kernels.formats import NVFP4 as _NVFP4
 from cute_kernels.formats import Format
+from cute_kernels.formats.base import check_choice
+from cute_kernels.ops.delayed import ALGORITHMS, check_margin
 from grouped.validation import check_format
 
-__all__ = ["BF16", "NVFP4", "NVFP4RowScaled", "Recipe"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["BF16", "NVFP4", "FP8Current", "FP8Delayed", "NVFP4RowScaled", "Recipe"]
 
 ROLES = ("input", "weight", "grad_output")
 
@@ -68,9 +76,16 @@ class Recipe:
         for name, fmt in roles.items():
             if fmt is not None:
                 _require_built(name, fmt)
+        self._check_scales(roles)
         texts = tuple(fmt and fmt.text for fmt in roles.values())
         # Made once: a compiler that traces a layer would otherwise trace how they are made.
         object.__setattr__(self, "texts", texts)
+
+    def _check_scales(self, roles: dict[str, Format | None]) -> None:
+        """Refuse formats whose scales nobody would update."""
+        for name, fmt in roles.items():
+            if fmt is not None and fmt.takes_scale:
+                raise ValueError(f"{name} is {fmt}, whose scales have a history: use FP8Delayed")
 
     #: The format of each role as text, as the op ``grouped::linear`` takes it.
     texts: ClassVar[tuple[str | None, ...]]
@@ -85,6 +100,11 @@ class Recipe:
     def is_quantized(self) -> bool:
         """Whether the operands are quantized."""
         return self.weight is not None
+
+    @property
+    def takes_scales(self) -> bool:
+        """Whether the scales are those of earlier steps: calls need a ``DelayedScaling``."""
+        return self.weight is not None and self.weight.takes_scale
 
 
 def _require_built(role: str, fmt: Format) -> None:
@@ -114,3 +134,69 @@ class NVFP4RowScaled(NVFP4):
     """NVFP4 with one second-level scale per token for the rowwise copy of the input."""
 
     input: Format | None = _NVFP4(row_scaled=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class FP8Current(Recipe):
+    """FP8 with a scale a group from each tensor's own amax: E4M3, and E5M2 for gradients."""
+
+    input: Format | None = _FP8()
+    weight: Format | None = _FP8()
+    grad_output: Format | None = _FP8(torch.float8_e5m2)
+
+
+@dataclasses.dataclass(frozen=True)
+class FP8Delayed(Recipe):
+    """FP8 with a scale a group from the amaxes of earlier steps: E4M3, and E5M2 for gradients.
+
+    An operand is quantized in one pass, for its scale is there before it is. The scales, and the
+    history that they follow from, are the state of a layer: ``grouped.nn.DelayedScaling`` says when
+    they are updated, ``grouped.delayed_scaling_update`` how.
+
+    Args:
+        input: as in ``Recipe``; ``FP8(dtype, scaling="delayed")``, all three.
+        weight: as in ``Recipe``.
+        grad_output: as in ``Recipe``.
+        propagate_nonfinite: as in ``Recipe``.
+        history_length: steps whose amaxes count.
+        margin: the scales are divided by two to this power.
+        algorithm: ``"max"`` follows the largest amax of the history, ``"most_recent"`` the last.
+        amax_group: processes that share the scales: their amaxes are reduced to the largest at each
+            update, so all of them must take the same steps. A ``torch.distributed`` group or its
+            name, which is what is kept. ``DistributedDataParallel`` needs
+            ``broadcast_buffers=False`` beside it.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: a role's format takes no scales, or a number is out of range.
+    """
+
+    input: Format | None = _FP8(scaling="delayed")
+    weight: Format | None = _FP8(scaling="delayed")
+    grad_output: Format | None = _FP8(torch.float8_e5m2, "delayed")
+    history_length: int = 1024
+    margin: int = 0
+    algorithm: str = "max"
+    amax_group: ProcessGroup | str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        length = self.history_length
+        if isinstance(length, bool) or not isinstance(length, int):
+            raise TypeError(f"history_length must be an integer, got {length!r}")
+        if length < 1:
+            raise ValueError(f"history_length must be positive, got {length}")
+        check_choice("algorithm", self.algorithm, ALGORITHMS)
+        # Its name alone is the same on all processes, and can be copied and saved.
+        name = getattr(self.amax_group, "group_name", self.amax_group)
+        if not (name is None or isinstance(name, str)):
+            raise TypeError(
+                f"amax_group must be a torch.distributed group or its name, got {self.amax_group!r}"
+            )
+        object.__setattr__(self, "amax_group", name)
+
+    def _check_scales(self, roles: dict[str, Format | None]) -> None:
+        for name, fmt in roles.items():
+            if fmt is None or not fmt.takes_scale:
+                raise ValueError(f"{name} must be FP8 with delayed scaling, got {fmt}")
+            check_margin(self.margin, fmt)
