@@ -28,7 +28,7 @@ from grouped.tensor import GroupedTensor, handler
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from grouped.delayed import DelayedScaling
+    from grouped.nn.delayed import DelayedScaling
     from grouped.offsets import Offsets
 
 __all__ = ["WeightGradients", "linear", "multiply", "rows_and_ends"]
@@ -412,54 +412,38 @@ def _recipe(*formats_and_flags: Any) -> Recipe:
     return cls(**of_roles, propagate_nonfinite=propagate_nonfinite)
 
 
-def _scaling(scales: Sequence[Tensor] | None, amaxes: Sequence[Tensor] | None) -> Scaling | None:
+def _scaling(
+    scales: Sequence[Tensor] | None = None, amaxes: Sequence[Tensor] | None = None
+) -> Scaling | None:
     return None if scales is None else Scaling(scales, amaxes)
 
 
 def _linear_below_autograd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    offs: Tensor,
-    *recipe_and_scaling: Any,
+    x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
-    recipe, scaling = recipe_and_scaling[:4], recipe_and_scaling[4:5]
+    recipe = _recipe(*recipe_and_scaling[:4])
     # What records amaxes is above: this computes, and writes nothing.
-    of_call = _scaling(*scaling, None) if scaling else None
-    return forward(x, [weight], bias, offs, _recipe(*recipe), None, (False, False), of_call)[0]
+    scaling = _scaling(*recipe_and_scaling[4:5])
+    return forward(x, [weight], bias, offs, recipe, None, (False, False), scaling)[0]
 
 
 def _linear_autograd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    offs: Tensor,
-    input_format: str | None,
-    weight_format: str | None,
-    grad_output_format: str | None,
-    propagate_nonfinite: bool,
-    scales: Sequence[Tensor] | None = None,
-    amaxes: Sequence[Tensor] | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
     # Not torch.library.register_autograd: torch.func does not go through what it generates, and
     # what is kept depends on which gradients are wanted when it runs, not when it was traced.
-    recipe = _recipe(input_format, weight_format, grad_output_format, propagate_nonfinite)
-    scaling = _scaling(scales, amaxes)
+    recipe, scaling = _recipe(*recipe_and_scaling[:4]), _scaling(*recipe_and_scaling[4:])
     return _differentiable(x, [weight], bias, offs, recipe, scaling=scaling)
 
 
 def _linear_transformed(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    offs: Tensor,
-    *recipe_and_scaling: Any,
+    x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
-    recipe, scales = _recipe(*recipe_and_scaling[:4]), recipe_and_scaling[4:5]
+    recipe, scaling = _recipe(*recipe_and_scaling[:4]), _scaling(*recipe_and_scaling[4:5])
     needs = x.requires_grad, weight.requires_grad
-    y: Tensor = _TransformedLinear.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, offs, recipe, needs, *(scales[0] or () if scales else ())
-    )[0]
+    scales = () if scaling is None else scaling.scales
+    outputs = _TransformedLinear.apply(x, weight, bias, offs, recipe, needs, *scales)  # type: ignore[no-untyped-call]
+    y: Tensor = outputs[0]
     return y
 
 

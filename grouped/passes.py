@@ -6,7 +6,6 @@ product reads, in one direction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import torch
@@ -18,6 +17,8 @@ from grouped.recipes import ROLES
 from grouped.tensor import GroupedTensor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cute_kernels.formats import Format
     from grouped.members import QuantizedCopy
     from grouped.recipes import Recipe

@@ -22,8 +22,8 @@ __all__ = ["DelayedScaling"]
 class DelayedScaling(nn.Module):
     """The scales of a grouped linear layer under ``FP8Delayed``, and the amaxes they follow from.
 
-    A ``GroupedLinear`` has one as ``scaling``. For ``grouped.linear`` make one a layer, keep it, and
-    call ``update()`` once a step.
+    A ``GroupedLinear`` has one as ``scaling``. For ``grouped.linear`` make one a layer, keep it,
+    and call ``update()`` once a step.
 
     **When amaxes count.** A call in ``train()`` mode with gradients enabled casts with the scales
     as they are, forward and backward: a backward pass has those of its forward. When its gradients
@@ -119,7 +119,8 @@ class DelayedScaling(nn.Module):
             recipe: the recipe of the call.
             num_groups: its groups.
         """
-        if recipe != self.recipe or num_groups != self.num_groups:
+        is_same = recipe is self.recipe or recipe == self.recipe
+        if not is_same or num_groups != self.num_groups:
             raise ValueError(
                 f"scaling was made for {self.num_groups} groups and {self.recipe}, not for "
                 f"{num_groups} groups and {recipe}"
@@ -127,11 +128,6 @@ class DelayedScaling(nn.Module):
         scales = [self.scale(role) for role in ROLES]
         if not self._counts():
             return Scaling(scales)
-        if torch._C._functorch.peek_interpreter_stack():
-            raise RuntimeError(
-                "torch.func would lose the amaxes of delayed scaling: call eval() on the layer, "
-                "whose scales then stay, or train it by backward()"
-            )
         return Scaling(scales, [self.amax_history(role)[0] for role in ROLES])
 
     def begin(self, is_first_microbatch: bool | None) -> None:
@@ -141,7 +137,14 @@ class DelayedScaling(nn.Module):
 
     def _counts(self) -> bool:
         """Whether calls change the state."""
-        return self.training and torch.is_grad_enabled()
+        if not (self.training and torch.is_grad_enabled()):
+            return False
+        if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
+            raise RuntimeError(
+                "torch.func would lose the amaxes of delayed scaling: call eval() on the layer, "
+                "whose scales then stay, or train it by backward()"
+            )
+        return True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScaling:
         def keep_dtype(t: Tensor) -> Tensor:
