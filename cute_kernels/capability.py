@@ -59,8 +59,22 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_quantize", "mxfp8"): ("reference",),
     ("grouped_dequantize", "mxfp8"): ("reference",),
     ("grouped_gemm", "nvfp4"): ARCHITECTURES,
+    ("grouped_gemm", "fp8"): ("reference",),
+    ("grouped_gemm", "fp8_block"): ("reference",),
+    ("grouped_gemm", "mxfp8"): ("reference",),
     ("grouped_gemm_w4a16", "nvfp4"): ("reference", "sm_90a"),
+    ("grouped_gemm_w4a16", "fp8"): ("reference",),
+    ("grouped_gemm_w4a16", "fp8_block"): ("reference",),
+    ("grouped_gemm_w4a16", "mxfp8"): ("reference",),
 }
+#: Ops and formats that the reference backend adds like a tensor core that has no kernel of them.
+_ADDED_ALIKE: dict[tuple[str, str | None], tuple[str, ...]] = {
+    ("grouped_gemm", name): ARCHITECTURES[1:] for name in ("fp8", "fp8_block", "mxfp8")
+}
+#: The ops that a tensor core adds in.
+_GEMMS = ("grouped_gemm", "grouped_gemm_w4a16")
+#: Reference backends that add like a tensor core, and whose.
+_ADDS_LIKE = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
 #: Ops and formats of which some architectures run the rowwise copy only.
 _COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
 #: Values of a record's fields that nothing runs yet, by the name of the format.
@@ -114,7 +128,9 @@ def support(
         op: one of ``OPS``.
         fmt: a format record such as ``NVFP4(row_scaled=True)``, a format class for its defaults, or
             None for plain bf16, fp16 or fp32 operands.
-        arch: one of ``ARCHITECTURES``.
+        arch: one of ``ARCHITECTURES``; or ``"reference:sm_90a"`` or ``"reference:sm_100a"``, the
+            reference backend that adds like the tensor core of that architecture, which takes what
+            its kernels do, and some that are to come.
         dtype: dtype of the plain operands, of what is quantized, or of the decoded result; None for
             one that the op takes everywhere, such as bf16.
         columnwise: the columnwise copy is asked for, alone or with the rowwise one.
@@ -130,12 +146,14 @@ def support(
     """
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
-    if arch not in ARCHITECTURES:
+    if arch not in (*ARCHITECTURES, *_ADDS_LIKE):
         raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
     if isinstance(fmt, type):
         fmt = fmt()
     if not (fmt is None or isinstance(fmt, Format)):
         raise TypeError(f"fmt must be a format record or None, got {fmt!r}")
+    if arch in _ADDS_LIKE:
+        arch = _whose_rows(op, fmt, _ADDS_LIKE[arch])
     reason = (
         _why_not_format(op, fmt)
         or _why_not_arch(op, fmt, arch, columnwise)
@@ -146,6 +164,12 @@ def support(
     if shapes and not reason:
         reason = _why_not_shapes(op, arch)
     return Support(False, reason) if reason else _YES
+
+
+def _whose_rows(op: str, fmt: Format | None, core: str) -> str:
+    """The architecture whose rows say what a reference runs that adds like the one of ``core``."""
+    key = op, None if fmt is None else fmt.name
+    return core if op in _GEMMS and core not in _ADDED_ALIKE.get(key, ()) else "reference"
 
 
 def _why_not_format(op: str, fmt: Format | None) -> str:

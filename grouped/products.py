@@ -10,6 +10,7 @@ from torch import Tensor
 from cute_kernels import ops
 from cute_kernels.capability import require
 from cute_kernels.ops.derivatives import refuse_derivatives, register_autograd
+from cute_kernels.ops.pairs import check_accumulation
 from cute_kernels.ops.registry import is_observed
 from grouped.handlers import not_differentiable
 from grouped.offsets import Offsets, as_offs
@@ -33,6 +34,7 @@ def grouped_gemm(
     out: Tensor | None = None,
     accumulate: bool = False,
     transpose_b: bool = False,
+    accumulation: str | None = None,
 ) -> Tensor:
     """Multiply the groups of ``a`` by those of ``b``.
 
@@ -59,6 +61,10 @@ def grouped_gemm(
         out: where to write; rows of empty groups and of the tail are left alone.
         accumulate: add to what ``out`` holds, in fp32 before the one cast.
         transpose_b: contract over the second dimension of ``b``, read from its columnwise copy.
+        accumulation: "fast" or "split", of products of FP8 with one scale a group: all sums in the
+            accumulator of the tensor core, or moved to fp32 every 128 of the contraction. By
+            default "fast" for fprop and "split" for dgrad and wgrad. The bits differ on sm_90a,
+            whose accumulator is short.
 
     Returns:
         The product, accumulated and scaled in fp32 and cast once. In a fresh result the rows of the
@@ -87,16 +93,20 @@ def grouped_gemm(
         if offs is not None:
             raise ValueError("offs is given, but the operands carry their own")
         if out is None and not is_observed((a, b, bias, alpha), _DIRECT):
-            name, operands = _quantized_operands(a, b, bias, alpha, transpose_b, dtype)
+            name, operands = _quantized_operands(
+                a, b, bias, alpha, transpose_b, dtype, accumulation
+            )
             return _call(name, operands, out=None, accumulate=False)
+        pair = (a, b, bias, alpha, transpose_b)
         if out is None:
-            result: Tensor = torch.ops.grouped.gemm(a, b, bias, alpha, transpose_b, dtype)
+            result: Tensor = torch.ops.grouped.gemm(*pair, dtype, accumulation)
             return result
-        torch.ops.grouped.gemm_out(a, b, bias, alpha, transpose_b, accumulate, out)
+        torch.ops.grouped.gemm_out(*pair, accumulate, accumulation, out)
         return out
     if isinstance(a, GroupedTensor):
         names = f"{type(a).__name__} and {type(b).__name__}"
         raise TypeError(f"b must be quantized if a is, got {names}")
+    check_accumulation(accumulation, None, b.format if isinstance(b, GroupedTensor) else None)
     if offs is None:
         raise ValueError("offs is missing: plain operands are cut into groups by offs")
     ends = as_offs(offs, a.shape[0], a.device)
@@ -126,12 +136,12 @@ def _call(name: str, operands: tuple[object, ...], out: Tensor | None, accumulat
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _OPERANDS = "Tensor a, Tensor b, Tensor? bias, Tensor? alpha, bool transpose_b"
-_LIBRARY.define(f"gemm({_OPERANDS}, ScalarType dtype) -> Tensor")
+_LIBRARY.define(f"gemm({_OPERANDS}, ScalarType dtype, str? accumulation) -> Tensor")
 register_autograd("gemm", not_differentiable, None, _LIBRARY)
 _MIXED = _OPERANDS.replace("Tensor b", "Tensor b, Tensor offs")
 _LIBRARY.define(f"gemm_w4a16({_MIXED}, ScalarType dtype) -> Tensor")
 _LIBRARY.define(f"gemm_w4a16_out({_MIXED}, bool accumulate, Tensor(o!) out) -> ()")
-_LIBRARY.define(f"gemm_out({_OPERANDS}, bool accumulate, Tensor(o!) out) -> ()")
+_LIBRARY.define(f"gemm_out({_OPERANDS}, bool accumulate, str? accumulation, Tensor(o!) out) -> ()")
 
 
 def _save_w4a16(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -173,8 +183,8 @@ def _gemm(func: Any, *arguments: Any) -> Tensor:
 
 @handler(torch.ops.grouped.gemm_out.default)
 def _gemm_out(func: Any, *arguments: Any) -> None:
-    a, b, bias, alpha, transpose_b, accumulate, out = arguments
-    name, operands = _quantized_operands(a, b, bias, alpha, transpose_b, out.dtype)
+    *pair, accumulate, accumulation, out = arguments
+    name, operands = _quantized_operands(*pair, out.dtype, accumulation)  # type: ignore[call-arg]
     _call(name, operands, out=out, accumulate=accumulate)
 
 
@@ -205,6 +215,7 @@ def _quantized_operands(
     alpha: Tensor | None,
     transpose_b: bool,
     dtype: torch.dtype,
+    accumulation: str | None,
 ) -> tuple[str, tuple[object, ...]]:
     """The op that multiplies ``a`` by ``b``, and its operands."""
     if a.offs is None:
@@ -214,7 +225,8 @@ def _quantized_operands(
         _check_uniform(b, "ragged or uniform")
         codes, scales = _weights(a, b, transpose_b)
         first, first_scales = _operand(a, "a", "rowwise")
-        options = (bias, alpha, transpose_b, dtype, first_scales, scales, *formats, b.prepacked)
+        scaled = (first_scales, scales, *formats)
+        options = (bias, alpha, transpose_b, dtype, *scaled, b.prepacked, accumulation)
         return "m_grouped_gemm", (first, codes, a.offs, *options)
     _no_ragged_options(bias, transpose_b)
     if a.num_groups != b.num_groups or a.shape[0] != b.shape[0]:
@@ -225,7 +237,7 @@ def _quantized_operands(
     _check_same_offs(a.offs, b.offs)
     first, first_scales = _operand(a, "a", "columnwise")
     second, second_scales = _operand(b, "b", "columnwise")
-    rest = (alpha, dtype, first_scales, second_scales, *formats)
+    rest = (alpha, dtype, first_scales, second_scales, *formats, accumulation)
     return "k_grouped_gemm", (first, second, a.offs, *rest)
 
 

@@ -459,12 +459,17 @@ class GroupedTensor(Tensor):
         return known(func, *args, **(kwargs or {}))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # Bytes of codes: ``pickle`` writes tensors of FP8 that PyTorch then does not read.
+        inner = {
+            name: t.view(torch.uint8) if name.startswith("_codes") else t
+            for name, t in self._inner().items()
+        }
         return _rebuild, (
             tuple(self.shape),
             self.dtype,
             self.format.name,
             self._saved_fields(),
-            self._inner(),
+            inner,
             self.requires_grad,
             getattr(self, "_is_param", False),
             version(),
@@ -513,6 +518,12 @@ def _rebuild(
             f"a GroupedTensor has no field {', '.join(unknown)}: the file was written by "
             f"grouped-kernels {written_by}, this is {version()}"
         )
+    inner = {
+        name: t.view(fmt.element.dtype)
+        if name.startswith("_codes") and t.dtype == torch.uint8
+        else t
+        for name, t in inner.items()
+    }
     self = GroupedTensor(
         *(shape, dtype, fmt, inner.get("_offs"), *_copies(fmt, inner), requires_grad),
         prepacked=prepacked,

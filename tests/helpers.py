@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import support
-from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block
+from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,6 +39,7 @@ __all__ = [
     "offsets",
     "ops",
     "poisoned",
+    "quantized",
     "sample",
     "weird_values",
 ]
@@ -134,6 +135,16 @@ def poisoned(like: Tensor) -> Tensor:
     """A tensor of the shape, strides and dtype of ``like``, every byte of it a sentinel."""
     storage = torch.full((like.untyped_storage().nbytes(),), SENTINEL, dtype=torch.uint8)
     return storage.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def quantized(
+    x: Tensor, text: str, offs: Tensor | None = None, *, columnwise: bool = False
+) -> list[Tensor]:
+    """What a reader needs of one direction of ``x``: codes, block scales, what decodes."""
+    fmt = parse(text)
+    buffers = ops.grouped_quantize(x, text, offs, rowwise=not columnwise, columnwise=columnwise)
+    named = dict(zip(fmt.buffer_names(columnwise), buffers, strict=True))
+    return [named[name] for name in fmt.operand_names(columnwise)]
 
 
 def dequantize_arguments(

@@ -168,6 +168,11 @@ class Format(abc.ABC):
         return self.columnwise_level if columnwise else self.second_level
 
     @property
+    def has_pow2_scales(self) -> bool:
+        """Whether every block scale is a power of two."""
+        return self.scale is not None and self.scale.element == E8M0
+
+    @property
     def takes_scale(self) -> bool:
         """Whether the caller gives the scale of each group, which else follows from its amax."""
         return False
@@ -177,6 +182,15 @@ class Format(abc.ABC):
         """Whether one scale covers a square block, so that both directions hold equal values."""
         block: tuple[int, int] = getattr(self, "block", (1, 1))
         return block[0] > 1
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether the columnwise copy is of a transform of the values along the rows of a group.
+
+        It then has amaxes of its own, holds whole blocks of a group's rows, is made of bf16 values
+        only, and is multiplied over those rows by copies with the same transform only.
+        """
+        return False
 
     def buffer_names(self, columnwise: bool) -> tuple[str, ...]:
         """The buffers of one direction: codes, block scales, and the vectors of the second level.

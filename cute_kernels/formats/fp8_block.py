@@ -50,11 +50,18 @@ class FP8Block(Format):
         check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
         check_choice("block", self.block, self.blocks)
         check_flags(self, "pow2_scales")
-        if not 0.0 <= self.amax_epsilon < float("inf"):
-            raise ValueError(f"amax_epsilon must be finite and >= 0, got {self.amax_epsilon}")
+        if not 0.0 <= self.amax_epsilon <= F32.max:
+            raise ValueError(
+                f"amax_epsilon must be >= 0 and finite in fp32, got {self.amax_epsilon}"
+            )
         super().__post_init__()
 
     @property
     def element(self) -> ElementType:
         """The FP8 element type."""
         return FP8_ELEMENTS[self.dtype]
+
+    @property
+    def has_pow2_scales(self) -> bool:
+        """Whether every block scale is a power of two."""
+        return self.pow2_scales

@@ -82,6 +82,11 @@ class NVFP4(Format):
         super().__post_init__()
 
     @property
+    def is_transformed(self) -> bool:
+        """Whether the columnwise copy is Hadamard-transformed."""
+        return self.hadamard
+
+    @property
     def second_level(self) -> SecondLevel:
         """The amax of each group or row; a value is code * scale * (amax / 2688)."""
         return _LEVELS[self.row_scaled]

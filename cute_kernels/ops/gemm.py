@@ -32,6 +32,7 @@ from cute_kernels.ops.checks import (
 )
 from cute_kernels.ops.derivatives import not_differentiable
 from cute_kernels.ops.launch import gemm as launch_gemm
+from cute_kernels.ops.pairs import check_accumulation, check_pair, check_transforms
 from cute_kernels.ops.quantize import GroupedQuantize
 from cute_kernels.ops.registry import Allocator, Op, register
 from cute_kernels.reference.groups import Groups
@@ -96,9 +97,7 @@ def _reference_operand(
     if fmt is None:
         return reference.Operand(codes)
     _, block_scales, vector = _parts(codes, scales, *_places(scales, fmt))
-    level = fmt.level(columnwise)
-    per_row = level is not None and level.per == "row"
-    return reference.Operand(codes, fmt, block_scales, vector, per_row)
+    return reference.Operand(codes, fmt, block_scales, vector, columnwise)
 
 
 def _saved(ctx: Any, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -127,6 +126,7 @@ class GroupedGemm(Op):
     b_format: str | None
     out_dtype: torch.dtype | None
     prepacked: bool = False
+    accumulation: str | None = None
 
     @property
     def device(self) -> torch.device:
@@ -162,7 +162,7 @@ class GroupedGemm(Op):
     def require(self, backend: Backend) -> None:
         name, fmt = self.capability()
         # What adds like a tensor core takes what the kernels do that it stands for.
-        arch = backend.tensor_core or backend.arch
+        arch = backend.arch if backend.tensor_core is None else f"reference:{backend.tensor_core}"
         dtype = None if fmt is not None and name == "grouped_gemm" else self.a.dtype
         facts = {"columnwise": self.uses_columnwise, "prepacked": self.prepacked}
         require(name, fmt, arch, dtype=dtype, **facts)
@@ -187,10 +187,9 @@ class GroupedGemm(Op):
         a, b = self.a_record, self.b_record
         if a is not None and b is None:
             raise ValueError(f"b must be quantized if a is, got a_format={self.a_format!r} alone")
-        if a is not None and b is not None and a.name != b.name:
-            raise ValueError(
-                f"a and b must have one format, got {self.a_format!r} and {self.b_format!r}"
-            )
+        if a is not None and b is not None:
+            check_pair(a, b)
+        check_accumulation(self.accumulation, a, b)
 
 
 class MGrouped(GroupedGemm):
@@ -223,6 +222,15 @@ class MGrouped(GroupedGemm):
     def cols(self) -> int:
         """N."""
         return self.b.shape[2 if self.is_b_mn_major else 1]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether sums of codes without block scales move to fp32 every 128 of K."""
+        return (self.accumulation or ("split" if self.transpose_b else "fast")) == "split"
+
+    def _check_formats(self) -> None:
+        super()._check_formats()
+        check_transforms(None, self.b_record if self.transpose_b else None)
 
     def check(self) -> None:
         check_tensor("a", self.a, ndim=(2,))
@@ -289,6 +297,7 @@ class MGrouped(GroupedGemm):
             bias=self.bias,
             accumulate=options.get("accumulate", False),
             tensor_core=options.get("tensor_core"),
+            split=self.is_split,
         )
 
 
@@ -319,6 +328,11 @@ class MGroupedGemm(MGrouped):
         b_format: likewise of ``b``.
         prepacked: ``b`` has the order of bits of ``cute_kernels.prepack``, which kernels for sm_90a
             and the reference take.
+        accumulation: how a tensor core adds the products of operands without block scales (FP8):
+            "fast", all of K in one accumulator, or "split", a fresh one every 128 of K, each added
+            to an fp32 sum. By default "fast" for fprop and "split" for dgrad. On sm_90a, whose
+            accumulators keep 13 fraction bits of FP8 sums, the bits differ; elsewhere "split" is
+            met by what the accumulator is anyway. Raises for other operands.
 
     Returns:
         (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
@@ -336,6 +350,7 @@ class MGroupedGemm(MGrouped):
     a_format: str | None = None
     b_format: str | None = None
     prepacked: bool = False
+    accumulation: str | None = None
 
     name: ClassVar[str] = "m_grouped_gemm"
 
@@ -363,7 +378,7 @@ class MGroupedGemm(MGrouped):
             db = ops.k_grouped_gemm(left, right, offs, alpha, b.dtype)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
             dbias = ops.grouped_dbias(dy, offs).to(ctx.bias_dtype)
-        return da, db, None, dbias, *(None,) * 8
+        return da, db, None, dbias, *(None,) * 9
 
 
 @register
@@ -386,6 +401,7 @@ class MGroupedQuantizeGemm(MGrouped):
         transpose_b: as for ``m_grouped_gemm``.
         out_dtype: bf16, fp16 or fp32; bf16 by default, as in the second of the two ops.
         prepacked: as for ``m_grouped_gemm``.
+        accumulation: as for ``m_grouped_gemm``.
 
     Returns:
         (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
@@ -402,6 +418,7 @@ class MGroupedQuantizeGemm(MGrouped):
     transpose_b: bool = False
     out_dtype: torch.dtype | None = None
     prepacked: bool = False
+    accumulation: str | None = None
 
     name: ClassVar[str] = "m_grouped_quantize_gemm"
     quantized_sides: ClassVar[str] = "b"
@@ -436,6 +453,7 @@ class MGroupedQuantizeGemm(MGrouped):
             self.a_format,
             self.b_format,
             self.prepacked,
+            self.accumulation,
         )
 
 
@@ -474,6 +492,7 @@ class KGroupedGemm(GroupedGemm):
         b_scales: likewise of ``b``.
         a_format: the text of the format of ``a``; None if plain.
         b_format: likewise of ``b``.
+        accumulation: as for ``m_grouped_gemm``; "split" by default.
 
     Returns:
         (G, N, K); zeros for an empty group. The ``_out`` form leaves those alone when accumulating.
@@ -488,12 +507,18 @@ class KGroupedGemm(GroupedGemm):
     b_scales: list[Tensor] | None = None
     a_format: str | None = None
     b_format: str | None = None
+    accumulation: str | None = None
 
     name: ClassVar[str] = "k_grouped_gemm"
 
     @property
     def uses_columnwise(self) -> bool:
         return self.a_format is not None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether sums of codes without block scales move to fp32 every 128 of K."""
+        return self.accumulation != "fast"
 
     def _slots(self) -> int:
         """Slot rows of a quantized A."""
@@ -543,6 +568,7 @@ class KGroupedGemm(GroupedGemm):
         super()._check_formats()
         if self.a_format is None and self.b_format is not None:
             raise ValueError(f"a must be quantized if b is, got b_format={self.b_format!r} alone")
+        check_transforms(self.a_record, self.b_record)
 
     def outputs(self) -> list[BufferSpec]:
         shape = (self.offs.shape[0], self._cols("a"), self._cols("b"))
@@ -561,6 +587,7 @@ class KGroupedGemm(GroupedGemm):
             alpha=self.alpha,
             accumulate=options.get("accumulate", False),
             tensor_core=options.get("tensor_core"),
+            split=self.is_split,
         )
 
     @staticmethod
@@ -582,4 +609,4 @@ class KGroupedGemm(GroupedGemm):
             da = ops.m_grouped_gemm(b, dw, offs, None, alpha, False, a.dtype)
         if ctx.needs_input_grad[1]:
             db = ops.m_grouped_gemm(a, dw, offs, None, alpha, True, b.dtype)
-        return da, db, *(None,) * 7
+        return da, db, *(None,) * 8

@@ -65,7 +65,7 @@ from cute_kernels.reference.conversions import unpack_codes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["TENSOR_CORES", "instruction_k", "tensor_core_gemm", "tensor_core_mma"]
+__all__ = ["NAN_BITS", "TENSOR_CORES", "instruction_k", "tensor_core_gemm", "tensor_core_mma"]
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Packed E2M1 codes, two a byte.
@@ -80,7 +80,8 @@ _FP32_FRACTION_BITS = 23
 _LOWEST_E = -133
 #: So low that it never decides E, whatever is added to it.
 _NO_EXPONENT = -1000
-_NAN_BITS = {torch.float32: 0x7FFFFFFF, torch.float16: 0x7FFF}
+#: The NaN of GPUs by dtype.
+NAN_BITS = {torch.float32: 0x7FFFFFFF, torch.float16: 0x7FFF}
 
 # Output elements and K that are worked on at a time: the buffers stay in the L2 cache, and reading
 # the operands anew for every tile costs little beside the products.
@@ -215,7 +216,7 @@ def tensor_core_gemm(
                 tile = _accumulate(adder, *terms, tile)
             out[m, n] = tile
     bits = out.view(torch.int32 if out.dtype == torch.float32 else torch.int16)
-    bits.masked_fill_(out.isnan(), _NAN_BITS[out.dtype])
+    bits.masked_fill_(out.isnan(), NAN_BITS[out.dtype])
     return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grouped
 from grouped import recipes
 
+if TYPE_CHECKING:
+    from cute_kernels.formats import Format
+
 __all__ = [
+    "EVERY_FORMAT",
     "FORMATS",
     "RECIPES",
     "WEIGHT_FORMAT",
@@ -36,6 +40,15 @@ FORMATS = {
     "row-scaled": grouped.NVFP4(row_scaled=True),
 }
 WEIGHT_FORMAT = FORMATS["16x16"]
+#: One of each kind of record: of element, scale and its layout, second level, and columnwise copy.
+EVERY_FORMAT = {
+    **FORMATS,
+    "fp8": grouped.FP8(),
+    "mxfp8": grouped.MXFP8(torch.float8_e5m2),
+    "32x32": grouped.MXFP8(block=(32, 32)),
+    "fp8_block": grouped.FP8Block(),
+    "128x128": grouped.FP8Block((128, 128), torch.float8_e5m2, pow2_scales=False),
+}
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -44,10 +57,12 @@ def weight(groups: int = 3, rows: int = 48, cols: int = 64) -> Tensor:
     return torch.randn(groups, rows, cols, dtype=torch.bfloat16)
 
 
-def parameter(requires_grad: bool = True, **kwargs: Any) -> nn.Parameter:
+def parameter(
+    requires_grad: bool = True, fmt: Format = WEIGHT_FORMAT, **kwargs: Any
+) -> nn.Parameter:
     """A uniform GroupedTensor of both directions as a parameter."""
     kwargs.setdefault("columnwise", True)
-    return nn.Parameter(grouped.quantize(weight(), WEIGHT_FORMAT, **kwargs), requires_grad)
+    return nn.Parameter(grouped.quantize(weight(), fmt, **kwargs), requires_grad)
 
 
 def weights_quantized(counter: OpCounter) -> int:

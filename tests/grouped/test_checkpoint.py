@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import grouped
-from tests.grouped.cases import FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
+from tests.grouped.cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
 from tests.helpers import assert_same_bytes, sample
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -28,6 +28,7 @@ def state_of():
     return {
         "tokens": grouped.quantize(sample(40, 48), FORMATS["row-scaled"], offs=[13, 40]),
         "weight": parameter(),
+        **{name: parameter(fmt=fmt) for name, fmt in EVERY_FORMAT.items()},
         "prepacked": nn.Parameter(grouped.quantize(weight(), WEIGHT_FORMAT).prepack(), False),
         "plain": torch.randn(5),
     }

@@ -6,7 +6,7 @@ from torch import nn
 
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.grouped.cases import FORMATS, RECIPES, WEIGHT_FORMAT, bytes_of, parameter
+from tests.grouped.cases import EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, bytes_of, parameter
 from tests.helpers import assert_same_bytes, needs_compiler, sample
 
 K, N = 64, 48
@@ -161,7 +161,10 @@ def assert_same_tensor(got, want):
         assert_same_bytes(value, b[name], name)
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+every_format = pytest.mark.parametrize("fmt", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
+
+
+@every_format
 def test_functions_that_make_and_return_grouped_tensors(fmt):
     def quantize(x, offs):
         xq, dbias = grouped.quantize(x, fmt, offs=offs, columnwise=True, dbias=True)
@@ -231,26 +234,28 @@ def test_plain_products_are_differentiated():
         assert_same_bytes(a, b)
 
 
-def test_quantize_into_a_given_tensor():
+@every_format
+def test_quantize_into_a_given_tensor(fmt):
     def requantize(x, offs, out):
-        return grouped.quantize(x, WEIGHT_FORMAT, offs=offs, columnwise=True, out=out).dequantize()
+        return grouped.quantize(x, fmt, offs=offs, columnwise=True, out=out).dequantize()
 
     function, _ = compiled(requantize)
-    out = grouped.quantize(sample(40, K), WEIGHT_FORMAT, offs=boundaries(40), columnwise=True)
+    out = grouped.quantize(sample(40, K), fmt, offs=boundaries(40), columnwise=True)
     x, offs = sample(40, K), torch.tensor([1, 2, 40], dtype=torch.int32)
-    want = grouped.quantize(x, WEIGHT_FORMAT, offs=offs, columnwise=True)
+    want = grouped.quantize(x, fmt, offs=offs, columnwise=True)
     assert_same_bytes(function(x, offs, out), want.dequantize())
     assert_same_tensor(out, want)
 
 
-def test_in_place_updates_inside_the_graph():
+@every_format
+def test_in_place_updates_inside_the_graph(fmt):
     def update(p, grad):
         with torch.no_grad():
             p.add_(grad, alpha=-0.5)
         return p.dequantize()
 
     function, _ = compiled(update)
-    p, grad = parameter(requires_grad=False), sample(3, N, K)
+    p, grad = parameter(False, fmt), sample(3, N, K)
     q = nn.Parameter(p.clone(), requires_grad=False)
     assert_same_bytes(function(p, grad), update(q, grad))
     assert_same_tensor(p.data, q.data)

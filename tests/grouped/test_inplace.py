@@ -8,8 +8,10 @@ from torch import nn
 
 import grouped
 from grouped import GroupedTensor, updates
-from tests.grouped.cases import FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
+from tests.grouped.cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
 from tests.helpers import assert_same_bytes, sample
+
+every_format = pytest.mark.parametrize("fmt", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
 
 
 def assert_holds(p, dense):
@@ -54,7 +56,7 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize("op", IN_PLACE.values(), ids=IN_PLACE)
-@pytest.mark.parametrize("fmt", [FORMATS["16x16"], FORMATS["row-scaled"]], ids=["16x16", "row"])
+@every_format
 def test_in_place_ops(fmt, op):
     x = grouped.quantize(sample(40, 32), fmt, offs=[13, 40], columnwise=True)
     other, dense, before = sample(40, 32), x.dequantize(), storage(x)
@@ -93,8 +95,9 @@ def test_in_place_ops_match_keywords_by_name():
         dense = p.dequantize()
 
 
-def test_in_place_on_the_parameter_itself_needs_no_grad():
-    p = parameter()
+@every_format
+def test_in_place_on_the_parameter_itself_needs_no_grad(fmt):
+    p = parameter(fmt=fmt)
     with pytest.raises(RuntimeError, match="leaf Variable"):
         p.mul_(2)
     with torch.no_grad():
@@ -102,24 +105,26 @@ def test_in_place_on_the_parameter_itself_needs_no_grad():
     assert p.requires_grad and p.is_leaf and isinstance(p, nn.Parameter)
 
 
-def test_copying_equal_formats_keeps_the_bytes():
+@every_format
+def test_copying_equal_formats_keeps_the_bytes(fmt):
     """Decoded and quantized again, a row-scaled tensor of fp32 would not always be the same."""
-    source = grouped.quantize(sample(40, 32), FORMATS["row-scaled"], offs=[13, 40], columnwise=True)
-    target = grouped.quantize(sample(40, 32), FORMATS["row-scaled"], offs=[20, 30], columnwise=True)
+    source = grouped.quantize(sample(40, 32), fmt, offs=[13, 40], columnwise=True)
+    target = grouped.quantize(sample(40, 32), fmt, offs=[20, 30], columnwise=True)
     assert target.copy_(source) is target
     for name, value in bytes_of(source).items():
         assert_same_bytes(bytes_of(target)[name], value, name)
 
 
-def test_copying_another_format_requantizes():
+@every_format
+def test_copying_another_format_requantizes(fmt):
     source = grouped.quantize(weight(), FORMATS["row-scaled"])
-    target = parameter(requires_grad=False)
+    target = parameter(False, fmt)
     before = storage(target)
     target.copy_(source)
     assert_holds(target, source.dequantize())
     assert storage(target) == before
-    both = parameter(requires_grad=False)
-    rowwise = grouped.quantize(weight(), WEIGHT_FORMAT)
+    both = parameter(False, fmt)
+    rowwise = grouped.quantize(weight(), fmt)
     rowwise.copy_(both)
     assert_same_bytes(rowwise.dequantize(), both.dequantize())
     both.copy_(rowwise)
@@ -174,6 +179,21 @@ OPTIMIZERS = {
 }
 
 
+@every_format
+def test_a_step_of_adam_on_any_format(fmt):
+    p = parameter(fmt=fmt)
+    dense, before = nn.Parameter(p.dequantize().detach().clone()), storage(p)
+    for _ in range(2):
+        grad = weight()
+        for t in (p, dense):
+            t.grad = grad.clone()
+            torch.optim.Adam([t], lr=0.1, foreach=False).step()
+        assert_holds(p, dense)
+        with torch.no_grad():
+            dense.copy_(p.dequantize())
+    assert storage(p) == before
+
+
 @pytest.mark.parametrize("loop", ["foreach", "for loop"])
 @pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers_step_as_on_a_decoded_parameter(optimizer, options, loop):
@@ -198,8 +218,9 @@ def test_optimizers_step_as_on_a_decoded_parameter(optimizer, options, loop):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
-def test_fused_optimizers(optimizer):
-    p = parameter()
+@every_format
+def test_fused_optimizers(fmt, optimizer):
+    p = parameter(fmt=fmt)
     dense = nn.Parameter(p.dequantize().detach().clone())
     grad, before = weight(), dense.detach().clone()
     for t in (p, dense):
@@ -230,10 +251,11 @@ def test_clipping(foreach):
     assert p.grad.abs().max() <= 1e-3
 
 
-def test_averaged_model():
+@every_format
+def test_averaged_model(fmt):
     """EMA of quantized weights: deepcopy, then lerp_ of the copies."""
     module = nn.Module()
-    module.w = parameter()
+    module.w = parameter(fmt=fmt)
     average = torch.optim.swa_utils.AveragedModel(
         module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
     )
@@ -252,11 +274,13 @@ def test_two_views_in_one_op():
     assert_holds(p, dense + dense)
 
 
-def test_only_the_live_rows_of_a_ragged_tensor_are_rewritten():
-    x = grouped.quantize(sample(40, 32), FORMATS["row-scaled"], offs=[13, 30])
-    x.rowwise.codes[30:] = 0xA5
+@every_format
+def test_only_the_live_rows_of_a_ragged_tensor_are_rewritten(fmt):
+    x = grouped.quantize(sample(40, 32), fmt, offs=[13, 30])
+    codes = x.rowwise.codes.view(torch.uint8)
+    codes[30:] = 0xA5
     x.add_(1)
-    assert (x.rowwise.codes[30:] == 0xA5).all()
+    assert (codes[30:] == 0xA5).all()
     assert not x.dequantize()[30:].any()
 
 
@@ -285,6 +309,13 @@ TINY = {
 def large():
     """A weight beside whose values updates of 1e-4 round away."""
     return nn.Parameter(grouped.quantize(weight() + 8, WEIGHT_FORMAT, columnwise=True))
+
+
+@every_format
+def test_an_update_that_changes_nothing_warns_in_any_format(fmt):
+    w = grouped.quantize(weight() + 8, fmt, columnwise=True)
+    with pytest.warns(UserWarning, match="add_ changed nothing"):
+        w.add_(1e-5)
 
 
 @pytest.mark.parametrize("optimizer", TINY.values(), ids=TINY)

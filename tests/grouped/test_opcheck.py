@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 import grouped
-from tests.grouped.cases import FORMATS, RECIPES, WEIGHT_FORMAT, weight
+from tests.grouped.cases import EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, weight
 from tests.helpers import offsets, sample
 
 OFFS = offsets((5, 0, 8))
@@ -89,6 +89,17 @@ CASES = [
     ("quantize_out", "ragged", lambda: (sample(ROWS, K), OFFS, None, ragged())),
     ("quantize_out", "shapes", lambda: (sample(ROWS * K), None, torch.ones(3), shaped())),
     ("quantize_out", "uniform", lambda: (weight(), None, torch.ones(3), uniform())),
+]
+
+
+CASES += [
+    ("dequantize", f"{name}, {direction}", lambda fmt=fmt, d=direction: (ragged(fmt=fmt), None, d))
+    for name, fmt in EVERY_FORMAT.items()
+    for direction in ("rowwise", "columnwise")
+]
+CASES += [
+    ("quantize_out", name, lambda fmt=fmt: (sample(ROWS, K), OFFS, None, ragged(fmt=fmt)))
+    for name, fmt in EVERY_FORMAT.items()
 ]
 
 

@@ -7,52 +7,89 @@ from hypothesis import given, settings
 
 import cute_kernels
 import grouped
-from tests.grouped.cases import FORMATS, bytes_of, decode_member
-from tests.helpers import SPLITS, assert_same_bytes, end_rows, sample
+from tests.grouped.cases import EVERY_FORMAT, FORMATS, bytes_of, decode_member
+from tests.helpers import SPLITS, assert_same_buffers, assert_same_bytes, end_rows, sample
 
-FIELDS = ("codes", "scales", "amax", "codes_t", "scales_t", "amax_t")
-FP8 = torch.float8_e4m3fn
+every_format = pytest.mark.parametrize("fmt", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def assert_same_member(got, want):
-    for name in FIELDS:
-        a, b = getattr(got, name), getattr(want, name)
-        assert (a is None) == (b is None), name
-        if a is not None:
-            assert_same_bytes(a, b, name)
+    assert_same_buffers(vars(got), vars(want))
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+#: Shapes and dtypes of members of m rows and k columns.
+MEMBERS = {
+    "1x16": lambda m, k: {
+        "codes": ((m, k // 2), torch.uint8),
+        "scales": ((m, k // 16), E4M3),
+        "amax": ((), torch.float32),
+        "codes_t": ((k, ceil_div(m, 2)), torch.uint8),
+        "scales_t": ((k, ceil_div(m, 16)), E4M3),
+        "amax_t": ((), torch.float32),
+    },
+    "16x16": lambda m, k: MEMBERS["1x16"](m, k),
+    "row-scaled": lambda m, k: MEMBERS["1x16"](m, k) | {"amax": ((m,), torch.float32)},
+    "fp8": lambda m, k: {
+        "codes": ((m, k), E4M3),
+        **dict.fromkeys(("scale_inv", "scale", "amax"), ((), torch.float32)),
+        "codes_t": ((k, m), E4M3),
+    },
+    "mxfp8": lambda m, k: {
+        "codes": ((m, k), E5M2),
+        "scales": ((m, k // 32), torch.uint8),
+        "codes_t": ((m, k), E5M2),
+        "scales_t": ((ceil_div(m, 32), k), torch.uint8),
+    },
+    "32x32": lambda m, k: (
+        MEMBERS["mxfp8"](m, k) | dict.fromkeys(("codes", "codes_t"), ((m, k), E4M3))
+    ),
+    "fp8_block": lambda m, k: {
+        "codes": ((m, k), E4M3),
+        "scales": ((m, ceil_div(k, 128)), torch.float32),
+        "codes_t": ((k, m), E4M3),
+        "scales_t": ((k, ceil_div(m, 128)), torch.float32),
+    },
+    "128x128": lambda m, k: {
+        "codes": ((m, k), E5M2),
+        "scales": ((ceil_div(m, 128), ceil_div(k, 128)), torch.float32),
+        "codes_t": ((k, m), E5M2),
+        "scales_t": ((ceil_div(k, 128), ceil_div(m, 128)), torch.float32),
+    },
+}
+
+
+@pytest.mark.parametrize("name", EVERY_FORMAT)
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-def test_members_equal_tensors_quantized_alone(splits, fmt):
-    ends, k = end_rows(splits), 48
+def test_members_equal_tensors_quantized_alone(splits, name):
+    ends, k, fmt = end_rows(splits), 160, EVERY_FORMAT[name]
     x = sample(ends[-1] + 5, k)
     xq = grouped.quantize(x, fmt, offs=ends, columnwise=True)
     assert xq.num_groups == len(splits)
     for g, (rows, end) in enumerate(zip(splits, ends, strict=True)):
         part = x[end - rows : end].contiguous()
         got = xq.member(g)
-        assert got.codes.shape == (rows, k // 2) and got.codes.dtype == torch.uint8
-        assert got.scales.shape == (rows, k // 16) and got.scales.dtype == FP8
-        assert got.amax.shape == ((rows,) if fmt.row_scaled else ())
-        assert got.codes_t.shape == (k, (rows + 1) // 2) and got.codes_t.dtype == torch.uint8
-        assert got.scales_t.shape == (k, (rows + 15) // 16) and got.scales_t.dtype == FP8
-        assert got.amax_t.shape == () and got.amax_t.dtype == torch.float32
+        shapes = {n: (tuple(t.shape), t.dtype) for n, t in vars(got).items()}
+        assert shapes == MEMBERS[name](rows, k)
         assert_same_member(got, grouped.quantize(part, fmt, offs=[rows], columnwise=True).member(0))
         if rows:
             assert_same_member(got, grouped.quantize(part[None], fmt, columnwise=True).member(0))
 
 
-@settings(max_examples=15)
+@settings(max_examples=30)
 @given(
     splits=st.lists(st.integers(0, 150), min_size=1, max_size=5),
     tail=st.integers(0, 140),
     blocks=st.integers(1, 9),
-    fmt=st.sampled_from(list(FORMATS.values())),
+    fmt=st.sampled_from(list(EVERY_FORMAT.values())),
 )
 def test_members_of_any_split(splits, tail, blocks, fmt):
     ends = end_rows(tuple(splits))
-    x = sample(ends[-1] + tail, 16 * blocks)
+    x = sample(ends[-1] + tail, fmt.k_multiple * blocks)
     xq = grouped.quantize(x, fmt, offs=ends, columnwise=True)
     for g, (rows, end) in enumerate(zip(splits, ends, strict=True)):
         part = x[end - rows : end]
@@ -60,10 +97,10 @@ def test_members_of_any_split(splits, tail, blocks, fmt):
         assert_same_member(xq.member(g), alone.member(0))
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@every_format
 @pytest.mark.parametrize("rows", [1, 7, 128, 131])
 def test_uniform_members_equal_tensors_quantized_alone(rows, fmt):
-    w = sample(3, rows, 80)
+    w = sample(3, rows, 96)
     wq = grouped.quantize(w, fmt, columnwise=True)
     assert wq.num_groups == 3 and wq.offs is None
     for g, member in enumerate(wq.unbind()):
@@ -87,23 +124,52 @@ def test_members_decode_to_what_dequantize_gives(uniform, fmt):
         assert (column[g] - x[g]).abs().max() <= x[g].abs().max() / 6
 
 
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "32x32", "fp8_block", "128x128"])
+@pytest.mark.parametrize("uniform", [True, False])
+def test_members_of_fp8_codes_decode_to_what_dequantize_gives(uniform, name):
+    """Codes times scales, those of a block repeated over its rows and columns."""
+    rows, cols, fmt = 150, 160, EVERY_FORMAT[name]
+    x = sample(3, rows, cols)
+    options = {} if uniform else {"offs": [rows, 2 * rows, 3 * rows]}
+    xq = grouped.quantize(x if uniform else x.flatten(0, 1), fmt, columnwise=True, **options)
+    heights = {"32x32": 1, "128x128": 128}  # the scales of 32x32 blocks are repeated
+    for direction, suffix in (("rowwise", ""), ("columnwise", "_t")):
+        decoded = xq.dequantize(torch.float32, direction).view(3, rows, cols)
+        for got, m in zip(decoded, xq.unbind(), strict=True):
+            codes = getattr(m, f"codes{suffix}").float()
+            if fmt.scale is None:
+                factor = m.scale_inv
+            else:
+                scales, vec = getattr(m, f"scales{suffix}"), fmt.scale.vec_size
+                values = scales.float() if scales.is_floating_point() else 2.0 ** (scales - 127.0)
+                steps = [heights.get(name, 1), vec]
+                if suffix and fmt.columnwise == "untransposed":
+                    steps.reverse()
+                factor = values.repeat_interleave(steps[0], 0).repeat_interleave(steps[1], 1)
+                factor = factor[: codes.shape[0], : codes.shape[1]]
+            turned = suffix and fmt.columnwise == "transposed"
+            assert_same_bytes((codes * factor).T if turned else codes * factor, got)
+        assert ((decoded - x).abs().amax((1, 2)) <= x.abs().amax((1, 2)) / 8).all()
+
+
 def test_16x16_blocks_hold_the_same_values_in_both_directions():
     wq = grouped.quantize(sample(2, 48, 64), FORMATS["16x16"], columnwise=True)
     assert_same_bytes(wq.dequantize(direction="rowwise"), wq.dequantize(direction="columnwise"))
 
 
+@every_format
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
-def test_one_direction(direction):
+def test_one_direction(direction, fmt):
     x = sample(40, 32)
     only = {"rowwise": direction == "rowwise", "columnwise": direction == "columnwise"}
-    xq = grouped.quantize(x, FORMATS["1x16"], offs=[10, 40], **only)
-    both = grouped.quantize(x, FORMATS["1x16"], offs=[10, 40], columnwise=True)
+    xq = grouped.quantize(x, fmt, offs=[10, 40], **only)
+    both = grouped.quantize(x, fmt, offs=[10, 40], columnwise=True)
     other = "columnwise" if direction == "rowwise" else "rowwise"
     assert getattr(xq, other) is None
     for got, want in zip(getattr(xq, direction), getattr(both, direction), strict=True):
         assert_same_bytes(got, want)
     assert_same_bytes(xq.dequantize(), both.dequantize(direction=direction))
-    assert xq.amax is getattr(xq, direction).amax
+    assert xq.amax is getattr(getattr(xq, direction), "amax", None)
     member = xq.member(0)
     assert (member.codes is None) == (direction == "columnwise")
     assert (member.codes_t is None) == (direction == "rowwise")
@@ -123,9 +189,10 @@ def test_member_indices():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_dequantize_rounds_once(dtype):
+@every_format
+def test_dequantize_rounds_once(fmt, dtype):
     x = sample(24, 32, dtype=dtype)
-    xq = grouped.quantize(x, FORMATS["row-scaled"], offs=[20])
+    xq = grouped.quantize(x, fmt, offs=[20])
     assert xq.dequantize().dtype == dtype
     exact = xq.dequantize(torch.float32)
     for out in (torch.bfloat16, torch.float16):
@@ -138,7 +205,7 @@ def test_dequantize_rounds_once(dtype):
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@every_format
 def test_the_tail_is_not_read(fmt, poison):
     x = sample(60, 32)
     clean = grouped.quantize(x, fmt, offs=[20, 41], columnwise=True, dbias=True)
@@ -161,7 +228,7 @@ def test_non_contiguous_input():
     assert_same_bytes(strided.dequantize(), dense.dequantize())
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@every_format
 def test_out_reuses_the_storage_with_other_boundaries(fmt):
     first, second = sample(70, 32), sample(70, 32)
     out = grouped.quantize(first, fmt, offs=[10, 20, 70], columnwise=True)
@@ -176,11 +243,12 @@ def test_out_reuses_the_storage_with_other_boundaries(fmt):
             assert_same_member(a, b)
 
 
-def test_out_of_a_uniform_tensor():
-    out = grouped.quantize(sample(2, 16, 32), FORMATS["16x16"])
+@every_format
+def test_out_of_a_uniform_tensor(fmt):
+    out = grouped.quantize(sample(2, 16, 32), fmt)
     w = sample(2, 16, 32)
-    assert grouped.quantize(w, FORMATS["16x16"], out=out) is out
-    assert_same_bytes(out.dequantize(), grouped.quantize(w, FORMATS["16x16"]).dequantize())
+    assert grouped.quantize(w, fmt, out=out) is out
+    assert_same_bytes(out.dequantize(), grouped.quantize(w, fmt).dequantize())
 
 
 def _out():
@@ -244,6 +312,24 @@ def test_given_amax():
         grouped.quantize(x, FORMATS["1x16"], offs=[10, 40], amax=amax[:1])
     with pytest.raises(TypeError, match="amax"):
         grouped.quantize(x, FORMATS["1x16"], offs=[10, 40], amax=amax.double())
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "32x32", "fp8_block", "128x128"])
+@pytest.mark.parametrize("direction", [{}, {"columnwise": True}])
+def test_amax_means_nothing_without_a_second_level(direction, name):
+    x, amax = sample(40, 32), torch.ones(2)
+    with pytest.raises(ValueError, match="amax is the second level of groups, which"):
+        grouped.quantize(x, EVERY_FORMAT[name], offs=[10, 40], amax=amax, **direction)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "cols", "multiple"),
+    [("mxfp8", 16, 32), ("32x32", 48, 32), ("fp8_block", 24, 16), ("128x128", 8, 16)],
+)
+def test_columns_that_a_format_does_not_take(fmt, cols, multiple):
+    match = f"K must be a positive multiple of {multiple} .* got {cols}"
+    with pytest.raises(ValueError, match=match):
+        grouped.quantize(sample(40, cols), EVERY_FORMAT[fmt], offs=[40])
 
 
 @pytest.mark.parametrize(

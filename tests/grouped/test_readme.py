@@ -57,3 +57,15 @@ def test_the_emulated_example_gives_the_bits_of_a_tensor_core():
         want = grouped.grouped_gemm(names["xq"], names["wq"])
     assert_same_bytes(names["y"], want)
     assert cute_kernels.emulator.stats()["mma_flops"] > 0
+
+
+def test_the_page_on_groups_says_what_is_true():
+    page = (README.parent / "docs" / "groups.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {"torch": torch, "grouped": grouped}
+    exec(compile(code, "groups.md", "exec"), names)
+    q, shapes = names["q"], names["shapes"]
+    assert q.element_offsets[-1] == sum(m * n for m, n in shapes) == 29_696
+    assert q.shapes.tolist() == [list(shape) for shape in shapes]
+    assert q.member(1).codes.shape == (1, 2048) and q.dequantize().shape == (40_000,)
+    assert not q.dequantize()[29_696:].any()

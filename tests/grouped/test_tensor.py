@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import grouped
 from cute_kernels import UnsupportedError, capability
 from grouped import GroupedTensor, handlers
-from tests.grouped.cases import FORMATS, OpCounter, bytes_of, parameter
+from tests.grouped.cases import EVERY_FORMAT, FORMATS, OpCounter, bytes_of, parameter
 from tests.helpers import assert_same_bytes, sample
 
 DIRECTIONS = {
@@ -24,14 +24,17 @@ DIRECTIONS = {
 }
 
 
+every_format = pytest.mark.parametrize("fmt", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
+
+
 def make(fmt=FORMATS["row-scaled"], **options):
     options.setdefault("columnwise", True)
     return grouped.quantize(sample(36, 64), fmt, offs=[7, 7, 33], **options)
 
 
-def make_weight(**options):
+def make_weight(fmt=FORMATS["16x16"], **options):
     options.setdefault("columnwise", True)
-    return grouped.quantize(sample(3, 48, 64), FORMATS["16x16"], **options)
+    return grouped.quantize(sample(3, 48, 64), fmt, **options)
 
 
 def assert_same(got, want):
@@ -68,8 +71,9 @@ def test_metadata():
 
 
 @pytest.mark.parametrize("options", DIRECTIONS.values(), ids=DIRECTIONS)
-def test_flatten_and_unflatten(options):
-    for x in (make(**options), make_weight(**options)):
+@every_format
+def test_flatten_and_unflatten(fmt, options):
+    for x in (make(fmt, **options), make_weight(fmt, **options)):
         assert is_traceable_wrapper_subclass(x)
         names, context = x.__tensor_flatten__()
         inner = {name: getattr(x, name) for name in names}
@@ -122,8 +126,9 @@ SAME_SHAPE = {
 
 @pytest.mark.parametrize("view", SAME_SHAPE.values(), ids=SAME_SHAPE)
 @pytest.mark.parametrize("make_one", [make, make_weight], ids=["ragged", "uniform"])
-def test_views_of_the_same_shape_share_the_storage(make_one, view):
-    x = make_one()
+@every_format
+def test_views_of_the_same_shape_share_the_storage(fmt, make_one, view):
+    x = make_one(fmt)
     got = view(x)
     assert_same(got, x)
     assert pointers(got) == pointers(x)
@@ -131,11 +136,15 @@ def test_views_of_the_same_shape_share_the_storage(make_one, view):
     assert_same(got, x)
 
 
-def test_nbytes_counts_what_is_held():
+@every_format
+def test_nbytes_counts_what_is_held(fmt):
     for options in DIRECTIONS.values():
-        for x in (make(**options), make_weight(**options)):
+        for x in (make(fmt, **options), make_weight(fmt, **options)):
             names, _ = x.__tensor_flatten__()
             assert x.nbytes == sum(getattr(x, name).nbytes for name in names)
+
+
+def test_element_sizes_are_those_of_the_dtype():
     assert make_weight(columnwise=False).nbytes < 3 * 48 * 64
     assert make().element_size() == make().itemsize == make().dtype.itemsize
 
@@ -148,8 +157,11 @@ def test_nbytes_counts_what_is_held():
         lambda p: p.data.to(torch.float16),
         lambda p: make_weight(columnwise=False),
         lambda p: grouped.quantize(sample(3, 48, 64), FORMATS["1x16"]),
+        lambda p: make_weight(EVERY_FORMAT["128x128"]),
+        lambda p: make_weight(EVERY_FORMAT["mxfp8"]),
+        lambda p: make_weight(EVERY_FORMAT["fp8"]),
     ],
-    ids=["same kind", "prepacked", "dtype", "one direction", "format"],
+    ids=["same kind", "prepacked", "dtype", "one direction", "format", "128x128", "mxfp8", "fp8"],
 )
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_assigning_data(other, requires_grad):
@@ -208,27 +220,30 @@ def test_views_of_parameters(requires_grad):
 
 @pytest.mark.parametrize("options", DIRECTIONS.values(), ids=DIRECTIONS)
 @pytest.mark.parametrize("copied", [torch.clone, copy.deepcopy], ids=["clone", "deepcopy"])
-def test_copies_have_their_own_storage(copied, options):
-    for x in (make(**options), make_weight(**options)):
+@every_format
+def test_copies_have_their_own_storage(fmt, copied, options):
+    for x in (make(fmt, **options), make_weight(fmt, **options)):
         got = copied(x)
         assert_same(got, x)
         assert not set(pointers(got)) & set(pointers(x))
 
 
-def test_deepcopy_of_a_parameter():
-    p = parameter()
+@every_format
+def test_deepcopy_of_a_parameter(fmt):
+    p = parameter(fmt=fmt)
     p.grad = torch.ones(p.shape, dtype=p.dtype)
     got = copy.deepcopy(p)
     assert isinstance(got, nn.Parameter) and got.requires_grad
     assert_same(got.data, p.data)
     assert torch.equal(got.grad, p.grad) and got.grad.data_ptr() != p.grad.data_ptr()
-    frozen = copy.deepcopy(parameter(requires_grad=False))
+    frozen = copy.deepcopy(parameter(False, fmt))
     assert isinstance(frozen, nn.Parameter) and not frozen.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_to_another_dtype_keeps_the_bytes(dtype):
-    x = make()
+@every_format
+def test_to_another_dtype_keeps_the_bytes(fmt, dtype):
+    x = make(fmt)
     got = x.to(dtype)
     assert got.dtype == dtype and got.dequantize().dtype == dtype
     for name, value in bytes_of(got).items():
@@ -238,8 +253,9 @@ def test_to_another_dtype_keeps_the_bytes(dtype):
             x.to(refused)
 
 
-def test_to_meta():
-    got = make().to("meta")
+@every_format
+def test_to_meta(fmt):
+    got = make(fmt).to("meta")
     assert type(got) is GroupedTensor and got.device.type == "meta"
     assert got.rowwise.codes.is_meta and got.offs.is_meta and got.shape == (36, 64)
     assert got.dequantize().shape == (36, 64)
@@ -283,7 +299,7 @@ def through_file(value, weights_only):
 
 @pytest.mark.parametrize("weights_only", [True, False])
 @pytest.mark.parametrize("options", DIRECTIONS.values(), ids=DIRECTIONS)
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@every_format
 def test_save_and_load(fmt, options, weights_only):
     x = make(fmt, **options)
     got = through_file({"x": x}, weights_only)["x"]
@@ -294,26 +310,30 @@ def test_save_and_load(fmt, options, weights_only):
 
 @pytest.mark.parametrize("weights_only", [True, False])
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_save_and_load_a_parameter(requires_grad, weights_only):
-    p = parameter(requires_grad)
+@every_format
+def test_save_and_load_a_parameter(fmt, requires_grad, weights_only):
+    p = parameter(requires_grad, fmt)
     got = through_file(p, weights_only)
     assert isinstance(got, nn.Parameter) and got.requires_grad is requires_grad
     assert_same(got.data, p.data)
 
 
-def test_a_file_keeps_aliases():
-    x = make()
+@every_format
+def test_a_file_keeps_aliases(fmt):
+    x = make(fmt)
     a, b = through_file([x, x.detach()], weights_only=True)
     assert pointers(a) == pointers(b)
 
 
-def test_pickle():
-    for x in (make(), make_weight()):
+@every_format
+def test_pickle(fmt):
+    for x in (make(fmt), make_weight(fmt)):
         assert_same(pickle.loads(pickle.dumps(x)), x)
 
 
-def test_shared_memory():
-    p = parameter(requires_grad=False)
+@every_format
+def test_shared_memory(fmt):
+    p = parameter(False, fmt)
     before = p.dequantize()
     assert not p.is_shared()
     assert p.share_memory_() is p and p.is_shared()
@@ -324,8 +344,9 @@ def test_shared_memory():
 # --------------------------------------------------------------------------------------- values
 
 
-def test_arithmetic_that_optimizers_use_gives_plain_tensors():
-    p = parameter(requires_grad=False)
+@every_format
+def test_arithmetic_that_optimizers_use_gives_plain_tensors(fmt):
+    p = parameter(False, fmt)
     dense = p.dequantize()
     for function in (
         lambda t: t + 1,

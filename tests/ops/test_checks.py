@@ -513,7 +513,7 @@ CASES = [
         "a must be quantized if b is, got b_format='nvfp4' alone",
     ),
     *[
-        (name, change(arguments, at, "mxfp8"), ValueError, "a and b must have one format, got")
+        (name, change(arguments, at, "mxfp8"), ValueError, "a and b must have formats of one kind")
         for name, arguments, ats in (
             ("m_grouped_gemm", FPROP, (9, 10)),
             ("m_grouped_quantize_gemm", FUSED, (4, 5)),

@@ -1,5 +1,6 @@
 """Groups that have shapes of their own: each is quantized and decoded as it would be alone."""
 
+import functools
 import itertools
 
 import pytest
@@ -236,16 +237,20 @@ def test_rules_of_decoding():
 
 
 def test_other_shapes_are_another_plan():
-    """What is kept for a call is not taken for one with other shapes and equal buffers."""
+    """What is kept for a call is not taken for one with other shapes."""
     x = sample(256)
+    call = functools.partial(ops.grouped_quantize, x, "fp8")
     first, second = ([4, 32, 4, 32], [2, 64, 2, 64])
     for shapes in (first, second, first):
-        got = cute_kernels.ops.grouped_quantize(x, "fp8", None, None, True, False, None, shapes)
+        got = call(shapes=shapes)
         amaxes = [part.abs().max() for part in x.view(2, 128).float()]
         assert got[3].tolist() == amaxes
         (m, n), codes = shapes[:2], got[0]
         want = ops.grouped_quantize(x.view(2, m, n), "fp8")[0]
         assert_same_bytes(codes[: m * n].view(m, n), want[0])
+    assert call(shapes=[1, 32, 7, 32])[0].shape == (128 + 256,)
+    with pytest.raises(ValueError, match="must have a positive multiple of 16 columns"):
+        call(shapes=[4, 24, 4, 32])
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

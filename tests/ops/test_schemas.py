@@ -1,11 +1,14 @@
 """``torch.library.opcheck`` of every op in both forms, and that the two forms agree."""
 
+import functools
+
 import pytest
 import torch
 from torch.library import opcheck
 from torch.utils._pytree import tree_leaves
 
 import cute_kernels
+from cute_kernels.formats import parse
 from cute_kernels.ops import registry
 from tests.helpers import (
     NVFP4_TEXTS,
@@ -16,6 +19,7 @@ from tests.helpers import (
     offsets,
     ops,
     poisoned,
+    quantized,
     sample,
 )
 
@@ -60,6 +64,48 @@ def decoding_shapes():
     shapes = [2, 16, 0, 32, 1, 32]
     copy = ops.grouped_quantize(w(70), BY_ROW, None, None, False, True, shapes=shapes)
     return (*dequantize_arguments(copy, BY_ROW, 70, F32, columnwise=True), shapes)
+
+
+def copy_of(text, columnwise=False, uniform=None):
+    """One direction of ragged rows of 32 columns, or of weights of a shape."""
+    x, offs = (sample(ROWS, 32), OFFS) if uniform is None else (sample(*uniform), None)
+    return quantized(x, text, offs, columnwise=columnwise)
+
+
+def fp8_cases(a, b):
+    """Products of operands of two formats, of the second as weights."""
+    texts, alpha = {"a_format": a, "b_format": b}, torch.rand(3)
+    accumulation = ("split",) if a == "fp8" else ()
+    everything = (torch.rand(3, 64), alpha, True, torch.float32)
+
+    def weights(columnwise):
+        return copy_of(b, columnwise, (3, 32, 64) if columnwise else (3, 8, 32))
+
+    def quantizing(transpose_b, *options):
+        codes, *scales = weights(transpose_b)
+        return (x(), codes, OFFS, scales, a, b, *options)
+
+    def dgrad(left, **formats):
+        return m_grouped_arguments(left, weights(True), OFFS, *everything, **formats)
+
+    def fprop(left, **formats):
+        return m_grouped_arguments(left, weights(False), OFFS, **formats)
+
+    def wgrad():
+        left, right = (copy_of(text, True) for text in (a, a))
+        return k_grouped_arguments(left, right, OFFS, alpha, a_format=a, b_format=a)
+
+    half = functools.partial(x, dtype=torch.float16)
+    m, quantize, k = "m_grouped_gemm", "m_grouped_quantize_gemm", "k_grouped_gemm"
+    return [
+        (m, f"{a} fprop", lambda: (*fprop(copy_of(a), **texts), *accumulation)),
+        (m, f"{a} dgrad, everything", lambda: (*dgrad(copy_of(a), **texts), *accumulation)),
+        (m, f"plain x {b} fprop", lambda: fprop(half(), b_format=b)),
+        (m, f"plain x {b} dgrad", lambda: dgrad(half(), b_format=b)),
+        (quantize, f"{a} fprop", lambda: quantizing(False)),
+        (quantize, f"{a} dgrad", lambda: quantizing(True, *everything, False, *accumulation)),
+        (k, a, lambda: (*wgrad(), *accumulation)),
+    ]
 
 
 F32 = torch.float32
@@ -188,7 +234,29 @@ CASES = [
             nvfp4(16, columnwise=True), nvfp4(32, columnwise=True), OFFS, torch.rand(3), F32
         ),
     ),
+    *fp8_cases("fp8", "fp8:dtype=e5m2"),
+    *fp8_cases("fp8_block:pow2_scales=false", "fp8_block:block=128x128"),
+    *fp8_cases("mxfp8", "mxfp8:block=32x32"),
 ]
+#: Formats of other scales and columnwise copies: blocks and slots, squares, and a shared level.
+TEXTS = ("fp8", "mxfp8", "mxfp8:block=32x32", "fp8_block", "fp8_block:block=128x128")
+
+
+def decoding(text, columnwise):
+    fmt = parse(text)
+    found = ops.grouped_quantize(x(160), text, OFFS, None, not columnwise, columnwise)
+    named = dict(zip(fmt.buffer_names(columnwise), found, strict=True))
+    copy = [named[name] for name in fmt.operand_names(columnwise)]
+    return dequantize_arguments(copy, text, ROWS, F32, OFFS, columnwise)
+
+
+for text in TEXTS:
+    CASES += [
+        ("grouped_quantize", text, lambda t=text: (x(160), t, OFFS, None, True, True)),
+        ("grouped_dequantize", text, lambda t=text: decoding(t, False)),
+        ("grouped_dequantize", f"{text}, columnwise", lambda t=text: decoding(t, True)),
+    ]
+CASES.append(("grouped_quantize", "fp8_block, uniform", lambda: (w(2, 5, 160), "fp8_block")))
 IDS = [f"{name}: {case}" for name, case, _ in CASES]
 each_case = pytest.mark.parametrize(
     ("name", "make"), [(name, make) for name, _, make in CASES], ids=IDS
@@ -235,11 +303,26 @@ def test_every_op_has_a_case():
     assert named | {f"{name}_out" for name in named} | IN_PLACE == registered()
 
 
+@pytest.fixture
+def comparable(monkeypatch):
+    """opcheck compares what an op must not change; PyTorch cannot compare numbers of FP8."""
+    allclose = torch.allclose
+
+    def compare(a, b, *args, **options):
+        if a.dtype.is_floating_point and a.itemsize == 1:
+            return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        return allclose(a, b, *args, **options)
+
+    monkeypatch.setattr(torch, "allclose", compare)
+
+
+@pytest.mark.usefixtures("comparable")
 @each_case
 def test_functional_form(name, make):
     opcheck(getattr(ops, name).default, make())
 
 
+@pytest.mark.usefixtures("comparable")
 @each_case
 def test_out_form(name, make):
     arguments = detached(make())

@@ -94,6 +94,7 @@ def test_fp8_element_follows_the_dtype(cls, dtype, element):
         (lambda: FP8Block(amax_epsilon=-1.0), ValueError, ["amax_epsilon", "-1.0"]),
         (lambda: FP8Block(amax_epsilon=float("nan")), ValueError, ["amax_epsilon", "nan"]),
         (lambda: FP8Block(amax_epsilon=float("inf")), ValueError, ["amax_epsilon", "inf"]),
+        (lambda: FP8Block(amax_epsilon=3.5e38), ValueError, ["amax_epsilon", "3.5e+38"]),
         (lambda: FP8(scaling="later"), ValueError, ["scaling", "current or delayed", "'later'"]),
         (lambda: FP8(dtype=torch.bfloat16), ValueError, ["dtype", "torch.bfloat16"]),
     ],

@@ -1,0 +1,231 @@
+"""FP8 products on ``reference:sm_90a`` and ``reference:sm_100a``, against loops of instructions."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+import grouped
+from cute_kernels import UnsupportedError, backend
+from cute_kernels.formats import parse
+from cute_kernels.reference.tensor_core import tensor_core_mma
+from tests.helpers import assert_same_bytes, m_grouped_arguments, ops
+from tests.reference.rational import fp32
+from tests.reference.test_gemm_fp8 import F32, KINDS, PAIRS, Product, Wgrad, scaled
+
+CORES = ("sm_90a", "sm_100a")
+SPLITS = (3, 0, 5)
+#: No whole number of instructions or of pieces of 128.
+DEPTH = 304 // 32 * 32
+
+each_core = pytest.mark.parametrize("core", CORES)
+each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+each_way = pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
+
+
+def padded(x):
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % 32))
+
+
+def elements(x, text):
+    """Codes (R, K up to a multiple of 32) in their dtype."""
+    codes = padded(torch.from_numpy(x.codes))
+    return codes.to(parse(text).element.dtype)
+
+
+def chain(core, a, b, acc=None, scales=None):
+    """Instructions of K 32 one after the other."""
+    acc = torch.zeros(len(a), len(b)) if acc is None else acc
+    for i, k in enumerate(range(0, a.shape[1], 32)):
+        given = {} if scales is None else {"a_scales": scales[0][:, i : i + 1]}
+        given |= {} if scales is None else {"b_scales": scales[1][:, i : i + 1]}
+        acc = tensor_core_mma(core, a[:, k : k + 32], b[:, k : k + 32], acc, **given)
+    return acc
+
+
+def split(core, a, b):
+    acc = torch.zeros(len(a), len(b))
+    for k in range(0, a.shape[1], 128):
+        acc = acc + chain(core, a[:, k : k + 128], b[:, k : k + 128])
+    return acc
+
+
+def assert_product(core, got, members, pair, add):
+    """``got[index]`` of each group against ``add`` of its operands and the second levels."""
+    for index, a, b in members:
+        acc = add(core, a, b, elements(a, pair[0]), elements(b, pair[1]))
+        levels = [torch.tensor(x.level) for x in (a, b) if x.level is not None]
+        factor = levels[0] * levels[1] if levels else None
+        assert_same_bytes(got[index], scaled(acc, factor))
+
+
+def run_m(core, case, accumulation=None):
+    with backend(f"reference:{core}"):
+        return ops.m_grouped_gemm(*case.arguments(), accumulation=accumulation)
+
+
+def run_k(core, case, accumulation=None):
+    with backend(f"reference:{core}"):
+        return ops.k_grouped_gemm(*case.arguments(), accumulation=accumulation)
+
+
+def m_members(case):
+    return [(rows, a, b) for _, rows, a, b in case.members()]
+
+
+def added(way):
+    """How a product of FP8 with one scale a group is added."""
+    return lambda core, a, b, left, right: way(core, left, right)
+
+
+def promoted(core, a, b, left, right):
+    """Partial sums of a block, times both scales, each by a fresh accumulator."""
+    vec, powers = a.vec, a.vec == 32
+    first, second = (a.scales, b.scales) if a.per_row else (b.scales, a.scales)
+    acc = np.zeros((len(left), len(right)), np.float32)
+    for block, k in enumerate(range(0, left.shape[1], vec)):
+        partial = chain(core, left[:, k : k + vec], right[:, k : k + vec])
+        for i, j in np.ndindex(*acc.shape):
+            at = (i, j) if a.per_row else (j, i)
+            s, t = Fraction(first[at[0], block]), Fraction(second[at[1], block])
+            p = Fraction(partial[i, j].item())
+            product = p * s * t if powers else Fraction(fp32(p * s)) * t
+            acc[i, j] = fp32(product + Fraction(float(acc[i, j])))
+    return torch.from_numpy(acc)
+
+
+def block_scaled(core, a, b, left, right):
+    """Instructions that take scales of 32 elements."""
+    scales = []
+    for x in (a, b):
+        each = np.repeat(x.scales, x.vec // 32, axis=1)[:, : -(-x.codes.shape[1] // 32)]
+        scales.append(torch.from_numpy(each).float().to(torch.float8_e8m0fnu))
+        assert np.array_equal(scales[-1].double().numpy(), each)
+    return chain(core, left, right, scales=scales)
+
+
+def way_of(core, pair):
+    """How products with block scales are added."""
+    records = [parse(text) for text in pair]
+    if core == "sm_100a" and all(getattr(r, "pow2_scales", True) for r in records):
+        return block_scaled
+    return promoted
+
+
+FP8_PAIRS = {name: pair for name, pair in PAIRS.items() if parse(pair[0]).scale is None}
+BLOCK_PAIRS = {name: pair for name, pair in PAIRS.items() if name not in FP8_PAIRS}
+
+
+@each_core
+@each_way
+@pytest.mark.parametrize("pair", BLOCK_PAIRS.values(), ids=BLOCK_PAIRS)
+def test_block_scales(core, pair, transpose_b):
+    case = Product(pair, SPLITS, 32, DEPTH, transpose_b=transpose_b)
+    got = run_m(core, case)
+    assert_product(core, got, m_members(case), pair, way_of(core, pair))
+    assert not torch.equal(got, case.run())
+
+
+@each_core
+@pytest.mark.parametrize("pair", BLOCK_PAIRS.values(), ids=BLOCK_PAIRS)
+def test_block_scales_wgrad(core, pair):
+    case = Wgrad(pair, (131, 0, 5), 32, 32)
+    got = run_k(core, case)
+    assert_product(core, got, case.members(), pair, way_of(core, pair))
+    assert not got[1].any()
+
+
+@each_core
+def test_k_of_16_over(core):
+    """The last instruction, and the last scale, of K = 144: half of them are zeros."""
+    for name in ("fp8", "fp8_block 1D x 2D", "fp32 scales, 2D x 1D"):
+        pair = PAIRS[name]
+        case = Product(pair, SPLITS, 16, 144)
+        way = added(chain) if name == "fp8" else way_of(core, pair)
+        assert_product(core, run_m(core, case), m_members(case), pair, way)
+
+
+@each_core
+@each_way
+@pytest.mark.parametrize("pair", FP8_PAIRS.values(), ids=FP8_PAIRS)
+@pytest.mark.parametrize("accumulation", [None, "fast", "split"])
+def test_fp8(core, pair, transpose_b, accumulation):
+    case = Product(pair, SPLITS, 32, DEPTH, transpose_b=transpose_b)
+    is_split = accumulation == "split" or (accumulation is None and transpose_b)
+    way = split if is_split and core == "sm_90a" else chain
+    got = run_m(core, case, accumulation)
+    assert_product(core, got, m_members(case), pair, added(way))
+    assert not got[sum(SPLITS) :].any()
+
+
+@each_core
+@pytest.mark.parametrize("pair", FP8_PAIRS.values(), ids=FP8_PAIRS)
+@pytest.mark.parametrize("accumulation", [None, "fast", "split"])
+def test_fp8_wgrad(core, pair, accumulation):
+    case = Wgrad(pair, (200, 0, 131), 16, 32)
+    way = chain if accumulation == "fast" or core == "sm_100a" else split
+    got = run_k(core, case, accumulation)
+    assert_product(core, got, case.members(), pair, added(way))
+    assert not got[1].any()
+
+
+def test_split_and_fast_differ_where_the_accumulator_is_short():
+    case = Product(KINDS["fp8"], SPLITS, 32, DEPTH)
+    found = {
+        (core, accumulation): run_m(core, case, accumulation)
+        for core in CORES
+        for accumulation in ("fast", "split")
+    }
+    assert not torch.equal(found["sm_90a", "fast"], found["sm_90a", "split"])
+    assert_same_bytes(found["sm_100a", "fast"], found["sm_100a", "split"])
+    exact = case.run()
+    errors = {key: (got - exact).abs().mean().item() for key, got in found.items()}
+    assert errors["sm_90a", "fast"] > errors["sm_90a", "split"] > 4 * errors["sm_100a", "fast"]
+
+
+@each_core
+def test_quantizing_on_the_way_takes_the_choice(core):
+    for transpose_b in (False, True):
+        case = Product(KINDS["fp8"], SPLITS, 32, DEPTH, transpose_b=transpose_b)
+        for accumulation in (None, "fast", "split"):
+            with backend(f"reference:{core}"):
+                got = ops.m_grouped_quantize_gemm(
+                    *(case.x, case.b[0], case.offs, case.b[1:], *case.pair),
+                    *(None, None, transpose_b, F32),
+                    accumulation=accumulation,
+                )
+            assert_same_bytes(got, run_m(core, case, accumulation))
+
+
+@each_core
+def test_grouped_takes_the_choice(core):
+    fmt = grouped.FP8()
+    x = grouped.quantize(torch.randn(40, 256), fmt, offs=[10, 40], columnwise=True)
+    w = grouped.quantize(torch.randn(2, 48, 256), fmt, columnwise=True)
+    dy = grouped.quantize(torch.randn(40, 48), fmt, offs=[10, 40], columnwise=True)
+    products = ((x, w, {}), (dy, w, {"transpose_b": True}), (dy, x, {}))
+    defaults = ("fast", "split", "split")
+    with backend(f"reference:{core}"):
+        for (a, b, way), default in zip(products, defaults, strict=True):
+            found = {}
+            for accumulation in (None, "fast", "split"):
+                options = {"out_dtype": F32, "accumulation": accumulation, **way}
+                found[accumulation] = grouped.grouped_gemm(a, b, **options)
+                out = torch.empty_like(found[accumulation])
+                options = {"accumulation": accumulation, **way}
+                grouped.grouped_gemm(a, b, out=out, **options)
+                assert_same_bytes(out, found[accumulation])
+            assert_same_bytes(found[None], found[default])
+
+
+@pytest.mark.parametrize("pair", KINDS.values(), ids=KINDS)
+def test_plain_operands_beside_quantized_ones_have_no_tensor_core(pair):
+    case = Product(pair, SPLITS)
+    arguments = m_grouped_arguments(case.x, case.b, case.offs, b_format=pair[1])
+    for core in CORES:
+        with (
+            backend(f"reference:{core}"),
+            pytest.raises(UnsupportedError, match=f"no {core} kernel of grouped_gemm_w4a16"),
+        ):
+            ops.m_grouped_gemm(*arguments)
