@@ -22,7 +22,7 @@ from grouped.passes import (
     joined,
     low,
 )
-from grouped.recipes import ROLES, FP8Delayed, Recipe
+from grouped.recipes import ROLES, OfCall, Recipe
 from grouped.tensor import GroupedTensor, handler
 
 if TYPE_CHECKING:
@@ -405,11 +405,9 @@ _LIBRARY.define(
 @functools.cache
 def _recipe(*formats_and_flags: Any) -> Recipe:
     *formats, propagate_nonfinite = formats_and_flags
-    records = [None if text is None else parse(text) for text in formats]
-    takes_scales = any(fmt is not None and fmt.takes_scale for fmt in records)
+    records = (None if text is None else parse(text) for text in formats)
     of_roles = dict(zip(ROLES, records, strict=True))
-    cls = FP8Delayed if takes_scales else Recipe
-    return cls(**of_roles, propagate_nonfinite=propagate_nonfinite)
+    return OfCall(**of_roles, propagate_nonfinite=propagate_nonfinite)
 
 
 def _scaling(

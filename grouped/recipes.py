@@ -13,7 +13,7 @@ knows no tile sizes. ``None`` means that the operand stays in bf16.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -28,7 +28,7 @@ from grouped.validation import check_format
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["BF16", "NVFP4", "FP8Current", "FP8Delayed", "NVFP4RowScaled", "Recipe"]
+__all__ = ["BF16", "NVFP4", "FP8Delayed", "NVFP4RowScaled", "Recipe"]
 
 ROLES = ("input", "weight", "grad_output")
 
@@ -76,14 +76,15 @@ class Recipe:
         for name, fmt in roles.items():
             if fmt is not None:
                 _require_built(name, fmt)
-        self._check_scales(roles)
+        self._check_scales()
         texts = tuple(fmt and fmt.text for fmt in roles.values())
         # Made once: a compiler that traces a layer would otherwise trace how they are made.
         object.__setattr__(self, "texts", texts)
 
-    def _check_scales(self, roles: dict[str, Format | None]) -> None:
+    def _check_scales(self) -> None:
         """Refuse formats whose scales nobody would update."""
-        for name, fmt in roles.items():
+        for name in ROLES:
+            fmt: Format | None = getattr(self, name)
             if fmt is not None and fmt.takes_scale:
                 raise ValueError(f"{name} is {fmt}, whose scales have a history: use FP8Delayed")
 
@@ -137,15 +138,6 @@ class NVFP4RowScaled(NVFP4):
 
 
 @dataclasses.dataclass(frozen=True)
-class FP8Current(Recipe):
-    """FP8 with a scale a group from each tensor's own amax: E4M3, and E5M2 for gradients."""
-
-    input: Format | None = _FP8()
-    weight: Format | None = _FP8()
-    grad_output: Format | None = _FP8(torch.float8_e5m2)
-
-
-@dataclasses.dataclass(frozen=True)
 class FP8Delayed(Recipe):
     """FP8 with a scale a group from the amaxes of earlier steps: E4M3, and E5M2 for gradients.
 
@@ -154,10 +146,8 @@ class FP8Delayed(Recipe):
     they are updated, ``grouped.delayed_scaling_update`` how.
 
     Args:
-        input: as in ``Recipe``; ``FP8(dtype, scaling="delayed")``, all three.
-        weight: as in ``Recipe``.
-        grad_output: as in ``Recipe``.
         propagate_nonfinite: as in ``Recipe``.
+        grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
         history_length: steps whose amaxes count.
         margin: the scales are divided by two to this power.
         algorithm: ``"max"`` follows the largest amax of the history, ``"most_recent"`` the last.
@@ -168,18 +158,23 @@ class FP8Delayed(Recipe):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a role's format takes no scales, or a number is out of range.
+        ValueError: an argument is out of range.
     """
 
-    input: Format | None = _FP8(scaling="delayed")
-    weight: Format | None = _FP8(scaling="delayed")
-    grad_output: Format | None = _FP8(torch.float8_e5m2, "delayed")
-    history_length: int = 1024
-    margin: int = 0
-    algorithm: str = "max"
-    amax_group: ProcessGroup | str | None = None
+    input: Format | None = dataclasses.field(default=None, init=False, repr=False)
+    weight: Format | None = dataclasses.field(default=None, init=False, repr=False)
+    grad_output: Format | None = dataclasses.field(default=None, init=False, repr=False)
+    grad_dtype: torch.dtype = dataclasses.field(default=torch.float8_e5m2, kw_only=True)
+    history_length: int = dataclasses.field(default=1024, kw_only=True)
+    margin: int = dataclasses.field(default=0, kw_only=True)
+    algorithm: str = dataclasses.field(default="max", kw_only=True)
+    amax_group: ProcessGroup | str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        x, gradient = _FP8(scaling="delayed"), _FP8(self.grad_dtype, "delayed")
+        for name, fmt in zip(ROLES, (x, x, gradient), strict=True):
+            object.__setattr__(self, name, fmt)
+            check_margin(self.margin, fmt)
         super().__post_init__()
         length = self.history_length
         if isinstance(length, bool) or not isinstance(length, int):
@@ -188,15 +183,21 @@ class FP8Delayed(Recipe):
             raise ValueError(f"history_length must be positive, got {length}")
         check_choice("algorithm", self.algorithm, ALGORITHMS)
         # Its name alone is the same on all processes, and can be copied and saved.
-        name = getattr(self.amax_group, "group_name", self.amax_group)
-        if not (name is None or isinstance(name, str)):
+        group: Any = self.amax_group
+        group = getattr(group, "group_name", group)
+        if not (group is None or isinstance(group, str)):
             raise TypeError(
-                f"amax_group must be a torch.distributed group or its name, got {self.amax_group!r}"
+                f"amax_group must be a torch.distributed group or its name, got {group!r}"
             )
-        object.__setattr__(self, "amax_group", name)
+        object.__setattr__(self, "amax_group", group)
 
-    def _check_scales(self, roles: dict[str, Format | None]) -> None:
-        for name, fmt in roles.items():
-            if fmt is None or not fmt.takes_scale:
-                raise ValueError(f"{name} must be FP8 with delayed scaling, got {fmt}")
-            check_margin(self.margin, fmt)
+    def _check_scales(self) -> None:
+        """Their updates are what this recipe is about."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OfCall(Recipe):
+    """Formats of a call whose scales, if they take any, are given with it: for ops."""
+
+    def _check_scales(self) -> None:
+        """Whoever gave them updates them."""

@@ -1,8 +1,10 @@
 """Delayed scaling in layers: when amaxes count, when scales change, and what carries them along."""
 
 import copy
+import dataclasses
 import io
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -172,9 +174,7 @@ def test_no_gradients_and_eval_change_nothing_and_use_the_scales():
     scale = layer.scaling
     xq = grouped.quantize(x, RECIPE.input, offs=OFFS, scale=scale.scale("input"))
     wq = grouped.quantize(layer.weight, RECIPE.weight, scale=scale.scale("weight"))
-    assert_same_bytes(
-        y, grouped.grouped_gemm(xq, wq, bias=layer.bias.detach(), out_dtype=x.dtype)
-    )
+    assert_same_bytes(y, grouped.grouped_gemm(xq, wq, bias=layer.bias.detach(), out_dtype=x.dtype))
 
 
 @pytest.mark.parametrize("single", [True, False])
@@ -296,7 +296,8 @@ def test_a_weight_that_is_quantized_already_has_its_own_scales():
         grouped.delayed_scaling_update(
             history, layer.weight.rowwise.scale, RECIPE.weight, amax=layer.weight.amax
         )
-    assert (layer.weight.rowwise.scale == 448 / layer.weight.amax).all()
+    want = torch.full((G,), 448.0).div_(layer.weight.amax)
+    assert_same_bytes(layer.weight.rowwise.scale, want)
 
 
 @pytest.mark.parametrize("single", [True, False])
@@ -603,3 +604,48 @@ def test_a_nan_reaches_the_output():
         y, dx, *_ = run(layer, layer, x, dy)
         assert y[13:35].isnan().all() and y[:13].isfinite().all() and dx.isfinite().all()
     assert layer.scaling.scale("input").isfinite().all()
+
+
+# ---------------------------------------------------------------------------------- recipe
+
+
+def test_the_recipe_is_a_value():
+    recipe = recipes.FP8Delayed()
+    assert recipe.input == recipe.weight == grouped.FP8(scaling="delayed")
+    assert recipe.grad_output == grouped.FP8(torch.float8_e5m2, "delayed")
+    assert (recipe.history_length, recipe.margin, recipe.algorithm) == (1024, 0, "max")
+    assert recipe.takes_scales and not recipes.BF16().takes_scales
+    same = pickle.loads(pickle.dumps(recipe))
+    assert same == recipe and hash(same) == hash(recipe) and same.texts == recipe.texts
+    assert dataclasses.replace(recipe, margin=1) != recipe
+    e4m3 = recipes.FP8Delayed(grad_dtype=torch.float8_e4m3fn)
+    assert e4m3.grad_output == recipe.input
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"history_length": 0}, ValueError, "history_length must be positive, got 0"),
+        ({"history_length": 2.0}, TypeError, "history_length must be an integer, got 2.0"),
+        ({"history_length": True}, TypeError, "history_length must be an integer, got True"),
+        ({"margin": 0.5}, TypeError, "margin must be an integer, got 0.5"),
+        ({"margin": 400}, ValueError, r"margin must leave 448.0 \* 2\^-margin"),
+        # Of the two formats the one with the larger numbers.
+        ({"margin": -115}, ValueError, r"margin must leave 57344.0 \* 2\^-margin"),
+        ({"algorithm": "mean"}, ValueError, "algorithm must be max or most_recent, got 'mean'"),
+        ({"grad_dtype": torch.float16}, ValueError, "dtype must be"),
+        ({"amax_group": 3}, TypeError, "amax_group must be a torch.distributed group"),
+        ({"propagate_nonfinite": 1}, TypeError, "propagate_nonfinite must be a bool"),
+    ],
+)
+def test_the_recipe_is_checked_when_it_is_made(options, error, match):
+    with pytest.raises(error, match=match):
+        recipes.FP8Delayed(**options)
+
+
+def test_other_recipes_refuse_formats_that_take_scales():
+    fmt = grouped.FP8(scaling="delayed")
+    with pytest.raises(ValueError, match="whose scales have a history: use FP8Delayed"):
+        recipes.Recipe(fmt, fmt, fmt)
+    with pytest.raises(ValueError, match="grad_output is .* use FP8Delayed"):
+        recipes.Recipe(grouped.FP8(), grouped.FP8(), fmt)

@@ -70,6 +70,10 @@ def test_a_format_is_refused_or_runs(fmt):
         with pytest.raises(cute_kernels.UnsupportedError, match=re.escape(reasons[0])):
             Recipe(fmt, fmt, fmt)
         return
+    if fmt.takes_scale:
+        with pytest.raises(ValueError, match="use FP8Delayed"):
+            Recipe(fmt, fmt, fmt)
+        return
     layer = GroupedLinear(2, 128, 128, recipe=Recipe(fmt, fmt, fmt))
     layer(sample(40, 128).requires_grad_(), [13, 35]).sum().backward()
 
