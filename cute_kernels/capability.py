@@ -78,15 +78,18 @@ _ADDS_LIKE = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
 #: Ops and formats of which some architectures run the rowwise copy only.
 _COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
 #: Values of a record's fields that nothing runs yet, by the name of the format.
-_NOT_BUILT: dict[str, dict[str, object]] = {
-    "nvfp4": {"hadamard": True, "stochastic_rounding": True, "four_over_six": True},
-}
+_NOT_BUILT: dict[str, dict[str, object]] = {}
 #: Values of a record's fields that the reference alone runs, by the name of the format.
-_REFERENCE_ONLY: dict[str, dict[str, object]] = {"fp8": {"scaling": "delayed"}}
+_REFERENCE_ONLY: dict[str, dict[str, object]] = {
+    "nvfp4": {"hadamard": True, "stochastic_rounding": True, "four_over_six": True},
+    "fp8": {"scaling": "delayed"},
+}
 #: Ops on the scales that formats take from the caller.
 _OF_SCALES = ("delayed_scaling_update",)
 #: Ops that take groups that have shapes of their own, on the reference backend.
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
+#: Ops that put their input through an activation first, on the reference backend.
+_ACTIVATES = ("grouped_quantize", "grouped_dbias")
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
 
@@ -118,6 +121,7 @@ def support(
     columnwise: bool = False,
     prepacked: bool = False,
     shapes: bool = False,
+    activation: bool = False,
 ) -> Support:
     """Say whether ``op`` runs for ``fmt`` on ``arch``.
 
@@ -136,6 +140,7 @@ def support(
         columnwise: the columnwise copy is asked for, alone or with the rowwise one.
         prepacked: the weights have the order of bits of ``cute_kernels.prepack``.
         shapes: the groups have shapes of their own: the last dimension varies.
+        activation: the input goes through an activation first.
 
     Returns:
         A ``Support``, true if it runs, otherwise with the reason.
@@ -152,24 +157,41 @@ def support(
         fmt = fmt()
     if not (fmt is None or isinstance(fmt, Format)):
         raise TypeError(f"fmt must be a format record or None, got {fmt!r}")
+    core = _ADDS_LIKE.get(arch, arch)
     if arch in _ADDS_LIKE:
         arch = _whose_rows(op, fmt, _ADDS_LIKE[arch])
     reason = (
         _why_not_format(op, fmt)
         or _why_not_arch(op, fmt, arch, columnwise)
         or _why_not_dtype(op, fmt, arch, dtype)
+        or _why_not_transformed(op, fmt, dtype, columnwise)
     )
     if prepacked and not reason:
-        reason = _why_not_prepacked(op, arch)
+        reason = _why_not_prepacked(op, core)
     if shapes and not reason:
         reason = _why_not_shapes(op, arch)
+    if activation and not reason:
+        reason = _why_not_activation(op, arch)
     return Support(False, reason) if reason else _YES
 
 
 def _whose_rows(op: str, fmt: Format | None, core: str) -> str:
     """The architecture whose rows say what a reference runs that adds like the one of ``core``."""
     key = op, None if fmt is None else fmt.name
-    return core if op in _GEMMS and core not in _ADDED_ALIKE.get(key, ()) else "reference"
+    # The codes of variants are added as those of the format are.
+    is_added_alike = core in _RUNS.get(key, ()) and _reference_only(fmt)
+    if op in _GEMMS and core not in _ADDED_ALIKE.get(key, ()) and not is_added_alike:
+        return core
+    return "reference"
+
+
+def _reference_only(fmt: Format | None) -> str:
+    """The first field that only the reference runs, and its value; empty if there is none."""
+    if fmt is not None:
+        for field, value in _REFERENCE_ONLY.get(fmt.name, {}).items():
+            if getattr(fmt, field) == value:
+                return f"{field}={value!r}"
+    return ""
 
 
 def _why_not_format(op: str, fmt: Format | None) -> str:
@@ -199,10 +221,9 @@ def _why_not_arch(op: str, fmt: Format | None, arch: str, columnwise: bool) -> s
     key = op, None if fmt is None else fmt.name
     if arch not in _RUNS[key]:
         return f"no {arch} kernel of {op} yet"
-    if fmt is not None and arch != "reference":
-        for field, value in _REFERENCE_ONLY.get(fmt.name, {}).items():
-            if getattr(fmt, field) == value:
-                return f"no {arch} kernel of {op} for {type(fmt).__name__}({field}={value!r}) yet"
+    field = _reference_only(fmt)
+    if field and arch != "reference":
+        return f"no {arch} kernel of {op} for {type(fmt).__name__}({field}) yet"
     if columnwise and arch not in _COLUMNWISE_RUNS.get(key, ARCHITECTURES):
         return f"no {arch} kernel of {op} for the columnwise copy yet"
     return ""
@@ -224,6 +245,16 @@ def _why_not_dtype(op: str, fmt: Format | None, arch: str, dtype: torch.dtype | 
     return ""
 
 
+def _why_not_transformed(
+    op: str, fmt: Format | None, dtype: torch.dtype | None, columnwise: bool
+) -> str:
+    if fmt is None or not fmt.is_transformed or not columnwise:
+        return ""
+    if op == "grouped_quantize" and dtype not in (None, torch.bfloat16):
+        return f"the columnwise copy of {fmt.text} is made of bfloat16 only"
+    return ""
+
+
 def _why_not_prepacked(op: str, arch: str) -> str:
     if op == "grouped_gemm_w4a16":
         return "prepacked weights multiply quantized activations: unpack() them"
@@ -237,6 +268,14 @@ def _why_not_shapes(op: str, arch: str) -> str:
         return f"{op} takes ragged or uniform groups, not those that have shapes of their own"
     if arch != "reference":
         return f"no {arch} kernel of {op} for groups that have shapes of their own yet"
+    return ""
+
+
+def _why_not_activation(op: str, arch: str) -> str:
+    if op not in _ACTIVATES:
+        return f"{op} takes no activation"
+    if arch != "reference":
+        return f"no {arch} kernel of {op} with an activation yet"
     return ""
 
 
@@ -261,6 +300,9 @@ def markdown_table() -> str:
         ("NVFP4", NVFP4(), False),
         ("row-scaled NVFP4", NVFP4(row_scaled=True), False),
         ("16x16 NVFP4", NVFP4(block=(16, 16)), False),
+        ("Hadamard NVFP4", NVFP4(hadamard=True), False),
+        ("stochastic NVFP4", NVFP4(stochastic_rounding=True), False),
+        ("4over6 NVFP4", NVFP4(four_over_six=True), False),
         ("prepacked NVFP4", NVFP4(), True),
         ("MXFP8", MXFP8(), False),
         ("FP8Block", FP8Block(), False),
@@ -289,5 +331,8 @@ def markdown_table() -> str:
                 if op in _OF_SCALES and not fmt.takes_scale:
                     continue
                 titles.setdefault(cells(op, fmt, prepacked=prepacked), []).append(title)
+        if op in _ACTIVATES:
+            one = None if (op, None) in _RUNS else NVFP4()
+            titles.setdefault(cells(op, one, activation=True), []).append("any with an activation")
         rows += [f"| `{op}` | {', '.join(names)} | {key} |" for key, names in titles.items()]
     return "\n".join(rows)

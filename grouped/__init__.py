@@ -4,6 +4,7 @@ A grouped tensor holds many 2D members in one buffer: the tokens of each expert 
 gives the end row of each group) or the weights of each expert (uniform: (G, N, K)).
 """
 
+from cute_kernels.activations import Activation
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from grouped import debug, nn, recipes
 from grouped.autograd import linear
@@ -17,6 +18,7 @@ __all__ = [
     "FP8",
     "MXFP8",
     "NVFP4",
+    "Activation",
     "FP8Block",
     "Format",
     "GroupedMember",

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from cute_kernels import ops
+from cute_kernels.activations import Activation
 from cute_kernels.capability import require
 from cute_kernels.ops.derivatives import refuse_derivatives
+from cute_kernels.ops.prologue import result_shape
 from grouped.offsets import Offsets, as_offs
+from grouped.seeds import as_seed
 from grouped.shapes import MemberShapes, Shapes, as_shapes, flat_shapes
 from grouped.tensor import GroupedTensor, assemble, handler
 from grouped.validation import check_format
@@ -56,9 +59,12 @@ def quantize(
     shapes: Shapes | None = ...,
     rowwise: bool = ...,
     columnwise: bool = ...,
+    activation: str | Activation | None = ...,
+    grad: Tensor | None = ...,
     dbias: Literal[False] = ...,
     amax: Tensor | None = ...,
     scale: Tensor | None = ...,
+    seed: int | Tensor | None = ...,
     out: GroupedTensor | None = ...,
 ) -> GroupedTensor: ...
 
@@ -72,9 +78,12 @@ def quantize(
     shapes: Shapes | None = ...,
     rowwise: bool = ...,
     columnwise: bool = ...,
+    activation: str | Activation | None = ...,
+    grad: Tensor | None = ...,
     dbias: Literal[True],
     amax: Tensor | None = ...,
     scale: Tensor | None = ...,
+    seed: int | Tensor | None = ...,
     out: GroupedTensor | None = ...,
 ) -> tuple[GroupedTensor, Tensor]: ...
 
@@ -87,21 +96,28 @@ def quantize(
     shapes: Shapes | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
+    activation: str | Activation | None = None,
+    grad: Tensor | None = None,
     dbias: bool = False,
     amax: Tensor | None = None,
     scale: Tensor | None = None,
+    seed: int | Tensor | None = None,
     out: GroupedTensor | None = None,
 ) -> GroupedTensor | tuple[GroupedTensor, Tensor]:
     """Quantize the groups of ``x``.
 
-    E2M1 codes hold no NaN and an amax passes over it: a NaN in ``x`` decodes to a finite number. An
-    infinity makes its group's amax, or its row's, infinite, and what they decode to not finite.
-    ``Recipe(propagate_nonfinite=True)`` and ``grouped.debug.detect_nonfinite`` are for training.
+    An amax passes over NaN. FP8 codes keep it; E2M1 codes hold none, so that under NVFP4 a NaN in
+    ``x`` decodes to a finite number. An infinity saturates. Under NVFP4 it makes its group's amax,
+    or its row's, infinite, and what they decode to not finite; under MXFP8 it decodes to itself and
+    what it shares a scale with to zeros; under FP8 and FP8Block that has the scale 1, and an
+    infinity decodes to the largest code. ``Recipe(propagate_nonfinite=True)`` and
+    ``grouped.debug.detect_nonfinite`` are for training.
+    ``NVFP4(hadamard=True)`` spreads a NaN or an infinity over its 16 rows of the columnwise copy.
 
     Args:
         x: (T, K) with ``offs``, (capacity,) with ``shapes``, or uniform (G, N, K) without; bf16,
             fp16 or fp32; K a multiple of what the format asks for (``Format.k_multiple``), 16 for
-            NVFP4.
+            NVFP4. (..., 2K) of a gated activation without ``grad``.
         fmt: the format, such as ``grouped.NVFP4(row_scaled=True)``.
         offs: (G,) end row of each group, non-decreasing: an int32 or int64 tensor on the device of
             ``x``, never read on the host, or a host list. Rows from the last on are the tail of a
@@ -114,24 +130,37 @@ def quantize(
         rowwise: make the copy with blocks along K, which fprop and dgrad read.
         columnwise: make the copy with blocks along the rows of each group, which wgrad (ragged) and
             dgrad (weights) read.
-        dbias: also return the column sums of each group; with ``offs`` only.
+        activation: what is done to ``x`` before it is quantized, a name such as ``"silu"`` or a
+            ``grouped.Activation``. A gated one such as ``"swiglu"`` makes K columns of the halves
+            [A | B] of 2K. Its fp32 result is rounded to the dtype of ``x`` first where the format
+            truncates: all formats but FP8. ``cute_kernels.reference.activations`` states the bits.
+        grad: the gradient of the activation's result, of its shape and of the dtype of ``x``. The
+            gradient with respect to ``x``, of the shape of ``x``, is quantized instead.
+        dbias: also return the column sums of each group of what is quantized, before it is
+            rounded; not with ``shapes``.
         amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so that
-            its sign is dropped.
+            its sign is dropped. With ``NVFP4(hadamard=True)`` and both directions (2, G), rowwise
+            and columnwise, since the columnwise copy is of transformed values.
         scale: (G,) fp32 factor of each group, which ``FP8(scaling="delayed")`` needs instead of an
             amax and other formats refuse: elements are multiplied by it and saturate. The result
             has it, its reciprocal ``scale_inv``, and the amax of this ``x``, which
             ``delayed_scaling_update`` makes the next scale from.
+        seed: of ``NVFP4(stochastic_rounding=True)`` only: an int, or a (2,) int64 tensor on the
+            device of ``x``. Codes depend on it, on the element and on the direction alone. None
+            draws one from torch's default generator of that device, so that ``torch.manual_seed``
+            governs it.
         out: a tensor of the same shape, format, groups and directions to quantize into. One that
             requires a gradient only under ``torch.no_grad()``.
 
     Returns:
-        A GroupedTensor, not differentiable; with ``dbias`` also the (G, K) sums: those are the
-        gradient of a bias, so of the dtype of ``x``. ``torch.ops.cute_kernels.grouped_dbias`` gives
-        them in the fp32 in which they are summed.
+        A GroupedTensor of the shape of what is quantized, not differentiable; with ``dbias`` also
+        the (G, K) sums: those are the gradient of a bias, so of the dtype of ``x``.
+        ``torch.ops.cute_kernels.grouped_dbias`` gives them in the fp32 in which they are summed.
 
     Raises:
         TypeError: ``fmt`` is no format record, or a dtype is not taken.
-        ValueError: a shape, a device, offs or a combination of arguments that breaks a rule.
+        ValueError: a shape, a device, offs, an activation or a combination of arguments that breaks
+            a rule.
         RuntimeError: ``out`` requires a gradient and gradients are enabled.
         cute_kernels.UnsupportedError: a format that the backend does not run.
     """
@@ -141,7 +170,9 @@ def quantize(
             "vmap over grouped.quantize: a GroupedTensor has its groups as the batch; stack x to "
             "(G, N, K), or call quantize on all rows with offs, outside of vmap"
         )
-    x = x.detach()
+    x, grad = x.detach(), None if grad is None else grad.detach()
+    act = _activation_text(activation)
+    shape = result_shape(x.shape, act, grad)
     # Formats that no backend runs; what this backend runs is checked by the op.
     require("grouped_quantize", fmt, "reference", columnwise=columnwise)
     if offs is None and shapes is None and x.dim() in (1, 2):
@@ -156,34 +187,45 @@ def quantize(
             "dbias has no meaning with shapes: the last dimension varies, and with it how many "
             "sums a group has"
         )
-    if dbias and offs is None:
-        raise ValueError("dbias needs offs: it sums over the rows of ragged groups")
     members = None if shapes is None else as_shapes(shapes)
     ends = None if offs is None else as_offs(offs, x.shape[0], x.device)
     if ends is offs and ends is not None and out is None:
         # The result owns its boundaries: ``out=`` writes them, and the caller may reuse its buffer.
         ends = ends.clone()
+    numbers = as_seed(seed, fmt, x.device)
     if out is None:
         flat = flat_shapes(members)
         directions = (rowwise, columnwise)
-        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, *directions, scale, flat)
-        out = assemble(x.shape, x.dtype, fmt.text, ends, buffers, *directions, members)
+        given = (scale, numbers, act, grad, flat)
+        buffers = ops.grouped_quantize(x, fmt.text, ends, amax, *directions, *given)
+        out = assemble(shape, x.dtype, fmt.text, ends, buffers, *directions, members)
     else:
         if fmt.takes_scale and scale is None:
             raise ValueError(f"scale is missing: {fmt.text} takes (G,) fp32 scales")
-        _check_reused(out, fmt, x, ends, members, rowwise, columnwise)
+        _check_reused(out, fmt, shape, ends, members, rowwise, columnwise)
         refuse_derivatives("quantize(out=)", [("out", out)], "write it under torch.no_grad()")
-        torch.ops.grouped.quantize_out(x, ends, amax, out, scale)
+        torch.ops.grouped.quantize_out(x, ends, amax, out, scale, numbers, act, grad)
     if not dbias:
         return out
-    sums: Tensor = ops.grouped_dbias(x, ends)
+    sums: Tensor = ops.grouped_dbias(x, ends, act, grad)
     return out, sums.to(x.dtype)
+
+
+def _activation_text(activation: str | Activation | None) -> str | None:
+    """What the flat ops take."""
+    if isinstance(activation, Activation):
+        return activation.text
+    if activation is None or isinstance(activation, str):
+        return activation
+    raise TypeError(
+        f"activation must be a name such as 'swiglu' or a grouped.Activation, got {activation!r}"
+    )
 
 
 def _check_reused(
     out: GroupedTensor,
     fmt: Format,
-    x: Tensor,
+    shape: tuple[int, ...],
     ends: Tensor | None,
     shapes: MemberShapes | None,
     rowwise: bool,
@@ -194,7 +236,7 @@ def _check_reused(
         raise TypeError(f"out must be a GroupedTensor, got {type(out).__name__}")
     for name, got, want in (
         ("format", fmt, out.format),
-        ("shape", x.shape, out.shape),
+        ("shape", shape, tuple(out.shape)),
         ("rowwise", rowwise, out.rowwise is not None),
         ("columnwise", columnwise, out.columnwise is not None),
         ("offs", ends is None, out.offs is None),
@@ -208,7 +250,8 @@ def _check_reused(
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _LIBRARY.define(
-    "quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out, Tensor? scale=None) -> ()"
+    "quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out, Tensor? scale=None, "
+    "Tensor? seed=None, str? activation=None, Tensor? grad=None) -> ()"
 )
 
 
@@ -219,6 +262,6 @@ def _quantize_out(
     offs: Tensor | None,
     amax: Tensor | None,
     out: GroupedTensor,
-    scale: Tensor | None = None,
+    *options: Any,
 ) -> None:
-    out._quantize_into(x, offs, amax, scale)
+    out._quantize_into(x, offs, amax, *options)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.layout.buffers import member_parts
-from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, slot_tile, uniform_tiles
+from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, round_up, slot_tile, uniform_tiles
 from cute_kernels.reference.scales import linear_column_scales, linear_row_scales
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ class GroupedMember:
         amax: fp32 scalar of NVFP4 and FP8, or (m,) when row-scaled.
         scale: fp32 scalar of FP8, what elements were multiplied by.
         scale_inv: fp32 scalar of FP8, what codes are multiplied by.
-        codes_t: (K, m) FP8, of NVFP4 (K, ceil(m / 2)) uint8; (m, K) FP8 of MXFP8.
+        codes_t: (K, m) FP8, of NVFP4 (K, ceil(m / 2)) uint8; (m, K) FP8 of MXFP8. Of a transformed
+            copy whole blocks, which the m rows are spread over.
         scales_t: (K, ceil(m / 16)) float8_e4m3fn of NVFP4, (ceil(m / 32), K) uint8 of MXFP8, (K,
             ceil(m / 128)) fp32 of FP8Block, or (ceil(K / 128), ceil(m / 128)).
         amax_t: fp32 scalar of NVFP4.
@@ -205,12 +206,15 @@ def _columnwise(
     # Each group of a uniform tensor has tiles of its own.
     tile = 0 if is_uniform else span.tile
     codes = copy.codes[span.group] if is_uniform else copy.codes
-    is_transposed = fmt.columnwise == "transposed"
+    rows, is_transposed = span.rows, fmt.columnwise == "transposed"
+    if fmt.is_transformed and fmt.scale is not None:
+        # What the last rows became lies in a whole block.
+        rows = round_up(rows, fmt.scale.vec_size)
     if is_transposed:
-        first, width = fmt.element.width(tile * TILE_ROWS), fmt.element.width(span.rows)
+        first, width = fmt.element.width(tile * TILE_ROWS), fmt.element.width(rows)
         yield codes[:, first : first + width]
     else:
-        yield codes[tile * TILE_ROWS : tile * TILE_ROWS + span.rows]
+        yield codes[tile * TILE_ROWS : tile * TILE_ROWS + rows]
     if fmt.scale is not None:
         scales = copy.scales[span.group] if is_uniform else copy.scales
         tiles = slice(tile, tile + ceil_div(span.rows, TILE_ROWS))

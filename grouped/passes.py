@@ -14,6 +14,7 @@ from torch import Tensor
 from cute_kernels import ops
 from grouped.products import grouped_gemm
 from grouped.recipes import ROLES
+from grouped.seeds import draw_seed
 from grouped.tensor import GroupedTensor
 
 if TYPE_CHECKING:
@@ -184,7 +185,8 @@ def _quantize(
     scale: Tensor | None,
 ) -> Copies:
     """Quantize rowwise, columnwise or both."""
-    buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, scale)
+    given = (scale, draw_seed(fmt, x.device))
+    buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, *given)
     directions = [way for way, asked in ((False, rowwise), (True, columnwise)) if asked]
     names = [name for way in directions for name in fmt.buffer_names(way)]
     named = dict(zip(dict.fromkeys(names), buffers, strict=True))
@@ -199,8 +201,12 @@ def _quantize(
 
 def _spread_nan(named: dict[str, Tensor], x: Tensor, offs: Tensor | None, fmt: Format) -> None:
     """Make the second level NaN of each row or group that holds one."""
-    rows, groups = _nan_in(x, offs)
+    rows = x.amax(dim=-1).isnan()
+    groups = _groups_of(rows, offs)
     for way in (False, True):
+        if way and fmt.is_transformed:
+            # Where infinities meet in a transform they are NaN then, which an amax passes over.
+            groups = _groups_of(~(x.amax(dim=-1).isfinite() & x.amin(dim=-1).isfinite()), offs)
         level = fmt.level(way)
         # The first vector of the second level is what a reader multiplies by.
         name = fmt.operand_names(way)[-1]
@@ -209,15 +215,14 @@ def _spread_nan(named: dict[str, Tensor], x: Tensor, offs: Tensor | None, fmt: F
             named[name] = named[name].masked_fill(holds_nan, torch.nan)
 
 
-def _nan_in(x: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Whether each row, and each group, of ``x`` holds a NaN."""
-    rows = x.amax(dim=-1).isnan()
+def _groups_of(rows: Tensor, offs: Tensor | None) -> Tensor:
+    """Whether each group holds one of the ``rows`` that are true."""
     if offs is None:
-        return rows, rows.any(dim=-1)
-    # How many rows before each one hold a NaN; those of the tail are in no difference.
+        return rows.any(dim=-1)
+    # How many rows before each one do; those of the tail are in no difference.
     before = torch.nn.functional.pad(rows.cumsum(0), (1, 0))
     at_end = before[offs.clamp(0, rows.shape[0]).long()]
-    return rows, at_end > torch.nn.functional.pad(at_end[:-1], (1, 0))
+    return at_end > torch.nn.functional.pad(at_end[:-1], (1, 0))
 
 
 def _quantize_and_multiply(
@@ -248,7 +253,8 @@ def _quantize_and_multiply(
     options = (bias, None, transpose, call.dtype)
     if not columnwise and scale is None and not call.recipe.propagate_nonfinite:
         texts = (fmt.text, call.weight_format)
-        y = ops.m_grouped_quantize_gemm(x, codes, offs, scales, *texts, *options, call.prepacked)
+        last = (call.prepacked, draw_seed(fmt, x.device))
+        y = ops.m_grouped_quantize_gemm(x, codes, offs, scales, *texts, *options, *last)
         return y, Copies()
     copies = _quantize(x, offs, fmt, call.recipe, True, columnwise, scale)
     a_codes, *a_scales = cast("list[Tensor]", copies.rowwise)

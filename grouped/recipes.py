@@ -51,7 +51,8 @@ class Recipe:
 
     Raises:
         TypeError: a role is no format record.
-        ValueError: some roles have a format and some have none, or a weight is row-scaled.
+        ValueError: some roles have a format and some have none, a weight is row-scaled or has
+            hadamard, or only one of input and grad_output has it.
         cute_kernels.UnsupportedError: a format, or a flag of one, that is not built.
     """
 
@@ -77,6 +78,16 @@ class Recipe:
             if fmt is not None:
                 _require_built(name, fmt)
         self._check_scales()
+        if self.weight is not None and self.weight.is_transformed:
+            raise ValueError(
+                f"weight cannot have hadamard, which dgrad's other operand has not: {self.weight}"
+            )
+        ways = [fmt is not None and fmt.is_transformed for fmt in (self.input, self.grad_output)]
+        if ways[0] != ways[1]:
+            raise ValueError(
+                "input and grad_output must both have hadamard, or neither: wgrad contracts the "
+                f"rows of both; got {self.input} and {self.grad_output}"
+            )
         texts = tuple(fmt and fmt.text for fmt in roles.values())
         # Made once: a compiler that traces a layer would otherwise trace how they are made.
         object.__setattr__(self, "texts", texts)

@@ -25,6 +25,7 @@ from grouped.members import (
     member,
     shaped_members,
 )
+from grouped.seeds import draw_seed
 from grouped.shapes import MemberShapes, as_shapes, flat_shapes, shape_tensors
 from grouped.validation import check_parts, saved_format, version
 
@@ -263,7 +264,9 @@ class GroupedTensor(Tensor):
     ) -> Tensor:
         """Decode to a plain tensor of this shape; rows of the tail are zeros.
 
-        Its gradient with respect to a parameter is the identity: that of the decoded values.
+        Its gradient with respect to a parameter is the identity: that of the decoded values. The
+        columnwise copy of ``NVFP4(hadamard=True)`` gives the values before the transform, which is
+        undone in fp32.
 
         Args:
             dtype: bf16, fp16 or fp32; this tensor's dtype by default. One rounding.
@@ -397,10 +400,15 @@ class GroupedTensor(Tensor):
         offs: Tensor | None,
         amax: Tensor | None = None,
         scale: Tensor | None = None,
+        seed: Tensor | None = None,
+        activation: str | None = None,
+        grad: Tensor | None = None,
     ) -> None:
-        """Quantize ``x``, of this shape and cut at ``offs``, into this tensor's storage.
+        """Quantize ``x``, or what an activation makes of it, into this tensor's storage.
 
-        Where the format takes scales and none is given, with those that this tensor has.
+        What is quantized has this shape and is cut at ``offs``. Where the format takes scales and
+        none is given, with those that this tensor has; where it is stochastic and no seed is given,
+        by one that is drawn.
         """
         copies = (self.rowwise, self.columnwise)
         directions = [copy is not None for copy in copies]
@@ -410,8 +418,11 @@ class GroupedTensor(Tensor):
         if scale is None and self.format.takes_scale:
             held_scale: Tensor = self._scale  # type: ignore[attr-defined]
             scale = held_scale.clone()
+        if seed is None:
+            seed = draw_seed(self.format, x.device)
+        given = (scale, seed, activation, grad, flat_shapes(self._shapes))
         torch.ops.cute_kernels.grouped_quantize_out(
-            *(x, self.format.text, offs, amax, *directions, scale, flat_shapes(self._shapes)),
+            *(x, self.format.text, offs, amax, *directions, *given),
             out=inner,
         )
         if self.prepacked:

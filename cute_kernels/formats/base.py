@@ -10,9 +10,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
+
+from cute_kernels.records import Record, check_choice, check_flags, read
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = [
     "E2M1",
@@ -113,21 +118,7 @@ class SecondLevel:
     is_shared: bool = False
 
 
-def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise ValueError unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        listed = " or ".join(str(c) for c in choices)
-        raise ValueError(f"{name} must be {listed}, got {value!r}")
-
-
-def check_flags(record: object, *names: str) -> None:
-    """Raise TypeError unless the fields ``names`` are bools."""
-    for name in names:
-        if not isinstance(getattr(record, name), bool):
-            raise TypeError(f"{name} must be a bool, got {getattr(record, name)!r}")
-
-
-class Format(abc.ABC):
+class Format(Record, abc.ABC):
     """Base of the format records: frozen dataclasses, hashable, validated when made.
 
     Records are safe to use as dictionary keys, ``torch.compile`` guards and members of a recipe.
@@ -140,12 +131,16 @@ class Format(abc.ABC):
         columnwise: whether the columnwise copy is the transpose of the rows of each group, in slot
             columns, or keeps their orientation, in slot rows.
         k_multiple: what the last dimension of a tensor must be a multiple of.
+        truncates: what an activation makes of a bf16 or fp16 tensor is rounded to that dtype before
+            it is quantized, so that it gives the codes of an activation that is stored.
     """
 
     name: ClassVar[str]
+    words: ClassVar[Mapping[str, Any]] = {e.name: e.dtype for e in FP8_ELEMENTS.values()}
     scale: ClassVar[BlockScale | None]
     columnwise: ClassVar[Literal["transposed", "untransposed"]]
     k_multiple: ClassVar[int]
+    truncates: ClassVar[bool] = True
 
     @property
     @abc.abstractmethod
@@ -184,6 +179,11 @@ class Format(abc.ABC):
         return block[0] > 1
 
     @property
+    def is_stochastic(self) -> bool:
+        """Whether codes are rounded by random bits, so that quantizing takes a seed."""
+        return False
+
+    @property
     def is_transformed(self) -> bool:
         """Whether the columnwise copy is of a transform of the values along the rows of a group.
 
@@ -210,21 +210,10 @@ class Format(abc.ABC):
         level = self.second_level
         return names if level is None else names[: len(names) - len(level.buffers) + 1]
 
-    #: The one text of this record, such as ``"nvfp4:row_scaled"``; ``parse`` reads it.
-    text: str
-
-    def __post_init__(self) -> None:
-        # Made once: a compiler that traces the use of a record would trace how it is made.
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        changed = [f for f in fields if getattr(self, f.name) != f.default]
-        facts = ",".join(_field_text(f.name, getattr(self, f.name)) for f in changed)
-        object.__setattr__(self, "text", f"{self.name}:{facts}" if facts else self.name)
-
 
 F = TypeVar("F", bound=type[Format])
 #: The classes of records by the name of their format.
 RECORDS: dict[str, type[Format]] = {}
-_DTYPE_NAMES = {e.name: e.dtype for e in (E4M3, E5M2)}
 
 
 def record(cls: F) -> F:
@@ -241,58 +230,4 @@ def parse(text: str) -> Format:
         ValueError: there is no such format, it has no such field or value, or its record has
             another text: fields at their defaults are left out, the others in the record's order.
     """
-    name, _, facts = text.partition(":")
-    if name not in RECORDS:
-        raise ValueError(f"format must be one of {', '.join(RECORDS)}, got {text!r}")
-    cls = RECORDS[name]
-    defaults = {f.name: f.default for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
-    for fact in facts.split(",") if facts else ():
-        field, is_given, value = fact.partition("=")
-        if field not in defaults:
-            raise ValueError(
-                f"format {name} has the fields {', '.join(defaults)}, got {field!r} in {text!r}"
-            )
-        try:
-            values[field] = _field_value(defaults[field], value if is_given else "true")
-        except ValueError as error:
-            raise ValueError(f"format {text!r}: {field} {error}") from None
-    try:
-        made = cls(**values)
-    except ValueError as error:
-        raise ValueError(f"format {text!r}: {error}") from None
-    if made.text != text:
-        raise ValueError(f"format {text!r} must be written {made.text!r}")
-    return made
-
-
-def _field_text(name: str, value: object) -> str:
-    if value is True:
-        return name
-    if isinstance(value, torch.dtype):
-        value = FP8_ELEMENTS[value].name
-    elif isinstance(value, tuple):
-        value = "x".join(map(str, value))
-    elif value is False:
-        value = "false"
-    return f"{name}={value}"
-
-
-def _field_value(default: Any, text: str) -> Any:
-    """The value that ``text`` stands for; ValueError that says what it must be."""
-    choices: dict[str, Any] = {}
-    if isinstance(default, bool):
-        choices = {"true": True, "false": False}
-    elif isinstance(default, torch.dtype):
-        choices = _DTYPE_NAMES
-    if choices:
-        if text not in choices:
-            raise ValueError(f"must be {' or '.join(choices)}, got {text!r}")
-        return choices[text]
-    try:
-        if isinstance(default, tuple):
-            return tuple(map(int, text.split("x")))
-        return type(default)(text)
-    except ValueError:
-        shown = _field_text("", default)[1:]
-        raise ValueError(f"must be a value such as {shown}, got {text!r}") from None
+    return read("format", RECORDS, text)

@@ -22,6 +22,7 @@ __all__ = [
     "check_input",
     "check_multiple",
     "check_offs",
+    "check_seed",
     "check_tensor",
     "same_device",
 ]
@@ -76,6 +77,27 @@ def check_offs(offs: Tensor, num_groups: int | None = None) -> None:
             f"offs must have one end row for each of the {num_groups} groups, "
             f"got {offs.shape[0]} entries"
         )
+
+
+def check_seed(seed: Tensor | None, fmt: Format, first: str, device: torch.device) -> None:
+    """``seed`` must be there for a stochastic format only, on the device of the argument ``first``.
+
+    Args:
+        seed: (2,) int64, or None.
+        fmt: what is quantized to.
+        first: the name of an argument.
+        device: its device.
+    """
+    if not fmt.is_stochastic:
+        if seed is not None:
+            raise ValueError(f"seed is of stochastic rounding, which {fmt.text} does not have")
+        return
+    if seed is None:
+        raise ValueError(
+            f"seed is missing: {fmt.text} rounds by random bits, (2,) int64 seeds them"
+        )
+    check_tensor("seed", seed, dtypes=(torch.int64,), shape=(2,))
+    same_device(first, device, seed=seed)
 
 
 def same_device(first: str, device: torch.device, **others: Tensor | None) -> None:

@@ -27,6 +27,7 @@ from cute_kernels.ops.checks import (
     check_dtype,
     check_multiple,
     check_offs,
+    check_seed,
     check_tensor,
     same_device,
 )
@@ -241,6 +242,8 @@ class MGrouped(GroupedGemm):
         a, b = self.a_record, self.b_record
         if a is None or self.quantizes_a:
             check_dtype("a", self.a.dtype, self.plain_dtypes)
+            if a is not None:
+                check_seed(getattr(self, "seed", None), a, "a", self.device)
             if a is not None and a.takes_scale:
                 raise ValueError(
                     f"a_format {a.text!r} takes a scale of each group, which {self.name} has no "
@@ -401,6 +404,7 @@ class MGroupedQuantizeGemm(MGrouped):
         transpose_b: as for ``m_grouped_gemm``.
         out_dtype: bf16, fp16 or fp32; bf16 by default, as in the second of the two ops.
         prepacked: as for ``m_grouped_gemm``.
+        seed: as for ``grouped_quantize``.
         accumulation: as for ``m_grouped_gemm``.
 
     Returns:
@@ -418,6 +422,7 @@ class MGroupedQuantizeGemm(MGrouped):
     transpose_b: bool = False
     out_dtype: torch.dtype | None = None
     prepacked: bool = False
+    seed: Tensor | None = None
     accumulation: str | None = None
 
     name: ClassVar[str] = "m_grouped_quantize_gemm"
@@ -435,7 +440,7 @@ class MGroupedQuantizeGemm(MGrouped):
 
     def quantizer(self) -> GroupedQuantize:
         """What quantizes A."""
-        return GroupedQuantize(self.a, self.a_format, self.offs)
+        return GroupedQuantize(self.a, self.a_format, self.offs, seed=self.seed)
 
     def product(self, a: Sequence[Tensor]) -> MGroupedGemm:
         """The GEMM of what the quantizer made of A."""

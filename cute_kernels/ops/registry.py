@@ -233,11 +233,22 @@ class Op(abc.ABC):
         """Whether the groups have shapes of their own, which not every architecture can."""
         return False
 
+    @property
+    def has_activation(self) -> bool:
+        """Whether the input goes through an activation first, which kernels do not do yet."""
+        return False
+
     def require(self, backend: Backend) -> None:
         """Raise UnsupportedError if the backend does not run this call."""
         op, fmt = self.capability()
-        columnwise, shapes = self.uses_columnwise, self.has_shapes
-        require(op, fmt, backend.arch, columnwise=columnwise, shapes=shapes)
+        require(
+            op,
+            fmt,
+            backend.arch,
+            columnwise=self.uses_columnwise,
+            shapes=self.has_shapes,
+            activation=self.has_activation,
+        )
 
     def plan(self, backend: Backend) -> _Plan:
         """Check the arguments and decide what runs; the same for every call with this metadata."""

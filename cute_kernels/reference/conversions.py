@@ -1,7 +1,7 @@
 """Conversions between fp32 and the element types, and the packing of E2M1 codes.
 
-All of them saturate, and round to nearest even as the ``cvt.rn.satfinite`` instructions do; a scale
-of E8M0 is rounded up (``cvt.rp.satfinite``).
+All of them saturate, and round to nearest even as the ``cvt.rn.satfinite`` instructions do, but for
+the stochastic one; a scale of E8M0 is rounded up (``cvt.rp.satfinite``).
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ __all__ = [
     "decode_e4m3",
     "encode",
     "encode_e2m1",
+    "encode_e2m1_stochastic",
     "encode_e4m3",
     "encode_e8m0",
     "f32",
     "pack",
     "pack_codes",
+    "round_e2m1",
     "unpack_codes",
 ]
 
@@ -72,6 +74,36 @@ def encode_e2m1(y: Tensor) -> Tensor:
     magic = power + ((_MANTISSA_BITS - 1) << _MANTISSA_BITS)
     multiple = magnitude.add_(magic.view(torch.float32)).view(torch.int32).sub_(magic)
     # The multiples are 0..4, 2..4 and 2..3 for codes 0..4, 4..6 and 6..7: 2 log2(p) is missing.
+    code = multiple.add_(power.sub_(_ONE).bitwise_right_shift_(_MANTISSA_BITS - 1))
+    sign = y.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8)
+    return code.bitwise_or_(sign).to(torch.uint8)
+
+
+def round_e2m1(magnitude: Tensor) -> Tensor:
+    """What ``encode_e2m1`` rounds fp32 magnitudes to, as fp32; NaN stays NaN."""
+    magnitude = magnitude.clamp_max(E2M1.max)
+    power = magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
+    magic = power.add_((_MANTISSA_BITS - 1) << _MANTISSA_BITS).view(torch.float32)
+    return magnitude.add_(magic).sub_(magic)
+
+
+def encode_e2m1_stochastic(y: Tensor, r: Tensor) -> Tensor:
+    """Round fp32 to E2M1 codes 0..15 (uint8) up or down, as the random bytes ``r`` (uint8) say.
+
+    With t the distance of codes at |y| (0.5 below 2, 1 below 4, else 2), without rounding:
+
+        |result| = min(6, floor(|y| / t + r / 256) t)
+
+    so that the mean over all bytes is below |y| by less than t / 256. Signs and NaN are as in
+    ``encode_e2m1``.
+    """
+    y = y.nan_to_num(nan=E2M1.max, posinf=E2M1.max, neginf=-E2M1.max)
+    magnitude = y.abs().clamp_max_(E2M1.max)
+    power = magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
+    # The power of two is 2 t; 512 of them by its exponent, so that the quotient is exact.
+    scale = (2 * _ONE + (9 << _MANTISSA_BITS) - power).view(torch.float32)
+    multiple = magnitude.mul_(scale).to(torch.int32).add_(r).bitwise_right_shift_(8)
+    # As in ``encode_e2m1``.
     code = multiple.add_(power.sub_(_ONE).bitwise_right_shift_(_MANTISSA_BITS - 1))
     sign = y.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8)
     return code.bitwise_or_(sign).to(torch.uint8)

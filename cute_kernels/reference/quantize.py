@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.layout.shapes import SF_TILE_ROWS, TILE_ROWS, ceil_div, round_up
+from cute_kernels.reference import hadamard
 from cute_kernels.reference.codecs import Codec, codec_of
 from cute_kernels.reference.codecs.base import scaled
 from cute_kernels.reference.conversions import decode, pack
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from cute_kernels.formats import Format
+    from cute_kernels.reference.draws import Draws
     from cute_kernels.reference.elements import Elements
     from cute_kernels.reference.groups import Groups
 
@@ -41,12 +43,16 @@ class Given(NamedTuple):
     """What the caller gives beside the elements.
 
     Attributes:
-        amax: (G,) fp32 amax per group to use instead of computing it; its sign is dropped.
+        amax: (G,) fp32 amax per group to use instead of computing it; its sign is dropped. (2, G),
+            rowwise and columnwise, where both are asked for of a format whose columnwise copy is
+            transformed.
         scale: (G,) fp32 scale per group, of formats that take it (``Format.takes_scale``).
+        draws: what codes of stochastic formats are rounded by.
     """
 
     amax: Tensor | None = None
     scale: Tensor | None = None
+    draws: Draws | None = None
 
 
 def quantize(
@@ -74,22 +80,49 @@ def quantize(
         per_row = torch.zeros(1, device=elements.device).expand(elements.rows)
     else:
         per_row = elements.absmax()
-    per_group = group_amax(per_row, groups) if given.amax is None else given.amax.abs()
+    per_group = _group_amaxes(elements, groups, fmt, per_row, given.amax, bool(columnwise))
     for is_columnwise, copy in ((False, rowwise), (True, columnwise)):
         if copy:
-            _store_level(codec, groups, copy, per_row, per_group, given.scale, is_columnwise)
+            amaxes = per_row, per_group[is_columnwise]
+            _store_level(codec, groups, copy, *amaxes, given.scale, is_columnwise)
     # What the scales of blocks follow from.
-    second = per_group if given.scale is None else given.scale
+    second = per_group if given.scale is None else (given.scale, given.scale)
     if rowwise and not fmt.is_2d:
         level = fmt.second_level
         if level is not None and level.per == "row":
             g = per_row
         else:
-            g = second[groups.group_of_row().clamp_max_(max(0, len(groups) - 1))]
-        _quantize_rows(codec, elements, groups, g, rowwise)
+            g = second[0][groups.group_of_row().clamp_max_(max(0, len(groups) - 1))]
+        _quantize_rows(codec, elements, groups, g, rowwise, given.draws)
     if columnwise or (rowwise and fmt.is_2d):
         squares = rowwise if fmt.is_2d else {}
-        _quantize_tiles(codec, elements, groups, second, squares, columnwise)
+        _quantize_tiles(codec, elements, groups, second[1], squares, columnwise, given.draws)
+
+
+def _group_amaxes(
+    elements: Elements,
+    groups: Groups,
+    fmt: Format,
+    per_row: Tensor,
+    given: Tensor | None,
+    is_columnwise: bool,
+) -> tuple[Tensor, Tensor]:
+    """(G,) amaxes of the groups rowwise, and columnwise if that is asked for."""
+    if given is not None:
+        rowwise, columnwise = given.abs().expand(2, -1)
+        return rowwise, columnwise
+    rowwise = group_amax(per_row, groups)
+    is_own = is_columnwise and fmt.is_transformed
+    return rowwise, _transformed_amax(elements, groups) if is_own else rowwise
+
+
+def _transformed_amax(elements: Elements, groups: Groups) -> Tensor:
+    """(G,) amaxes of the transformed values."""
+    out = torch.zeros(len(groups), device=elements.device)
+    for _, group, row in _tile_parts(groups, elements.cols):
+        per_tile = absmax(_tile_values(elements, row, is_transformed=True).flatten(1))
+        out.scatter_reduce_(0, group, per_tile, "amax")
+    return out
 
 
 def _named(fmt: Format, out: Mapping[str, Tensor], columnwise: bool) -> dict[str, Tensor]:
@@ -138,19 +171,25 @@ def _store_level(
 
 
 def _quantize_rows(
-    codec: Codec, elements: Elements, groups: Groups, g: Tensor, copy: Mapping[str, Tensor]
+    codec: Codec,
+    elements: Elements,
+    groups: Groups,
+    g: Tensor,
+    copy: Mapping[str, Tensor],
+    draws: Draws | None,
 ) -> None:
     """The rowwise copy, blocks along K; ``g`` is the amax of each row, or of its group."""
     fmt, scale, cols = codec.fmt, codec.fmt.scale, elements.cols
     vec = cols if scale is None else scale.vec_size
-    _, slot = groups.slot_of_row()
+    row, slot = groups.slot_of_row()
     linear = None
     if scale is not None:
         shape = groups.num_tiles * TILE_ROWS, ceil_div(cols, vec)
         linear = torch.zeros(shape, dtype=scale.dtype, device=elements.device)
     for part in _chunks(len(slot), cols):  # the live rows are the first ones
         blocks = _whole_blocks(elements.take(part), vec).unflatten(1, (-1, vec))
-        encoded, stored = codec.encode(blocks, absmax(blocks), g[part, None])
+        drawn = None if draws is None else draws.rows(row[part]).unflatten(1, (-1, vec))
+        encoded, stored = codec.encode(blocks, absmax(blocks), g[part, None], drawn)
         copy["codes"][part] = pack(fmt.element, encoded.flatten(1)[:, :cols])
         if linear is not None and stored is not None:
             linear[slot[part]] = stored
@@ -174,25 +213,23 @@ def _quantize_tiles(
     per_group: Tensor,
     rowwise: Mapping[str, Tensor],
     columnwise: Mapping[str, Tensor],
+    draws: Draws | None,
 ) -> None:
     """The columnwise copy, and the rowwise one of square blocks, slot tile by slot tile."""
     fmt, scale, cols = codec.fmt, codec.fmt.scale, elements.cols
     vec = TILE_ROWS if scale is None else scale.vec_size
-    all_tiles, all_groups, all_rows = groups.used_tiles()
-    for part in _chunks(len(all_tiles), TILE_ROWS * cols):
-        tile, row = all_tiles[part], all_rows[part]
+    for tile, group, row in _tile_parts(groups, cols):
         live = row >= 0
-        values = elements.take(row.clamp_min(0)).masked_fill_(
-            ~live.unsqueeze(-1), 0.0
-        )  # (t, 128, K)
-        blocks = values.unflatten(1, (-1, vec)).movedim(2, -1)  # (t, 128 / vec, K, vec)
+        values = _tile_values(elements, row, fmt.is_transformed)
+        blocks = _column_blocks(values, vec)
         a = absmax(blocks)
         if fmt.is_2d:
             squares = absmax(_whole_blocks(a, vec).unflatten(2, (-1, vec)))
             a = squares.repeat_interleave(vec, dim=2)[..., :cols]
-        encoded, stored = codec.encode(blocks, a, per_group[all_groups[part], None, None])
+        drawn = None if draws is None else _tile_draws(draws, fmt, tile, row, vec)
+        encoded, stored = codec.encode(blocks, a, per_group[group, None, None], drawn)
         codes = encoded.movedim(-1, 2).flatten(1, 2)  # (t, 128, K)
-        codes = codes.masked_fill(~live.unsqueeze(-1), 0)
+        codes = codes.masked_fill(~_held(fmt, live).unsqueeze(-1), 0)
         index = _tile_index(groups, tile)
         if columnwise:
             lying = codes if fmt.columnwise == "untransposed" else codes.mT
@@ -207,6 +244,45 @@ def _quantize_tiles(
                 by_row = by_row.masked_fill(~live.unsqueeze(-1), 0)
                 tiles = tile_view(fmt, rowwise["scales"], columnwise=False)
                 tiles[index] = lay_scales(fmt, by_row, columnwise=False)
+
+
+def _tile_parts(groups: Groups, cols: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """``Groups.used_tiles`` in parts."""
+    tiles, group, rows = groups.used_tiles()
+    for part in _chunks(len(tiles), TILE_ROWS * cols):
+        yield tiles[part], group[part], rows[part]
+
+
+def _tile_values(elements: Elements, row: Tensor, is_transformed: bool) -> Tensor:
+    """(t, 128, K) fp32 values of slot tiles, zeros where ``row`` (t, 128) is negative."""
+    values = elements.take(row.clamp_min(0)).masked_fill_((row < 0).unsqueeze(-1), 0.0)
+    if not is_transformed:
+        return values
+    chunks = hadamard.transform(values.unflatten(1, (-1, hadamard.CHUNK)))
+    rounded: Tensor = chunks.flatten(1, 2).bfloat16().float()
+    return rounded
+
+
+def _tile_draws(draws: Draws, fmt: Format, tile: Tensor, row: Tensor, vec: int) -> Tensor:
+    """Random bytes of blocks along the rows; both directions of square blocks have one rule."""
+    if fmt.is_2d:
+        return _column_blocks(draws.rows(row.clamp_min(0)), vec)
+    return draws.tiles(tile)
+
+
+def _column_blocks(values: Tensor, vec: int) -> Tensor:
+    """Blocks (t, 128 / vec, K, vec) along the rows of tiles (t, 128, K)."""
+    blocks: Tensor = values.unflatten(1, (-1, vec)).movedim(2, -1)
+    return blocks
+
+
+def _held(fmt: Format, live: Tensor) -> Tensor:
+    """Which slots (t, 128) hold codes: those of rows, or the whole chunks that they spread over."""
+    if not fmt.is_transformed:
+        return live
+    chunks = live.unflatten(1, (-1, hadamard.CHUNK))
+    held: Tensor = chunks.any(2, keepdim=True).expand_as(chunks).flatten(1)
+    return held
 
 
 def _code_tiles(fmt: Format, codes_t: Tensor) -> Tensor:
@@ -233,6 +309,8 @@ def dequantize(
     groups: Groups, fmt: Format, copy: Sequence[Tensor], columnwise: bool, out: Tensor
 ) -> None:
     """Decode one direction into ``out``; rows of the tail are left as they are.
+
+    Of a transformed copy the transform is undone, in fp32, before the only rounding.
 
     Args:
         groups: where the groups lie.
@@ -290,5 +368,7 @@ def _dequantize_tiles(
         if fmt.columnwise == "untransposed":
             columns = columns.mT
         values = scaled(columns, codec.decode_factor(stored, vector), vec).mT  # (t, 128, K)
+        if fmt.is_transformed:
+            values = hadamard.undo(values.unflatten(1, (-1, hadamard.CHUNK))).flatten(1, 2)
         live = row >= 0
         out[row[live]] = values[live].to(out.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 from cute_kernels.layout.shapes import TILE_ROWS
 
 if TYPE_CHECKING:
+    from cute_kernels.reference.elements import Elements
     from cute_kernels.reference.groups import Groups
 
 __all__ = ["absmax", "compute_offsets", "group_amax", "grouped_amax", "grouped_dbias"]
@@ -41,7 +42,7 @@ def grouped_amax(x: Tensor, groups: Groups, out: Tensor) -> None:
     out.copy_(group_amax(absmax(x).flatten(), groups))
 
 
-def grouped_dbias(dy: Tensor, groups: Groups, out: Tensor) -> None:
+def grouped_dbias(elements: Elements, groups: Groups, out: Tensor) -> None:
     """Write the column sums of each group to ``out`` (G, N) fp32; zeros for an empty group.
 
     The order is fixed: within each tile of 128 rows of a group (missing rows count as zero) row i
@@ -49,10 +50,10 @@ def grouped_dbias(dy: Tensor, groups: Groups, out: Tensor) -> None:
     """
     _, group, rows = groups.used_tiles()
     out.zero_()
-    step = max(1, (1 << 22) // max(1, TILE_ROWS * dy.shape[1]))
+    step = max(1, (1 << 20) // max(1, TILE_ROWS * elements.cols))
     for start in range(0, len(group), step):
         row = rows[start : start + step]
-        sums = dy[row.clamp_min(0)].float().masked_fill_((row < 0).unsqueeze(-1), 0.0)
+        sums = elements.take(row.clamp_min(0)).masked_fill_((row < 0).unsqueeze(-1), 0.0)
         while sums.shape[1] > 1:
             half = sums.shape[1] // 2
             sums = sums[:, :half] + sums[:, half:]

@@ -45,9 +45,16 @@ _LAYOUT = 1
 #: A compilation takes seconds; a lock held for longer than this belongs to a stuck process.
 _LOCK_TIMEOUT_S = 300.0
 _STARTED = time.time()
-#: Parts of this package that compiled kernels depend on; of ``runtime`` only what compiles them.
+#: Folders and files of this package that compiled kernels depend on; of ``runtime`` only what
+#: compiles them.
 _KERNEL_SOURCE = ("formats", "layout", "device", "quantize", "gemm")
-_COMPILER_SOURCE = ("arch.py", "compile.py", "dsl.py", "spec.py")
+_COMPILER_SOURCE = (
+    "records.py",
+    "runtime/arch.py",
+    "runtime/compile.py",
+    "runtime/dsl.py",
+    "runtime/spec.py",
+)
 #: CUTE_DSL_* variables that do not change the code that is generated. The DSL has more of them in
 #: every version, so what is not named here counts.
 _HARMLESS_DSL_VARIABLES = frozenset(
@@ -234,7 +241,7 @@ def _source_digest(module: str) -> str | None:
     """Digest of this package's kernel sources and of ``module``'s package, if that is another."""
     package = Path(__file__).resolve().parent.parent
     files = [path for name in _KERNEL_SOURCE for path in (package / name).rglob("*.py")]
-    files += [package / "runtime" / name for name in _COMPILER_SOURCE]
+    files += [package / name for name in _COMPILER_SOURCE]
     roots = {package: files}
     top = module.partition(".")[0]
     if top != package.name:

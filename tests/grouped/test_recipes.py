@@ -36,6 +36,9 @@ def output(fmt, role):
     """Of a layer, forward and backward, with one role in ``fmt``."""
     torch.manual_seed(1)
     plain = recipes.NVFP4()
+    if fmt.is_transformed and role != "weight":
+        # Both operands of wgrad have the transform, or none.
+        plain = dataclasses.replace(plain, input=fmt, grad_output=fmt)
     layer = GroupedLinear(2, 64, 48, recipe=dataclasses.replace(plain, **{role: fmt}))
     x = sample(40, 64).requires_grad_()
     y = layer(x, [13, 35])
@@ -56,6 +59,10 @@ def test_a_flag_is_refused_or_honoured(flag, role):
         return
     if role == "weight" and flag == "row_scaled":
         with pytest.raises(ValueError, match="one second-level scale a group"):
+            output(fmt, role)
+        return
+    if role == "weight" and flag == "hadamard":
+        with pytest.raises(ValueError, match="weight cannot have hadamard"):
             output(fmt, role)
         return
     pairs = zip(output(fmt, role), output(NVFP4(), role), strict=True)
@@ -98,6 +105,13 @@ def test_what_is_no_format_is_refused(fmt):
 def test_no_format_is_refused():
     with pytest.raises(TypeError, match="fmt must be a format record such as"):
         grouped.quantize(sample(2, 48, 64), None)
+
+
+def test_operands_of_wgrad_are_transformed_alike():
+    transformed = NVFP4(hadamard=True)
+    for roles in ((transformed, NVFP4(), NVFP4()), (NVFP4(), NVFP4(), transformed)):
+        with pytest.raises(ValueError, match="input and grad_output must both have hadamard"):
+            Recipe(*roles)
 
 
 def test_other_errors():

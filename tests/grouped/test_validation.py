@@ -8,12 +8,14 @@ import torch
 from torch.nn import functional as F
 
 import grouped
-from cute_kernels import UnsupportedError
 from grouped import GroupedTensor
-from tests.grouped.cases import FORMATS, bytes_of
+from tests.grouped.cases import EVERY_FORMAT, FORMATS, bytes_of
 from tests.helpers import assert_same_bytes, sample
 
 BF16, U8 = torch.bfloat16, torch.uint8
+
+
+every_format = pytest.mark.parametrize("fmt", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
 
 
 def ragged(fmt=FORMATS["row-scaled"]):
@@ -30,8 +32,9 @@ def parts(x):
 
 @pytest.mark.parametrize("make", [ragged, uniform])
 @pytest.mark.parametrize("directions", [(True, True), (True, False), (False, True)])
-def test_the_parts_of_a_tensor_make_it_again(make, directions):
-    x = make()
+@every_format
+def test_the_parts_of_a_tensor_make_it_again(fmt, make, directions):
+    x = make(fmt)
     arguments = parts(x)
     for i, is_held in zip((4, 5), directions, strict=True):
         arguments[i] = arguments[i] if is_held else None
@@ -80,13 +83,6 @@ WRONG = {
         lambda f: grouped.MXFP8(),
         TypeError,
         "rowwise codes must be float8_e4m3fn, got uint8",
-    ),
-    "a flag that is not built": (
-        uniform,
-        FORMAT,
-        lambda f: grouped.NVFP4(hadamard=True),
-        UnsupportedError,
-        r"NVFP4\(hadamard=True\) is not built yet",
     ),
     "offs dtype": (ragged, OFFS, torch.Tensor.long, TypeError, "offs must be int32"),
     "offs of another G": (
@@ -155,6 +151,24 @@ def test_parts_that_do_not_fit_are_refused(make, index, change, error, match):
     arguments[index] = change(arguments[index])
     with pytest.raises(error, match=match):
         GroupedTensor(*arguments)
+
+
+@pytest.mark.parametrize("make", [ragged, uniform])
+@pytest.mark.parametrize("index", [ROWWISE, COLUMNWISE])
+@every_format
+def test_each_buffer_of_any_format_is_checked(fmt, index, make):
+    arguments = parts(make(fmt))
+    held, direction = arguments[index], "rowwise" if index == ROWWISE else "columnwise"
+    for name, buffer in held._asdict().items():
+        for wrong, error in (
+            (buffer[..., :-1], ValueError),
+            (buffer[:-1], ValueError),
+            (buffer.unsqueeze(0), ValueError),
+            (buffer.view(torch.int32 if buffer.itemsize == 4 else torch.int8), TypeError),
+        ):
+            arguments[index] = held._replace(**{name: wrong})
+            with pytest.raises(error, match=f"{direction} {name} must"):
+                GroupedTensor(*arguments)
 
 
 def test_prepacked_activations_are_refused():

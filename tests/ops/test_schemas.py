@@ -109,6 +109,7 @@ def fp8_cases(a, b):
 
 
 F32 = torch.float32
+STOCHASTIC = "nvfp4:block=16x16,stochastic_rounding"
 #: Op, case, arguments.
 CASES = [
     ("compute_offsets", "default", lambda: (torch.tensor([3, 0, 4]),)),
@@ -124,8 +125,19 @@ CASES = [
     ("grouped_quantize", "uniform", lambda: (w(2, 5, 48), BY_ROW, None, None, True, True)),
     (
         "grouped_quantize",
+        "stochastic",
+        lambda: (x(48), STOCHASTIC, OFFS, None, True, True, None, torch.tensor([1, 2])),
+    ),
+    (
+        "grouped_quantize",
+        "hadamard",
+        lambda: (x(48, dtype=torch.bfloat16), "nvfp4:hadamard", OFFS, torch.ones(2, 3), True, True),
+    ),
+    ("grouped_quantize", "4over6", lambda: (w(2, 5, 48), "nvfp4:four_over_six")),
+    (
+        "grouped_quantize",
         "shapes",
-        lambda: (w(70), "nvfp4", None, None, True, True, None, [2, 16, 0, 32, 1, 32]),
+        lambda: (w(70), "nvfp4", None, None, True, True, *[None] * 4, [2, 16, 0, 32, 1, 32]),
     ),
     ("grouped_dequantize", "shapes", decoding_shapes),
     (

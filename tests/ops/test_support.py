@@ -69,9 +69,12 @@ def combinations():
                 yield pytest.param(op, fmt, arch, dtype, prepacked, id=name)
 
 
-def scale_of(fmt):
-    """One a group of those that calls give."""
-    return torch.rand(len(OFFS)) if fmt.takes_scale else None
+def given_of(fmt):
+    """What calls give beside a tensor: a scale a group, or what seeds the rounding."""
+    return {
+        "scale": torch.rand(len(OFFS)) if fmt.takes_scale else None,
+        "seed": torch.tensor([1, 2]) if fmt.is_stochastic else None,
+    }
 
 
 def held(fmt, uniform=False, columnwise=False):
@@ -81,7 +84,7 @@ def held(fmt, uniform=False, columnwise=False):
     if support("grouped_quantize", fmt, "reference"):
         with cute_kernels.backend("reference"):
             made = ops.grouped_quantize(
-                sample(*shape), fmt.text, offs, **directions, scale=scale_of(fmt)
+                sample(*shape), fmt.text, offs, **directions, **given_of(fmt)
             )
     else:
         specs = buffers(fmt, shape, None if uniform else len(OFFS), **directions)
@@ -98,9 +101,15 @@ def per_group(fmt):
 def grouped_quantize(fmt, dtype):
     x = sample(len(OFFS), N, K, dtype=torch.float32).to(dtype)
     for columnwise in (False, True):
-        ops.grouped_quantize(x, fmt.text, None, None, True, columnwise, scale_of(fmt))
-        ops.grouped_quantize(x[0], fmt.text, OFFS, None, True, columnwise, scale_of(fmt))
-    grouped.quantize(x, fmt, columnwise=True, scale=scale_of(fmt))
+        if columnwise and not support(
+            "grouped_quantize", fmt, "reference", dtype=dtype, columnwise=True
+        ):
+            with pytest.raises(TypeError, match="must be bfloat16"):
+                grouped.quantize(x, fmt, columnwise=True)
+            return
+        ops.grouped_quantize(x, fmt.text, None, None, True, columnwise, **given_of(fmt))
+        ops.grouped_quantize(x[0], fmt.text, OFFS, None, True, columnwise, **given_of(fmt))
+    grouped.quantize(x, fmt, columnwise=True, **given_of(fmt))
 
 
 def grouped_dequantize(fmt, dtype):
@@ -125,7 +134,7 @@ def grouped_gemm(fmt, dtype, prepacked=False):
     if prepacked:
         b[0] = cute_kernels.prepack(b[0])
     ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, prepacked=prepacked, **texts))
-    options = (None, None, False, None, prepacked)
+    options = (None, None, False, None, prepacked, given_of(fmt)["seed"])
     if not fmt.takes_scale:
         ops.m_grouped_quantize_gemm(plain, b[0], OFFS, b[1:], *texts.values(), *options)
     if not prepacked:
@@ -137,7 +146,7 @@ def grouped_gemm(fmt, dtype, prepacked=False):
 def grouped_gemm_w4a16(fmt, dtype):
     x = sample(6, K, dtype=torch.float32).to(dtype)
     with cute_kernels.backend("reference"):  # it quantizes what others only multiply
-        weights = grouped.quantize(sample(len(OFFS), N, K), fmt, scale=scale_of(fmt))
+        weights = grouped.quantize(sample(len(OFFS), N, K), fmt, **given_of(fmt))
     grouped.grouped_gemm(x, weights, offs=OFFS)
     codes, scales = weights.rowwise.operand
     ops.m_grouped_gemm(*m_grouped_arguments(x, [codes, *scales], OFFS, b_format=fmt.text))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+from typing import TypeAlias
 
 import numpy as np
 
@@ -118,8 +119,23 @@ def block_scale(a: np.float32, g: np.float32) -> tuple[int, np.float32]:
     return byte, enc
 
 
-def encode(values: np.ndarray, enc: np.float32) -> list[int]:
-    return [round_e2m1(v * enc) for v in values]
+#: Direction (1 is columnwise), number of the block in it, and place in the block, of an element.
+Place: TypeAlias = "tuple[int, int, int]"
+
+
+class Rule:
+    """What a variant of NVFP4 does otherwise; this one nothing."""
+
+    def scale(self, block: np.ndarray, a: np.float32, g: np.float32) -> tuple[int, np.float32]:
+        """Stored byte and encode factor of a block (rows, 16) of amax ``a``."""
+        return block_scale(a, g)
+
+    def encode(self, values: np.ndarray, enc: np.float32, places: list[Place]) -> list[int]:
+        return [round_e2m1(v * enc) for v in values]
+
+    def columns(self, values: np.ndarray) -> np.ndarray:
+        """What the columnwise copy of a group's rows is of."""
+        return values
 
 
 # ---------------------------------------------------------------------------- layout
@@ -185,12 +201,20 @@ def quantize(
     row_scaled: bool = False,
     block_2d: bool = False,
     given_amax: np.ndarray | None = None,
+    given_amax_t: np.ndarray | None = None,
+    rule: Rule = Rule(),  # noqa: B008  (it has no state)
     fill: int = 0,
 ) -> Quantized:
-    """Both copies of the fp32 values ``x`` (T, K)."""
+    """Both copies of the fp32 values ``x`` (T, K).
+
+    ``given_amax_t`` is that of the columnwise copy, where a rule transforms it.
+    """
     rows, cols = x.shape
+    columns = [rule.columns(x[g.start : g.end]) for g in groups]
     blocks = 4 * ceil_div(cols, 64)
     per_group = group_amaxes(x, groups) if given_amax is None else [f32(a) for a in given_amax]
+    given_t = given_amax if given_amax_t is None else given_amax_t
+    per_group_t = [absmax(c) for c in columns] if given_t is None else [f32(a) for a in given_t]
     members = groups if uniform else [Group(0, rows, 0, num_tiles)]
     fill_f32 = np.full(1, fill, np.uint8).repeat(4).view(f32)[0]
     result = Quantized(
@@ -199,7 +223,7 @@ def quantize(
         amax=np.full(rows, fill_f32) if row_scaled else np.array(per_group, f32),
         codes_t=[np.full((cols, 64 * m.tiles), fill, np.uint8) for m in members],
         scales_t=[np.full(ceil_div(cols, 128) * m.tiles * 1024, fill, np.uint8) for m in members],
-        amax_t=np.array(per_group, f32),
+        amax_t=np.array(per_group_t, f32),
     )
     for g, (group, amax) in enumerate(zip(groups, per_group, strict=True)):
         values = x[group.start : group.end]
@@ -207,25 +231,29 @@ def quantize(
             for row in range(group.start, group.end):
                 result.amax[row] = absmax(x[row])
         second = [absmax(v) if row_scaled else amax for v in values]
-        squares = _square_amaxes(values) if block_2d else None
-        _write_rowwise(result, group, values, second, squares, blocks)
+        squares = _square_scales(values, amax, rule) if block_2d else None
+        _write_rowwise(result, group, values, second, squares, blocks, rule)
         member = g if uniform else 0
         base = 0 if uniform else group.tile
+        buffers = result.codes_t[member], result.scales_t[member]
         _write_columnwise(
-            result.codes_t[member], result.scales_t[member], group, base, values, amax, squares
+            *(*buffers, group, base, columns[g], per_group_t[g]), squares=squares, rule=rule
         )
     return result
 
 
-def _square_amaxes(values: np.ndarray) -> np.ndarray:
+#: Stored byte and encode factor by row of blocks and column of blocks.
+Squares: TypeAlias = "list[list[tuple[int, np.float32]]]"
+
+
+def _square_scales(values: np.ndarray, amax: np.float32, rule: Rule) -> Squares:
     rows, cols = values.shape
-    return np.array(
-        [
-            [absmax(values[r : r + 16, c : c + 16]) for c in range(0, cols, 16)]
-            for r in range(0, rows, 16)
-        ],
-        f32,
-    ).reshape(ceil_div(rows, 16), cols // 16)
+
+    def scale(r: int, c: int) -> tuple[int, np.float32]:
+        square = values[r : r + 16, c : c + 16]
+        return rule.scale(square, absmax(square), amax)
+
+    return [[scale(r, c) for c in range(0, cols, 16)] for r in range(0, rows, 16)]
 
 
 def _write_rowwise(
@@ -233,8 +261,9 @@ def _write_rowwise(
     group: Group,
     values: np.ndarray,
     second: list[np.float32],
-    squares: np.ndarray | None,
+    squares: Squares | None,
     blocks: int,
+    rule: Rule,
 ) -> None:
     first = group.tile * 128
     for slot in range(first, first + group.tiles * 128):
@@ -243,10 +272,13 @@ def _write_rowwise(
     for r, row in enumerate(values):
         for block in range(len(row) // 16):
             chunk = row[16 * block : 16 * block + 16]
-            a = absmax(chunk) if squares is None else squares[r // 16, block]
-            byte, enc = block_scale(a, second[r])
+            if squares is None:
+                byte, enc = rule.scale(chunk[None], absmax(chunk), second[r])
+            else:
+                byte, enc = squares[r // 16][block]
             result.scales[scale_byte(first + r, block, blocks)] = byte
-            code = encode(chunk, enc)
+            number = (group.start + r) * (len(row) // 16) + block
+            code = rule.encode(chunk, enc, [(0, number, i) for i in range(16)])
             for j in range(8):
                 packed = code[2 * j] | code[2 * j + 1] << 4
                 result.codes[group.start + r, 8 * block + j] = packed
@@ -259,7 +291,8 @@ def _write_columnwise(
     first_tile: int,
     values: np.ndarray,
     amax: np.float32,
-    squares: np.ndarray | None,
+    squares: Squares | None,
+    rule: Rule,
 ) -> None:
     rows, cols = values.shape
     blocks = codes_t.shape[1] // 8
@@ -270,10 +303,18 @@ def _write_columnwise(
     for column in range(cols):
         for block in range(ceil_div(rows, 16)):
             chunk = values[16 * block : 16 * block + 16, column]
-            a = absmax(chunk) if squares is None else squares[block, column // 16]
-            byte, enc = block_scale(a, amax)
+            places: list[Place]
+            if squares is None:
+                byte, enc = rule.scale(chunk[None], absmax(chunk), amax)
+                number = (8 * group.tile + block) * cols + column
+                places = [(1, number, i) for i in range(16)]
+            else:
+                byte, enc = squares[block][column // 16]
+                first = group.start + 16 * block
+                numbers = ((first + i) * (cols // 16) + column // 16 for i in range(16))
+                places = [(0, number, column % 16) for number in numbers]
             scales_t[scale_byte(column, 8 * first_tile + block, blocks)] = byte
-            for i, code in enumerate(encode(chunk, enc)):
+            for i, code in enumerate(rule.encode(chunk, enc, places)):
                 at = 64 * first_tile + (16 * block + i) // 2
                 codes_t[column, at] |= code << 4 * (i % 2)
 

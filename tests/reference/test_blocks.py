@@ -229,3 +229,20 @@ def test_square_blocks_hold_the_same_values_in_both_directions(text):
         for way in (False, True)
     )
     assert_same_bytes(rowwise, columnwise)
+
+
+@every_format
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
+def test_buffers_that_are_no_copy_of_the_format_are_refused(columnwise, text):
+    x, offs = sample(40, 160), offsets((10, 30))
+    codes, scales, *rest = decoded(quantize(x, text, offs), text, columnwise, 40, x.dtype, offs)
+    name = "scales_t" if columnwise else "scales"
+    for wrong in (scales[0][..., :-1], scales[0][:-1], scales[0].unsqueeze(0)):
+        with pytest.raises(ValueError, match=rf"scales\[0\], the {name} of {text}, must have"):
+            ops.grouped_dequantize(codes, [wrong], *rest)
+    with pytest.raises(TypeError, match=rf"scales\[0\], the {name} of {text}, must be"):
+        ops.grouped_dequantize(codes, [scales[0].to(torch.int64)], *rest)
+    with pytest.raises(ValueError, match=f"must be {name} of {text}, got 2 tensors"):
+        ops.grouped_dequantize(codes, [*scales, torch.ones(2)], *rest)
+    with pytest.raises(TypeError, match="codes must be float8"):
+        ops.grouped_dequantize(codes.view(torch.uint8), scales, *rest)

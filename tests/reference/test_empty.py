@@ -6,7 +6,6 @@ import torch
 from cute_kernels.formats import parse
 from cute_kernels.layout.buffers import buffers
 from tests.helpers import (
-    NVFP4_TEXTS,
     dequantize_arguments,
     ends,
     k_grouped_arguments,
@@ -15,34 +14,43 @@ from tests.helpers import (
 )
 
 NO_ROWS = ends(0, 0, 0)
-every_text = pytest.mark.parametrize("text", NVFP4_TEXTS.values(), ids=NVFP4_TEXTS)
+#: Shapes of the buffers of two groups of no rows and 64 columns.
+NO_ROWS_SHAPES = {
+    "nvfp4": [(2, 0, 32), (2, 0, 1, 512), (2,), (2, 64, 0), (2, 1, 0, 512), (2,)],
+    "nvfp4:block=16x16": [(2, 0, 32), (2, 0, 1, 512), (2,), (2, 64, 0), (2, 1, 0, 512), (2,)],
+    "nvfp4:row_scaled": [(2, 0, 32), (2, 0, 1, 512), (2, 0), (2, 64, 0), (2, 1, 0, 512), (2,)],
+    "mxfp8": [(2, 0, 64), (2, 0, 1, 512), (2, 0, 64), (2, 1, 0, 512)],
+    "mxfp8:block=32x32": [(2, 0, 64), (2, 0, 1, 512), (2, 0, 64), (2, 1, 0, 512)],
+    "fp8_block": [(2, 0, 64), (2, 1, 0), (2, 64, 0), (2, 0, 64)],
+    "fp8_block:block=128x128": [(2, 0, 64), (2, 0, 1), (2, 64, 0), (2, 0, 1)],
+}
+every_text = pytest.mark.parametrize("text", NO_ROWS_SHAPES)
 
 
 @every_text
 @pytest.mark.parametrize("rows", [0, 200])
 def test_quantize_without_live_rows(rows, text):
-    x = torch.full((rows, 48), torch.nan)
+    x = torch.full((rows, 64), torch.nan)
     outputs = ops.grouped_quantize(x, text, NO_ROWS, columnwise=True)
-    specs = buffers(parse(text), (rows, 48), 3, columnwise=True)
+    specs = buffers(parse(text), (rows, 64), 3, columnwise=True)
     assert [tuple(t.shape) for t in outputs] == [spec.shape for spec in specs.values()]
-    assert not any(t.any() for t in outputs)
+    assert not any(t.view(torch.uint8).any() for t in outputs)
 
 
-@every_text
-def test_quantize_uniform_groups_of_no_rows(text):
-    outputs = ops.grouped_quantize(torch.ones(2, 0, 48), text, columnwise=True)
-    amax_shape = (2, 0) if text == "nvfp4:row_scaled" else (2,)
-    shapes = [(2, 0, 24), (2, 0, 1, 512), amax_shape, (2, 48, 0), (2, 1, 0, 512), (2,)]
+@pytest.mark.parametrize(("text", "shapes"), NO_ROWS_SHAPES.items(), ids=NO_ROWS_SHAPES)
+def test_quantize_uniform_groups_of_no_rows(text, shapes):
+    outputs = ops.grouped_quantize(torch.ones(2, 0, 64), text, columnwise=True)
     assert [tuple(t.shape) for t in outputs] == shapes
 
 
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("uniform", [False, True])
-def test_dequantize_no_rows(columnwise, uniform):
-    x = torch.ones(*((3, 0) if uniform else (0,)), 48)
+@every_text
+def test_dequantize_no_rows(text, columnwise, uniform):
+    x = torch.ones(*((3, 0) if uniform else (0,)), 64)
     offs = None if uniform else NO_ROWS
-    copy = ops.grouped_quantize(x, "nvfp4", offs, rowwise=not columnwise, columnwise=columnwise)
-    arguments = dequantize_arguments(copy, "nvfp4", 0, torch.float32, offs, columnwise)
+    copy = ops.grouped_quantize(x, text, offs, rowwise=not columnwise, columnwise=columnwise)
+    arguments = dequantize_arguments(copy, text, 0, torch.float32, offs, columnwise)
     out = ops.grouped_dequantize(*arguments)
     assert out.shape == x.shape
 

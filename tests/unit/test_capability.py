@@ -296,5 +296,5 @@ def test_ops_ask_the_table(monkeypatch):
     monkeypatch.setattr(capability, "support", no)
     with pytest.raises(UnsupportedError, match="because of the test"):
         ops.grouped_quantize(torch.ones(4, 16), "nvfp4:row_scaled", ends(4))
-    facts = {"columnwise": False, "shapes": False}
+    facts = {"columnwise": False, "shapes": False, "activation": False}
     assert asked == [("grouped_quantize", NVFP4(row_scaled=True), "reference", facts)]

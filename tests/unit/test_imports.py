@@ -13,22 +13,24 @@ ROOT = Path(__file__).parents[2]
 #: which only gathers the public names, and its other top-level modules are the layer "front".
 LAYERS = {
     "host": 0,
-    "formats": 0,
-    "layout": 0,
-    "capability": 1,
-    "reference": 2,
-    "emulator": 2,
-    "device": 2,
-    "quantize": 3,
-    "gemm": 3,
-    "runtime": 4,
-    "ops": 5,
-    "front": 6,
-    "grouped": 7,
+    "records": 0,
+    "formats": 1,
+    "activations": 1,
+    "layout": 1,
+    "capability": 2,
+    "reference": 3,
+    "emulator": 3,
+    "device": 3,
+    "quantize": 4,
+    "gemm": 4,
+    "runtime": 5,
+    "ops": 6,
+    "front": 7,
+    "grouped": 8,
 }
 #: How a configuration names its kernel, which the runtime imports: ``"package.module:Name"``.
 NAMED = re.compile(r"((?:cute_kernels|grouped)(?:\.\w+)*):(\w+)")
-REFERENCE_NEEDS_ONLY = {"formats", "layout", "reference"}
+REFERENCE_NEEDS_ONLY = {"activations", "formats", "layout", "reference"}
 
 
 def modules():

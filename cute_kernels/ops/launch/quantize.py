@@ -183,12 +183,18 @@ def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
     """How ``grouped_dbias`` runs."""
     if not op.dy.numel():
         return _zero
-    kernel = launch.kernel(DbiasConfig.choose(dtype_name(op.dy.dtype), op.dy.shape[1]))
+    kernel = launch.kernel(DbiasConfig.choose(dtype_name(op.dy.dtype), op.dy.shape[-1]))
 
     def run(op: GroupedDbias, outputs: Sequence[Tensor]) -> None:
         kernel(readable(op.dy), dense(op.offs), outputs[0], launch.num_sms)
 
-    return run
+    def run_uniform(op: GroupedDbias, outputs: Sequence[Tensor]) -> None:
+        # Uniform groups are ragged ones of equal size.
+        dy, rows = readable(op.dy).flatten(0, 1), op.dy.shape[1]
+        ends = torch.arange(rows, len(dy) + 1, rows, dtype=torch.int32, device=op.device)
+        kernel(dy, ends, outputs[0], launch.num_sms)
+
+    return run_uniform if op.offs is None else run
 
 
 def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:

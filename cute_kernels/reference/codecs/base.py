@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from cute_kernels.reference.conversions import decode, encode, f32
+from cute_kernels.reference.conversions import decode, encode, encode_e2m1_stochastic, f32
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,10 +65,22 @@ class Codec(abc.ABC):
             elements are multiplied by.
         """
 
-    def encode(self, blocks: Tensor, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Codes of fp32 ``blocks``, one an element and not yet packed, and stored scales."""
+    def encode(
+        self, blocks: Tensor, a: Tensor, g: Tensor, draws: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Codes of fp32 ``blocks``, one an element and not yet packed, and stored scales.
+
+        Args:
+            blocks: (..., block). Square blocks are (..., K, rows of a block).
+            a: as for ``factors``.
+            g: as for ``factors``.
+            draws: random bytes (uint8) of the elements, where the format is stochastic.
+        """
         stored, enc = self.factors(a, g)
-        return encode(self.fmt.element, blocks * enc.unsqueeze(-1)), stored
+        y = blocks * enc.unsqueeze(-1)
+        if draws is not None:
+            return encode_e2m1_stochastic(y, draws), stored
+        return encode(self.fmt.element, y), stored
 
     @abc.abstractmethod
     def scale_values(self, stored: Tensor) -> Tensor:

@@ -1,0 +1,98 @@
+"""Activations that a tensor goes through on its way to codes: one record each, no arithmetic.
+
+``cute_kernels.reference.activations`` states them to the bit. Sources: GELU arXiv 1606.08415 (its
+tanh form), SiLU arXiv 1702.03118, gated units arXiv 2002.05202, squared ReLU arXiv 2109.08668.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from cute_kernels.records import Record, check_choice, read
+
+__all__ = ["ACTIVATIONS", "Activation", "parse_activation"]
+
+#: The curve of each activation, and whether a second half of its input multiplies it.
+_FACTS: dict[str, tuple[str, bool]] = {
+    "gelu": ("gelu", False),
+    "silu": ("silu", False),
+    "relu": ("relu", False),
+    "qgelu": ("qgelu", False),
+    "srelu": ("srelu", False),
+    "geglu": ("gelu", True),
+    "swiglu": ("silu", True),
+    "reglu": ("relu", True),
+    "qgeglu": ("qgelu", True),
+    "sreglu": ("srelu", True),
+    "clamped_swiglu": ("clamped_silu", True),
+}
+#: The names of all activations.
+ACTIVATIONS = tuple(_FACTS)
+#: Parameters beyond this, or below its inverse, leave the range in which fp32 carries formulas.
+_LARGEST = 2.0**64
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation(Record):
+    """What is done to a plain tensor before it is quantized.
+
+    Without a gate it is ``act(x)``. A gated one takes ``x = [A | B]``, halves of equal width along
+    the last dimension, and gives ``act(A) * B``; a clamped one ``act(A) * (clamp(B) + 1)``.
+
+    Args:
+        name: one of ``ACTIVATIONS``.
+        alpha: what ``clamped_swiglu`` multiplies the argument of its sigmoid by.
+        limit: where ``clamped_swiglu`` clamps: A from above, B from both sides.
+
+    Raises:
+        ValueError: a name that is none, a parameter out of [2^-64, 2^64], or one of an activation
+            that has no parameters.
+    """
+
+    name: str  # type: ignore[misc]
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        check_choice("activation", self.name, ACTIVATIONS)
+        for field in dataclasses.fields(self)[1:]:
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{field.name} must be a number, got {value!r}")
+            if not 1 / _LARGEST <= value <= _LARGEST:
+                raise ValueError(f"{field.name} must be in [2^-64, 2^64], got {value}")
+            if value != field.default and not self.is_clamped:
+                raise ValueError(f"{field.name} is of clamped_swiglu; {self.name} has none")
+            object.__setattr__(self, field.name, float(value))
+        super().__post_init__()
+
+    @property
+    def curve(self) -> str:
+        """The function of one variable: gelu, silu, relu, qgelu, srelu or clamped_silu."""
+        return _FACTS[self.name][0]
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the input has a second half that multiplies the activated first one."""
+        return _FACTS[self.name][1]
+
+    @property
+    def is_clamped(self) -> bool:
+        """Whether it clamps its input at ``limit``."""
+        return self.curve == "clamped_silu"
+
+    def width(self, columns: int) -> int:
+        """Columns of the result for an input of ``columns`` ones."""
+        return columns // 2 if self.is_gated else columns
+
+
+@functools.lru_cache(maxsize=256)
+def parse_activation(text: str) -> Activation:
+    """The record that ``Activation.text`` stands for, such as ``"clamped_swiglu:limit=5.0"``.
+
+    Raises:
+        ValueError: there is no such activation, it has no such parameter or value, or its record
+            has another text: parameters at their defaults are left out.
+    """
+    return read("activation", dict.fromkeys(ACTIVATIONS, Activation), text)

@@ -1,0 +1,286 @@
+"""Activations and their gradients, exact to the bit.
+
+Every step is one IEEE fp32 operation, rounded to nearest even, with subnormals and without fma: a
+kernel writes ``mul.rn``, ``add.rn``, ``sub.rn``, ``rcp.rn`` and ``div.rn`` (no ``.ftz``, no
+``.approx``), which a compiler does not contract. ``min`` and ``max`` keep NaN (``min.NaN.f32``).
+``bits()`` and ``float()`` reinterpret; ``<<``, ``>>`` and ``-`` on bits wrap at 32 bits.
+
+**exp(x)**, within 1.02 ulp of e^x, 27 instructions: x = n ln 2 + r, a polynomial of e^r, and a
+product with 2^n in two steps, so that subnormal results are rounded once more and not flushed.
+
+    x = min(max(x, -104), 89)                                   beyond: 0 and Inf
+    z = x * 0x1.715476p+0 + 12583166                            1.5 * 2^23 + 254 rounds to integers
+    n = z - 12583166
+    r = (x - n * 0x1.62e4p-1) - n * 0x1.7f7d1cp-20              ln 2 in two parts
+    q = (((0x1.6d721ap-10 * r + 0x1.12266ap-7) * r + 0x1.5554c8p-5) * r + 0x1.5554b2p-3) * r + 0.5
+    p = (q * (r * r) + r) + 1
+    a = bits(z) >> 1,  b = bits(z) - a                          n + 254 in two halves
+    exp = (p * float(a << 23)) * float(b << 23)
+
+**tanh(x)**, within 1.66 ulp, 28 instructions: |x| = n ln 2 / 2 + r with r >= 0, an odd polynomial
+t of tanh(r), and the addition theorem with tanh(n ln 2 / 2) = (2^n - 1) / (2^n + 1); halved. What
+is added is positive, and the numerator's error is in the denominator, too. (``add.rm`` gives z of
+the product at once.)
+
+    a = min(|x|, 10)                                            beyond: 1
+    n = floor(a * 0x1.715476p+1)
+    z = n + 12583038                                            1.5 * 2^23 + 126
+    r = (a - n * 0x1.62e4p-2) - n * 0x1.7f7d1cp-21
+    w = r * r
+    q = ((0x1.3f46fp-6 * w + -0x1.b83438p-5) * w + 0x1.110c54p-3) * w + -0x1.55554ep-2
+    t = q * (w * r) + r
+    s = float(bits(z) << 23)                                    2^(n - 1)
+    u = t * (s + 0.5) + (s - 0.5)
+    tanh = copysign(u / (u + (1 - t)), x)
+
+**sigmoid**: s(v) = rcp(1 + exp(-v)), with the correctly rounded reciprocal (``rcp.rn``).
+
+**Curves** f and their derivatives f', in this order of operations; c0 = 0.79788456, c1 =
+0.03567741, c2 = 0.1070322243 and 1.702 are rounded to fp32, H = 2^32:
+
+    relu     f = 0 if x <= 0, else x                            f' = 1 if x > 0, else f
+    srelu    f = m * m of m = relu(x)                           f' = m + m
+    silu     f = max(x, -FMAX) * s(x)                           f' = (w * s) * (1 - s) + s
+                 of w = min(max(x, -H), H), s = s(x)
+    qgelu    f = max(x, -FMAX) * s(1.702 * x)                   f' the same of 1.702 * x as x
+    gelu     t = tanh(x * (c0 + c1 * (x * x)))
+             f = max(x, -FMAX) * (0.5 + 0.5 * t)
+             f' = (0.5 * w) * ((1 - t * t) * (c0 + c2 * (w * w))) + 0.5 * (1 + t)
+    clamped  f = that of y = min(x, limit): max(y, -FMAX) * s(alpha * y)
+             f' = 0 if x > limit, else that of alpha * y as silu's x
+
+The clamps at FMAX and H change no finite result; they make the formulas meet their limits, so that
+f(-Inf) = -0 and f(Inf) = Inf for all but relu (+0 and Inf), srelu (+0 and Inf) and the
+clamped one (-0 and f(limit)), and f' is the derivative's limit (0 or 1; Inf of srelu). NaN gives
+NaN. A derivative's tanh and sigmoid are those of the value, so a kernel evaluates them once.
+
+**Elements** of x, or of halves x = [A | B], with the gradient g of the result:
+
+    plain     f(x)                          gradient  g * f'(x)
+    gated     f(A) * B                      gradient  [ (f'(A) * B) * g | f(A) * g ]
+    clamped   f(A) * (clamp(B) + 1)         gradient  [ (f'(A) * (clamp(B) + 1)) * g | f(A) * g ]
+              clamp(B) = min(max(B, -limit), limit); its gradient is +0 where |B| > limit
+
+At A = limit and |B| = limit the gradient passes, as ``torch.clamp``'s does.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cute_kernels.reference.conversions import f32
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cute_kernels.activations import Activation
+
+__all__ = ["activate", "activate_gradient", "exp", "sigmoid", "tanh"]
+
+_hex = float.fromhex
+_FMAX = torch.finfo(torch.float32).max
+#: Beyond it, derivatives are at their limits, and its cube is finite.
+_FAR = 2.0**32
+#: Added, it rounds to integers, which are then the low bits.
+_MAGIC = 1.5 * 2.0**23
+
+_LOG2E = _hex("0x1.715476p+0")
+_LN2 = _hex("0x1.62e4p-1"), _hex("0x1.7f7d1cp-20")
+#: (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2, from the constant term up.
+_EXP = tuple(
+    map(_hex, ("0x1p-1", "0x1.5554b2p-3", "0x1.5554c8p-5", "0x1.12266ap-7", "0x1.6d721ap-10"))
+)
+#: (tanh(r) / r - 1) / r^2 for 0 <= r <= ln(2) / 2 in powers of r^2.
+_TANH = tuple(map(_hex, ("-0x1.55554ep-2", "0x1.110c54p-3", "-0x1.b83438p-5", "0x1.3f46fp-6")))
+
+_QUICK = 1.702
+_GELU = f32(0.79788456), f32(0.03567741), f32(0.1070322243)
+
+
+def _polynomial(r: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    """By Horner's rule, from the highest power down."""
+    *rest, highest = coefficients
+    value = r * highest
+    for c in reversed(rest[1:]):
+        value.add_(c).mul_(r)
+    return value.add_(rest[0])
+
+
+def _power_of_two(bits: Tensor) -> Tensor:
+    """2^(e - 127) of integers whose low bits are e."""
+    return (bits << 23).view(torch.float32)
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x of fp32, as the module's docstring states it."""
+    x = x.clamp(-104.0, 89.0)
+    z = (x * _LOG2E).add_(_MAGIC + 254)
+    n = z - (_MAGIC + 254)
+    r = x.sub_(n * _LN2[0]).sub_(n * _LN2[1])
+    p = _polynomial(r, _EXP).mul_(r * r).add_(r).add_(1.0)
+    m = z.view(torch.int32)
+    a = m >> 1
+    return p.mul_(_power_of_two(a)).mul_(_power_of_two(m - a))
+
+
+def tanh(x: Tensor) -> Tensor:
+    """The hyperbolic tangent of fp32, as the module's docstring states it."""
+    a = x.abs().clamp_max_(10.0)
+    n = (a * (2 * _LOG2E)).floor_()
+    z = n + (_MAGIC + 126)
+    r = a.sub_(n * (_LN2[0] / 2)).sub_(n * (_LN2[1] / 2))
+    w = r * r
+    t = _polynomial(w, _TANH).mul_(w * r).add_(r)
+    s = _power_of_two(z.view(torch.int32))
+    u = (t * (s + 0.5)).add_(s - 0.5)
+    return u.div_(u + t.neg_().add_(1.0)).copysign_(x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x) of fp32, as the module's docstring states it."""
+    return exp(-x).add_(1.0).reciprocal_()
+
+
+class _Curve(abc.ABC):
+    """A function of one variable and its derivative."""
+
+    @abc.abstractmethod
+    def core(self, x: Tensor) -> Tensor:
+        """What the value and the slope share, and leave as it is."""
+
+    @abc.abstractmethod
+    def value(self, x: Tensor, core: Tensor) -> Tensor:
+        """f(x), given ``core(x)``."""
+
+    @abc.abstractmethod
+    def slope(self, x: Tensor, core: Tensor) -> Tensor:
+        """f'(x), given ``core(x)``."""
+
+
+class _Relu(_Curve):
+    def core(self, x: Tensor) -> Tensor:
+        return x.masked_fill(x <= 0.0, 0.0)
+
+    def value(self, x: Tensor, core: Tensor) -> Tensor:
+        return core
+
+    def slope(self, x: Tensor, core: Tensor) -> Tensor:
+        return core.masked_fill(x > 0.0, 1.0)
+
+
+class _SquaredRelu(_Relu):
+    def value(self, x: Tensor, core: Tensor) -> Tensor:
+        return core * core
+
+    def slope(self, x: Tensor, core: Tensor) -> Tensor:
+        return core + core
+
+
+class _Gelu(_Curve):
+    def core(self, x: Tensor) -> Tensor:
+        return tanh((x * x).mul_(_GELU[1]).add_(_GELU[0]).mul_(x))
+
+    def value(self, x: Tensor, core: Tensor) -> Tensor:
+        return (core * 0.5).add_(0.5).mul_(x.clamp_min(-_FMAX))
+
+    def slope(self, x: Tensor, core: Tensor) -> Tensor:
+        w = x.clamp(-_FAR, _FAR)
+        steep = (w * w).mul_(_GELU[2]).add_(_GELU[0]).mul_((core * core).neg_().add_(1.0))
+        return w.mul_(0.5).mul_(steep).add_((core + 1.0).mul_(0.5))
+
+
+class _Silu(_Curve):
+    """Times the sigmoid of ``alpha`` times the argument."""
+
+    def __init__(self, alpha: float = 1.0) -> None:
+        self._alpha = f32(alpha)
+
+    def _argument(self, x: Tensor) -> Tensor:
+        return x * self._alpha
+
+    def core(self, x: Tensor) -> Tensor:
+        return sigmoid(self._argument(x))
+
+    def value(self, x: Tensor, core: Tensor) -> Tensor:
+        return x.clamp_min(-_FMAX).mul_(core)
+
+    def slope(self, x: Tensor, core: Tensor) -> Tensor:
+        w = self._argument(x).clamp_(-_FAR, _FAR)
+        return w.mul_(core).mul_(1.0 - core).add_(core)
+
+
+class _ClampedSilu(_Silu):
+    def __init__(self, alpha: float, limit: float) -> None:
+        super().__init__(alpha)
+        self._limit = f32(limit)
+
+    def _argument(self, x: Tensor) -> Tensor:
+        return super()._argument(x.clamp_max(self._limit))
+
+    def value(self, x: Tensor, core: Tensor) -> Tensor:
+        return x.clamp(-_FMAX, self._limit).mul_(core)
+
+    def slope(self, x: Tensor, core: Tensor) -> Tensor:
+        return super().slope(x, core).masked_fill_(x > self._limit, 0.0)
+
+
+_CURVES: dict[str, Callable[[Activation], _Curve]] = {
+    "relu": lambda act: _Relu(),
+    "srelu": lambda act: _SquaredRelu(),
+    "gelu": lambda act: _Gelu(),
+    "silu": lambda act: _Silu(),
+    "qgelu": lambda act: _Silu(_QUICK),
+    "clamped_silu": lambda act: _ClampedSilu(act.alpha, act.limit),
+}
+
+
+def _gate(b: Tensor, act: Activation) -> Tensor:
+    """What the activated half is multiplied by."""
+    if not act.is_clamped:
+        return b
+    limit = f32(act.limit)
+    return b.clamp(-limit, limit).add_(1.0)
+
+
+def activate(x: Tensor, act: Activation) -> Tensor:
+    """Elements of ``x``: ``act(x)``, or ``act(A) * B`` of a gated activation.
+
+    Args:
+        x: (..., W) fp32; W is 2 N of a gated activation.
+        act: the activation.
+
+    Returns:
+        (..., W) fp32, or (..., N) of a gated activation.
+    """
+    curve = _CURVES[act.curve](act)
+    if not act.is_gated:
+        return curve.value(x, curve.core(x))
+    a, b = x.chunk(2, dim=-1)
+    return curve.value(a, curve.core(a)).mul_(_gate(b, act))
+
+
+def activate_gradient(x: Tensor, grad: Tensor, act: Activation) -> Tensor:
+    """The gradient of ``activate(x, act)`` with respect to ``x``.
+
+    Args:
+        x: (..., W) fp32; W is 2 N of a gated activation.
+        grad: (..., W) fp32, or (..., N) of a gated activation: the gradient of its result.
+        act: the activation.
+
+    Returns:
+        (..., W) fp32.
+    """
+    curve = _CURVES[act.curve](act)
+    if not act.is_gated:
+        return curve.slope(x, curve.core(x)).mul_(grad)
+    a, b = x.chunk(2, dim=-1)
+    core = curve.core(a)
+    of_a = curve.slope(a, core).mul_(_gate(b, act)).mul_(grad)
+    of_b = curve.value(a, core).mul_(grad)
+    if act.is_clamped:
+        of_b.masked_fill_(b.abs() > f32(act.limit), 0.0)
+    return torch.cat([of_a, of_b], dim=-1)

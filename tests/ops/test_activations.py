@@ -1,0 +1,464 @@
+"""Activations in front of quantization and dbias: the codes of what an activation makes."""
+
+import dataclasses
+import itertools
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch.library import opcheck
+
+import cute_kernels
+from cute_kernels import UnsupportedError, support
+from cute_kernels.activations import ACTIVATIONS, Activation
+from cute_kernels.formats import FP8, MXFP8, NVFP4, RECORDS, FP8Block
+from cute_kernels.layout.buffers import buffers
+from cute_kernels.reference.activations import activate, activate_gradient
+from tests.helpers import (
+    DTYPES,
+    SPLITS,
+    assert_same_bytes,
+    end_rows,
+    many_groups,
+    offsets,
+    ops,
+    poisoned,
+    sample,
+)
+from tests.reference import activation_oracle as oracle
+
+FORMATS = [
+    fmt
+    for fmt in (
+        NVFP4(),
+        NVFP4(row_scaled=True),
+        NVFP4(block=(16, 16)),
+        NVFP4(four_over_six=True),
+        FP8(),
+        FP8(torch.float8_e5m2),
+        MXFP8(),
+        MXFP8(block=(32, 32)),
+        FP8Block(),
+        FP8Block(block=(128, 128), pow2_scales=False),
+    )
+    if support("grouped_quantize", fmt, "reference")
+]
+EVERY = [*map(Activation, ACTIVATIONS), Activation("clamped_swiglu", alpha=1.0, limit=0.5)]
+#: One of each shape, for what does not depend on the arithmetic.
+SOME = [Activation("gelu"), Activation("swiglu"), Activation("clamped_swiglu", limit=0.5)]
+BF16 = torch.bfloat16
+K = 64
+
+
+def texts(records):
+    return {"argvalues": records, "ids": [r.text for r in records]}
+
+
+def case(act, rows, dtype, backward, cols=K):
+    """x and grad, of ``cols`` columns of elements."""
+    if backward:
+        return sample(*rows, cols, dtype=dtype), sample(*rows, act.width(cols), dtype=dtype)
+    return sample(*rows, cols * 2 if act.is_gated else cols, dtype=dtype), None
+
+
+def made(act, x, grad):
+    """The fp32 elements, all at once."""
+    if grad is None:
+        return activate(x.float(), act)
+    return activate_gradient(x.float(), grad.float(), act)
+
+
+def stored(fmt, elements, dtype):
+    """The elements as a tensor of its own, which quantizes to the same codes."""
+    return elements.to(dtype) if fmt.truncates else elements
+
+
+def names(fmt, x, num_groups, directions):
+    rowwise, columnwise = directions
+    return list(buffers(fmt, x.shape, num_groups, rowwise=rowwise, columnwise=columnwise))
+
+
+def check(fmt, act, x, grad, offs, directions=(True, True), amax=None):
+    """That an activation and codes at once are those one after the other."""
+    got = ops.grouped_quantize(x, fmt.text, offs, amax, *directions, activation=act.text, grad=grad)
+    # NaN in what no group has must not matter: the tail of the elements is left as it comes.
+    elements = made(act, x, grad)
+    want = ops.grouped_quantize(stored(fmt, elements, x.dtype), fmt.text, offs, amax, *directions)
+    for name, a, b in zip(names(fmt, x, 1, directions), got, want, strict=True):
+        assert_same_bytes(a, b, f"{fmt.text} {act.text} {name}")
+    return got
+
+
+def test_which_formats_truncate():
+    truncating = {name: cls.truncates for name, cls in RECORDS.items()}
+    assert truncating == {"nvfp4": True, "mxfp8": True, "fp8_block": True, "fp8": False}
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("act", **texts(EVERY))
+@pytest.mark.parametrize("fmt", **texts(FORMATS))
+def test_codes_of_every_activation(fmt, act, backward):
+    x, grad = case(act, (150,), BF16, backward)
+    x[-3:] = torch.nan
+    check(fmt, act, x, grad, offsets((131, 0, 16)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "directions"),
+    [
+        ("bfloat16", (True, False)),
+        ("bfloat16", (False, True)),
+        ("float16", (True, True)),
+        ("float32", (True, True)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fmt", **texts(FORMATS))
+def test_directions_dtypes_and_groups(fmt, directions, dtype):
+    dtype = DTYPES[dtype]
+    for act, backward in itertools.product(SOME, (False, True)):
+        for splits in ("one row", "tile edges", "empty first", "all empty"):
+            x, grad = case(act, (sum(SPLITS[splits]) + 2,), dtype, backward)
+            check(fmt, act, x, grad, offsets(SPLITS[splits]), directions)
+        x, grad = case(act, (3, 21), dtype, backward)
+        check(fmt, act, x, grad, None, directions)
+        x, grad = case(act, (2, 0), dtype, backward)
+        check(fmt, act, x, grad, None, directions)
+
+
+def test_truncation_makes_a_difference():
+    """Codes of what is not rounded where it should be, and the other way round, are others."""
+    x, offs = torch.randn(128, 256).to(BF16), offsets((128,))
+    exact = made(SOME[0], x, None)
+    for fmt in FORMATS:
+        got = check(fmt, SOME[0], x, None, offs, (True, False))
+        other = exact if fmt.truncates else exact.to(BF16)
+        differs = ops.grouped_quantize(other, fmt.text, offs)
+        assert not got[0].view(torch.uint8).equal(differs[0].view(torch.uint8))
+
+
+def test_the_result_is_what_the_formulas_say():
+    """Decoded codes are near an activation in fp64: halves, order and clamp are not swapped."""
+    x = sample(40, 2 * K).clamp(-8, 8)
+    a, b = x.double().chunk(2, -1)
+    copy = ops.grouped_quantize(x, "fp8", offsets((40,)), activation="swiglu")
+    got = ops.grouped_dequantize(copy[0], [copy[1]], "fp8", 40, torch.float32, offsets((40,)))
+    want = torch.nn.functional.silu(a) * b
+    assert (got - want).abs().max() <= want.abs().max() * 2.0**-4
+
+
+@pytest.mark.parametrize("fmt", **texts(FORMATS))
+def test_many_groups(fmt):
+    offs = many_groups()
+    x, grad = case(SOME[1], (int(offs[-1]) + 5,), BF16, backward=True)
+    check(fmt, SOME[1], x, grad, offs)
+
+
+@pytest.mark.parametrize("fmt", **texts([f for f in FORMATS if f.level(columnwise=True)]))
+def test_given_amax(fmt):
+    x, grad = case(SOME[1], (40,), BF16, backward=True)
+    amax = torch.tensor([3.0, -5.0])
+    check(fmt, SOME[1], x, grad, offsets((10, 30)), (True, True), amax)
+
+
+@pytest.mark.parametrize("act", **texts(SOME))
+def test_transformed_and_stochastic_codes(act):
+    """Both copies are of the rounded elements; draws count elements, not columns of the input."""
+    fmt, seed = NVFP4(hadamard=True, stochastic_rounding=True), torch.tensor([5, 7])
+    arguments = (fmt.text, offsets((131, 0, 9)), None, True, True, None, seed)
+    for backward in (False, True):
+        x, grad = case(act, (143,), BF16, backward)
+        elements = stored(fmt, made(act, x, grad), BF16)
+        got = ops.grouped_quantize(x, *arguments, activation=act.text, grad=grad)
+        for a, b in zip(got, ops.grouped_quantize(elements, *arguments), strict=True):
+            assert_same_bytes(a, b)
+
+
+def test_given_scale():
+    """Delayed FP8: the scale is given, the amax is that of elements that are not rounded."""
+    x, grad = case(SOME[1], (40,), BF16, backward=True)
+    elements, offs, scale = made(SOME[1], x, grad), offsets((10, 30)), torch.tensor([2.0, 0.125])
+    arguments = ("fp8:scaling=delayed", offs, None, True, True, scale)
+    got = ops.grouped_quantize(x, *arguments, activation="swiglu", grad=grad)
+    want = ops.grouped_quantize(elements, *arguments)
+    for a, b in zip(got, want, strict=True):
+        assert_same_bytes(a, b)
+    amax = names(FP8(), x, 2, (True, True)).index("amax")
+    assert_same_bytes(got[amax], ops.grouped_amax(elements, offs))
+
+
+@pytest.mark.parametrize("fmt", **texts(FORMATS))
+def test_written_in_place(fmt):
+    for act, backward in itertools.product(SOME, (False, True)):
+        x, grad = case(act, (45,), BF16, backward)
+        offs = offsets((30, 0, 13))
+        options = {"activation": act.text, "grad": grad}
+        arguments = (x, fmt.text, offs, None, True, True)
+        want = ops.grouped_quantize(*arguments, **options)
+        out = [poisoned(t) for t in want]
+        ops.grouped_quantize_out(*arguments, **options, out=out)
+        into = [torch.zeros_like(t) for t in want]
+        ops.grouped_quantize_out(*arguments, **options, out=into)
+        for a, b in zip(into, want, strict=True):
+            assert_same_bytes(a, b)
+        # Rows of the tail stay poisoned.
+        codes = out[0].view(torch.uint8)
+        assert (codes[43:] == 0xA5).all() and not (codes[:43] == 0xA5).all()
+
+
+@pytest.mark.parametrize("fmt", **texts(FORMATS))
+def test_strided_inputs(fmt):
+    act = SOME[1]
+    x, grad = case(act, (2 * 45,), BF16, backward=True)
+    x, grad = x[::2], grad.mT.contiguous().mT[::2]
+    assert not x.is_contiguous() and not grad.is_contiguous()
+    check(fmt, act, x, grad, offsets((30, 15)))
+
+
+@pytest.mark.parametrize("fmt", **texts(FORMATS))
+def test_groups_that_have_shapes_of_their_own(fmt):
+    shapes = [(5, 128), (0, 64), (130, 192)]  # of x
+    for act, backward in itertools.product(SOME, (False, True)):
+        count = sum(m * n for m, n in shapes)
+        x = torch.cat([sample(1, count).squeeze(0), torch.full((7,), torch.nan).to(BF16)])
+        of_grad = [(m, act.width(n)) for m, n in shapes]
+        result = shapes if backward else of_grad
+        flat = list(itertools.chain.from_iterable(result))
+        grad = sample(1, sum(m * n for m, n in of_grad)).squeeze(0) if backward else None
+        arguments = (fmt.text, None, None, True, True)
+        got = ops.grouped_quantize(x, *arguments, activation=act.text, grad=grad, shapes=flat)
+        members, start, of_start = [], 0, 0
+        for (m, n), (_, k) in zip(shapes, of_grad, strict=True):
+            part = x[start : start + m * n].view(m, n)
+            g = grad[of_start : of_start + m * k].view(m, k) if backward else None
+            members.append(stored(fmt, made(act, part, g), BF16))
+            start, of_start = start + m * n, of_start + m * k
+        flat_members = torch.cat([t.flatten() for t in members])
+        want = ops.grouped_quantize(flat_members, *arguments, shapes=flat)
+        for a, b in zip(got, want, strict=True):
+            assert_same_bytes(a, b)
+
+
+# dbias
+
+
+def tree_sum(tile):
+    while len(tile) > 1:
+        half = len(tile) // 2
+        tile = tile[:half] + tile[half:]
+    return tile[0]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("act", **texts(EVERY))
+def test_dbias_sums_exact_elements_in_order(act, backward):
+    splits = (131, 0, 1, 300)
+    x, grad = case(act, (sum(splits) + 3,), BF16, backward, cols=14)
+    x[sum(splits) :] = torch.nan
+    as_fp32 = (None if t is None else t.float().numpy() for t in (x, grad))
+    elements = oracle.elements(act, *as_fp32)
+    want, start = np.zeros((len(splits), elements.shape[1]), np.float32), 0
+    for g, end in enumerate(end_rows(splits)):
+        for first in range(start, end, 128):
+            tile = np.zeros((128, elements.shape[1]), np.float32)
+            tile[: min(128, end - first)] = elements[first : min(end, first + 128)]
+            want[g] = want[g] + tree_sum(tile)
+        start = end
+    got = ops.grouped_dbias(x, offsets(splits), act.text, grad)
+    assert_same_bytes(got, torch.from_numpy(want))
+    assert not got[1].any()
+
+
+@pytest.mark.parametrize("act", [None, *SOME], ids=lambda a: a and a.text)
+def test_dbias_of_uniform_groups(act):
+    for rows in (0, 1, 130):
+        x = sample(3, rows, 32)
+        text = None if act is None else act.text
+        got = ops.grouped_dbias(x, None, text)
+        want = ops.grouped_dbias(x.flatten(0, 1), offsets((rows,) * 3), text)
+        assert_same_bytes(got, want)
+
+
+# What is refused
+
+
+X, OFFS = sample(8, K), offsets((3, 5))
+SHAPED = {"x": X.flatten(), "offs": None, "shapes": [4, 32, 4, 32], "activation": "swiglu"}
+REFUSED = {
+    "grad alone": ({"grad": X}, ValueError, "grad needs an activation"),
+    "no activation": ({"activation": "swish"}, ValueError, "activation must be one of gelu"),
+    "an odd width": (
+        {"x": sample(8, 33), "activation": "geglu"},
+        ValueError,
+        "x (..., 2N) of geglu, which is gated, must have an even number of columns, got 33",
+    ),
+    "half a block": (
+        {"x": sample(8, 48), "activation": "reglu"},
+        ValueError,
+        "K must be a positive multiple of 16 (nvfp4, x is (..., 2K)), got 24",
+    ),
+    "no block": ({"x": sample(8, 24), "activation": "relu"}, ValueError, "(nvfp4, x is (..., K))"),
+    "grad of the input's shape": (
+        {"activation": "swiglu", "grad": X},
+        ValueError,
+        "grad must have size 32 in dimension 1, got shape (8, 64)",
+    ),
+    "grad of half the shape": (
+        {"activation": "silu", "grad": sample(8, 32)},
+        ValueError,
+        "grad must have size 64 in dimension 1, got shape (8, 32)",
+    ),
+    "grad of other rows": (
+        {"activation": "silu", "grad": sample(7, K)},
+        ValueError,
+        "grad must have size 8 in dimension 0, got shape (7, 64)",
+    ),
+    "grad of a uniform tensor": (
+        {"activation": "silu", "grad": sample(1, 8, K)},
+        ValueError,
+        "grad must have 2 dimensions, got shape (1, 8, 64)",
+    ),
+    "grad of another dtype": (
+        {"activation": "silu", "grad": X.float()},
+        TypeError,
+        "grad must be bfloat16, got float32",
+    ),
+    "grad elsewhere": (
+        {"activation": "silu", "grad": torch.empty(8, K, dtype=BF16, device="meta")},
+        ValueError,
+        "grad must be on the device of x (cpu), got meta",
+    ),
+    "shapes beyond half of x": (
+        SHAPED | {"shapes": [4, 32, 4, 48]},
+        ValueError,
+        "shapes[1], (4, 48), must end within the 256 elements of the tensor, but ends at 320",
+    ),
+    "shapes and a short grad": (
+        SHAPED | {"shapes": [4, 64, 4, 64], "grad": sample(1, 255).squeeze(0)},
+        ValueError,
+        "grad must hold the 256 elements of the activation's result, got 255",
+    ),
+    "shapes of an odd width": (
+        SHAPED | {"shapes": [4, 64, 4, 63], "grad": sample(1, 255).squeeze(0)},
+        ValueError,
+        "shapes[1] (m, 2n) of swiglu, which is gated, must have an even number of columns, "
+        "got (4, 63)",
+    ),
+    "shapes and a matrix": (
+        SHAPED | {"grad": sample(8, 32)},
+        ValueError,
+        "grad with shapes must have 1 dimensions, got shape (8, 32)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(changes, error, message):
+    arguments = {"x": X, "format": "nvfp4", "offs": OFFS} | changes
+    for call in (ops.grouped_quantize, cute_kernels.ops.grouped_quantize):
+        order = [f.name for f in dataclasses.fields(cute_kernels.ops.quantize.GroupedQuantize)]
+        given = dict.fromkeys(order) | {"rowwise": True, "columnwise": False} | arguments
+        with pytest.raises(error, match=re.escape(message)):
+            call(*(given[name] for name in order))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((X, OFFS, None, X), ValueError, "grad needs an activation"),
+        ((sample(8, 33), OFFS, "swiglu"), ValueError, "dy (..., 2N) of swiglu, which is gated"),
+        ((X, OFFS, "swiglu", X), ValueError, "grad must have size 32 in dimension 1"),
+        ((X, OFFS, "silu", X.half()), TypeError, "grad must be bfloat16, got float16"),
+    ],
+)
+def test_dbias_refuses(arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        ops.grouped_dbias(*arguments)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_kernels_say_that_they_have_none(arch):
+    calls = {
+        "grouped_quantize": lambda: ops.grouped_quantize(X, "nvfp4", OFFS, activation="silu"),
+        "grouped_dbias": lambda: ops.grouped_dbias(X, OFFS, "silu"),
+    }
+    for op, call in calls.items():
+        fmt = NVFP4() if op == "grouped_quantize" else None
+        reason = support(op, fmt, arch, activation=True).reason
+        assert reason == f"no {arch} kernel of {op} with an activation yet"
+        assert support(op, fmt, "reference", activation=True)
+        with (
+            cute_kernels.backend(f"emulated:{arch}"),
+            pytest.raises(UnsupportedError, match=reason),
+        ):
+            call()
+    for op in ("grouped_amax", "grouped_dequantize", "grouped_gemm"):
+        fmt = None if op == "grouped_amax" else NVFP4()
+        reason = support(op, fmt, "reference", activation=True).reason
+        assert reason == f"{op} takes no activation"
+
+
+# The dispatcher
+
+
+RAGGED = (sample(13, 96), "nvfp4:block=16x16", offsets((5, 8)), None, True, True)
+OPCHECKS = {
+    "forward": (RAGGED, {"activation": "swiglu"}),
+    "backward": (RAGGED, {"activation": "swiglu", "grad": sample(13, 48)}),
+    "uniform": ((sample(2, 5, 64), "nvfp4"), {"activation": "gelu"}),
+    "shapes": (
+        (sample(1, 500).squeeze(0), "nvfp4", None, None, True, True),
+        {"activation": "swiglu", "grad": sample(1, 250).squeeze(0), "shapes": [5, 64, 2, 32]},
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "options"), OPCHECKS.values(), ids=OPCHECKS)
+def test_opcheck(arguments, options):
+    opcheck(ops.grouped_quantize.default, arguments, options)
+    out = [poisoned(t) for t in ops.grouped_quantize(*arguments, **options)]
+    opcheck(ops.grouped_quantize_out.default, arguments, options | {"out": out})
+    if "shapes" in options:
+        return
+    dbias = (arguments[0], offsets((5, 8)) if arguments is RAGGED else None)
+    opcheck(ops.grouped_dbias.default, dbias, options)
+    out = poisoned(ops.grouped_dbias(*dbias, **options))
+    opcheck(ops.grouped_dbias_out.default, dbias, options | {"dbias": out})
+
+
+def test_has_no_derivative():
+    x = X.clone().requires_grad_()
+    grad = sample(8, K).requires_grad_()
+    for leaf, other in ((x, grad.detach()), (x.detach(), grad)):
+        codes = ops.grouped_quantize(leaf, "fp8", OFFS, activation="silu", grad=other)
+        sums = ops.grouped_dbias(leaf, OFFS, "silu", other)
+        for result in (codes[1], sums):
+            with pytest.raises(RuntimeError, match="has no derivative"):
+                result.sum().backward()
+
+
+def test_compiled_once_for_all_token_counts():
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def function(x, grad, offs):
+        one = {"columnwise": True, "activation": "swiglu"}
+        forward = ops.grouped_quantize(x, "nvfp4", offs, **one)
+        backward = ops.grouped_quantize(x, "fp8", offs, grad=grad, **one)
+        return *forward, *backward, ops.grouped_dbias(x, offs, "swiglu", grad)
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (40, 41, 130, 7, 300):
+            x, grad, offs = sample(tokens, 96), sample(tokens, 48), offsets((tokens // 3, 0, 2))
+            torch._dynamo.mark_dynamic(x, 0)
+            torch._dynamo.mark_dynamic(grad, 0)
+            for a, b in zip(compiled(x, grad, offs), function(x, grad, offs), strict=True):
+                assert_same_bytes(a, b)
+    assert len(graphs) == 1
+    torch._dynamo.reset()

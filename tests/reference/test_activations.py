@@ -1,0 +1,292 @@
+"""Activations and their gradients: the bits against NumPy, the values against fp64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cute_kernels.activations import ACTIVATIONS, Activation
+from cute_kernels.reference.activations import activate, activate_gradient, exp, sigmoid, tanh
+from tests.helpers import assert_same_bytes
+from tests.reference import activation_oracle as oracle
+
+INF, NAN = math.inf, math.nan
+FMAX = torch.finfo(torch.float32).max
+CLAMPED = Activation("clamped_swiglu", alpha=1.5, limit=2.0)
+EVERY = [*map(Activation, ACTIVATIONS), CLAMPED]
+CURVES = [a for a in EVERY if not a.is_gated]
+FUNCTIONS = {
+    "exp": (exp, oracle.exp),
+    "tanh": (tanh, oracle.tanh),
+    "sigmoid": (sigmoid, oracle.sigmoid),
+}
+
+
+def every_16_bits(dtype):
+    """Every number of a dtype of 16 bits, NaN and infinities too, as fp32."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+    return bits.view(dtype).float()
+
+
+def random_bits(count):
+    """Numbers with uniform bits: as many of each exponent, NaN and infinities too."""
+    return torch.randint(-(2**31), 2**31, (count,), dtype=torch.int32).view(torch.float32)
+
+
+def numbers():
+    """Every bf16 and fp16 number, random bits, and as many between -100 and 100."""
+    parts = (
+        every_16_bits(torch.bfloat16),
+        every_16_bits(torch.float16),
+        random_bits(1 << 18),
+        torch.empty(1 << 18).uniform_(-100, 100),
+        torch.randn(1 << 18),
+    )
+    return torch.cat(parts)
+
+
+def moderate(*shape):
+    """Numbers of many magnitudes, but none whose sigmoid is subnormal."""
+    return torch.randn(shape) * torch.randint(-8, 4, shape).float().exp2()
+
+
+def as_numpy(function, *arguments):
+    with oracle.no_errors():
+        return torch.from_numpy(function(*(x.numpy() for x in arguments)))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_bits_of_functions(name):
+    function, written_again = FUNCTIONS[name]
+    x = numbers()
+    before = x.clone()
+    assert_same_bytes(function(x), as_numpy(written_again, x), name, any_nan=True)
+    assert_same_bytes(x, before, "the argument")
+
+
+TRUE = {"exp": np.exp, "tanh": np.tanh, "sigmoid": lambda x: 1 / (1 + np.exp(-x))}
+#: Largest errors in ulp over all fp32 numbers of the first two; ``perf/activation_errors.py``.
+BOUNDS = {"exp": 1.02, "tanh": 1.66, "sigmoid": 2.4}
+
+
+def errors_in_ulp(got, want):
+    """|got - want| by the distance of fp32 numbers around ``want``; 0 where both overflow."""
+    _, exponent = np.frexp(np.abs(want))
+    ulp = np.ldexp(np.ones_like(want), np.maximum(exponent - 24, -149))
+    overflows = (np.abs(want) >= FMAX + 2.0**103) & np.isinf(got)
+    return np.where(overflows, 0.0, np.abs(got - want) / ulp)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_errors_of_functions(name):
+    x = numbers()
+    x = x[x.isfinite()]
+    if name == "sigmoid":
+        x = x[x > -87]  # below, e^-x is near overflow
+    with oracle.no_errors():
+        want = TRUE[name](x.numpy().astype(np.longdouble))
+        errors = errors_in_ulp(FUNCTIONS[name][0](x).numpy().astype(np.longdouble), want)
+    assert errors.max() <= BOUNDS[name], x[int(errors.argmax())].item()
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs"),
+    [
+        ("exp", {0.0: 1, INF: INF, -INF: 0, NAN: NAN, 88.8: INF, -103.5: 2.0**-149}),
+        ("exp", {-104.0: 0, -1e38: 0, 1e38: INF, 2.0**-149: 1}),
+        ("tanh", {INF: 1, -INF: -1, NAN: NAN, 9.5: 1, -1e38: -1, -(2.0**-149): -(2.0**-149)}),
+        ("sigmoid", {0.0: 0.5, INF: 1, -INF: 0, NAN: NAN, -200.0: 0, 200.0: 1}),
+    ],
+)
+def test_ends_of_functions(name, pairs):
+    x, want = (torch.tensor(list(t), dtype=torch.float32) for t in (pairs.keys(), pairs.values()))
+    got = FUNCTIONS[name][0](x)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0, equal_nan=True)
+    zeros = torch.tensor([0.0, -0.0])
+    assert_same_bytes(tanh(zeros), zeros)
+
+
+@pytest.mark.parametrize("act", CURVES, ids=lambda a: a.text)
+def test_bits_of_curves(act):
+    x = numbers()
+    g = random_bits(len(x))
+    before = x.clone(), g.clone()
+    want = as_numpy(lambda x: oracle.elements(act, x), x)
+    assert_same_bytes(activate(x, act), want, act.text, any_nan=True)
+    want = as_numpy(lambda x, g: oracle.elements(act, x, g), x, g)
+    assert_same_bytes(activate_gradient(x, g, act), want, f"gradient of {act}", any_nan=True)
+    assert_same_bytes(x, before[0], "x")
+    assert_same_bytes(g, before[1], "grad")
+
+
+@pytest.mark.parametrize("act", [a for a in EVERY if a.is_gated], ids=lambda a: a.text)
+def test_bits_of_gated_ones(act):
+    x = numbers()[torch.randperm(len(numbers()))[: 1 << 17]].view(64, -1)
+    g = random_bits(x.numel() // 2).view(64, -1)
+    x[0, ::2], g[:32] = torch.randn(x[0, ::2].shape), torch.randn(g[:32].shape)
+    before = x.clone(), g.clone()
+    want = as_numpy(lambda x: oracle.elements(act, x), x)
+    assert_same_bytes(activate(x, act), want, act.text, any_nan=True)
+    want = as_numpy(lambda x, g: oracle.elements(act, x, g), x, g)
+    assert_same_bytes(activate_gradient(x, g, act), want, f"gradient of {act}", any_nan=True)
+    assert_same_bytes(x, before[0], "x")
+    assert_same_bytes(g, before[1], "grad")
+
+
+def test_frozen_bits():
+    """A change of any step shows here, in the oracle and the reference alike."""
+    x = torch.tensor([-20.0, -3.0, -1.0, -0.1, 1e-3, 0.3, 0.75, 1.5, 4.0, 11.0])
+    for name, want in FROZEN.items():
+        if name in FUNCTIONS:
+            got = FUNCTIONS[name][0](x)
+        elif name.startswith("slope of "):
+            act = Activation(name.removeprefix("slope of "))
+            got = activate_gradient(x, torch.ones(10), act)
+        else:
+            got = activate(x, Activation(name))
+        found = " ".join(f"{b & 0xFFFFFFFF:08x}" for b in got.view(torch.int32).tolist())
+        assert found == want, name
+
+
+FROZEN = {
+    "exp": "310da433 3d4bed86 3ebc5ab2 3f67a36d 3f8020c9 "
+    "3facc82c 40077cee 408f69ff 425a6482 4769e224",
+    "tanh": "bf800000 bf7ebbe9 bf42f7d6 bdcc1ebc 3a83126c "
+    "3e9526ee 3f22991f 3f67b7cc 3f7fd40c 3f800000",
+    "sigmoid": "310da433 3d4241a2 3e89b2b1 3ef335ed 3f001062 "
+    "3f130eaa 3f2ddea8 3f514c8f 3f7b6541 3f7ffee8",
+    "gelu": "80000000 bb6e6200 be229e90 bd3c7c95 3a032d35 "
+    "3e3dd1e1 3f14784c 3fb32529 407ffeda 41300000",
+    "slope of gelu": "00000000 bc3dcbd7 bda9e914 3ed748eb 3f00344a "
+    "3f3b77b8 3f7fba6b 3f9058d4 3f800afa 3f800000",
+    "silu": "b3310d40 be11b13a be89b2b1 bd42918b 3a032336 "
+    "3e307800 3f0266fe 3f9cf96b 407b6541 412fff40",
+    "slope of silu": "b32832fd bdb46fef 3d94217c 3ee6714e 3f0020c4 "
+    "3f25d4e9 3f57b4a2 3f854920 3f86bdb8 3f800578",
+    "qgelu": "a9145266 bc940a49 be1de7b7 bd3b69d8 3a032efd "
+    "3e3ffbd8 3f161da8 3fb221fd 407fb7aa 41300000",
+    "slope of qgelu": "a975071b bcc91991 bd8ad008 3ed4a363 3f0037c6 "
+    "3f3e9fcb 3f7fe3ec 3f8ca70d 3f80d1cb 3f800000",
+}
+
+
+# What users expect, in fp64
+
+
+def clamped(x, act):
+    a, b = x.chunk(2, -1)
+    a, b = a.clamp(max=act.limit), b.clamp(-act.limit, act.limit)
+    return a * torch.sigmoid(act.alpha * a) * (b + 1)
+
+
+PLAIN = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "srelu": lambda x: F.relu(x).square(),
+}
+
+
+def in_fp64(act, x):
+    if act.is_clamped:
+        return clamped(x, act)
+    if not act.is_gated:
+        return PLAIN[act.name](x)
+    a, b = x.chunk(2, -1)
+    return PLAIN[act.curve](a) * b
+
+
+@pytest.mark.parametrize("act", EVERY, ids=lambda a: a.text)
+def test_values_against_fp64(act):
+    x = moderate(256, 512).clamp(-40, 40)
+    got, want = activate(x, act).double(), in_fp64(act, x.double())
+    a = x.chunk(2, -1)[0] if act.is_gated else x
+    if act.curve == "gelu":
+        # Its tail cancels, 0.5 + 0.5 tanh, so that the error is a part of |x|.
+        bound = 4 * (a if not act.is_gated else a * x.chunk(2, -1)[1]).abs()
+    else:
+        # The argument of a sigmoid has a relative error, its exponential an absolute one.
+        bound = (5 + 2 * act.alpha * a.abs()) * want.abs()
+    assert ((got - want).abs() <= 2.0**-24 * bound).all()
+
+
+@pytest.mark.parametrize("act", EVERY, ids=lambda a: a.text)
+def test_gradients_against_fp64(act):
+    x = moderate(256, 512).clamp(-40, 40)
+    exact = x.double().requires_grad_()
+    made = in_fp64(act, exact)
+    grad = torch.randn(made.shape)
+    (want,) = torch.autograd.grad(made, exact, grad.double())
+    got = activate_gradient(x, grad, act).double()
+    # A slope is at most a few units, and its factors are rounded a few times.
+    size = grad.abs() * (1 + (x.abs() if not act.is_gated else 0))
+    if act.is_gated:
+        a, b = x.chunk(2, -1)
+        size = torch.cat([size * (1 + a.abs()) * (1 + b.abs()), size * (1 + a.abs()) ** 2], -1)
+    assert ((got - want).abs() <= 8 * 2.0**-24 * size).all()
+
+
+@pytest.mark.parametrize("act", CURVES, ids=lambda a: a.text)
+def test_slopes_are_those_of_the_curves(act):
+    """Differences of what is quantized itself, not of another formula."""
+    x = torch.linspace(-6, 6, 4001)
+    x = x[(x.abs() > 0.01)]
+    h = 2.0**-7
+    rise = (activate(x + h, act).double() - activate(x - h, act).double()) / (2 * h)
+    slope = activate_gradient(x, torch.ones_like(x), act).double()
+    torch.testing.assert_close(slope, rise, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "slopes"),
+    [
+        # of -Inf, Inf, NaN, -FMAX, FMAX, -0.0
+        ("relu", (0.0, INF, NAN, 0.0, FMAX, 0.0), (0.0, 1.0, NAN, 0.0, 1.0, 0.0)),
+        ("srelu", (0.0, INF, NAN, 0.0, INF, 0.0), (0.0, INF, NAN, 0.0, INF, 0.0)),
+        ("silu", (-0.0, INF, NAN, -0.0, FMAX, -0.0), (0.0, 1.0, NAN, 0.0, 1.0, 0.5)),
+        ("qgelu", (-0.0, INF, NAN, -0.0, FMAX, -0.0), (0.0, 1.0, NAN, 0.0, 1.0, 0.5)),
+        ("gelu", (-0.0, INF, NAN, -0.0, FMAX, -0.0), (0.0, 1.0, NAN, 0.0, 1.0, 0.5)),
+    ],
+)
+def test_ends_of_curves(name, values, slopes):
+    x = torch.tensor([-INF, INF, NAN, -FMAX, FMAX, -0.0])
+    act = Activation(name)
+    assert_same_bytes(activate(x, act), torch.tensor(values), any_nan=True)
+    assert_same_bytes(activate_gradient(x, torch.ones(6), act), torch.tensor(slopes), any_nan=True)
+
+
+def test_the_clamp():
+    act, limit = Activation("clamped_swiglu"), 7.0
+    above = np.nextafter(np.float32(limit), np.float32(INF)).item()
+    a = torch.tensor([limit, above, INF, -INF, NAN, -1e30, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    b = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, limit, -limit, above, -above, INF, NAN])
+    x = torch.stack([a, b], 1)
+    f = Activation("qgelu")  # the same curve below the limit
+    top, one = (activate(torch.tensor([v]), f).item() for v in (limit, 1.0))
+    value = activate(x, act).squeeze(1)
+    want = torch.tensor(
+        [2 * top, 2 * top, 2 * top, -0.0, NAN, -0.0]
+        + [8 * one, -6 * one, 8 * one, -6 * one, 8 * one, NAN]
+    )
+    torch.testing.assert_close(value, want, rtol=1e-6, atol=0, equal_nan=True)
+    grad = activate_gradient(x, torch.ones(12, 1), act)
+    slope = activate_gradient(torch.tensor([limit]), torch.ones(1), f).item()
+    # At the limit the gradient passes, above it does not.
+    assert grad[:3, 0].tolist() == [2 * slope, 0.0, 0.0]
+    assert grad[3, 0] == 0.0 and grad[4, 0].isnan() and grad[5, 0] == 0.0
+    of_b = torch.tensor([one, one, 0.0, 0.0, 0.0])
+    assert_same_bytes(grad[6:11, 1].contiguous(), of_b)
+
+
+def test_views_and_odd_widths():
+    for act in EVERY:
+        whole = moderate(7, 2 * 26)
+        x = whole[:, ::2]  # not contiguous; vector code meets a remainder
+        assert_same_bytes(activate(x, act), activate(x.contiguous(), act))
+        grad = moderate(7, act.width(26))
+        want = activate_gradient(x.contiguous(), grad, act)
+        assert_same_bytes(activate_gradient(x, grad, act), want)
+        assert_same_bytes(activate(whole[:0, :26], act), torch.empty(0, act.width(26)))

@@ -1,0 +1,292 @@
+"""Random bits of stochastic rounding: the generator, what it is keyed by, and rounding by bytes."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from cute_kernels import reference
+from cute_kernels.formats import NVFP4, parse
+from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, round_e2m1
+from cute_kernels.reference.groups import Groups
+from cute_kernels.reference.philox import philox4x32
+from tests.helpers import assert_same_bytes, offsets, ops, sample
+from tests.reference import oracle
+from tests.reference.oracle_variants import block_bytes, round_e2m1_stochastic
+from tests.reference.oracle_variants import philox4x32 as philox_oracle
+
+WORD = 0xFFFFFFFF
+VALUES = torch.tensor(oracle.E2M1_VALUES)
+SR = "nvfp4:stochastic_rounding"
+
+#: Test vectors that Random123 publishes (kat_vectors): counter, key, rounds, words.
+PUBLISHED = [
+    ((0,) * 4, (0, 0), 7, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    ((WORD,) * 4, (WORD, WORD), 7, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        7,
+        (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
+    ),
+    ((0,) * 4, (0, 0), 10, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((WORD,) * 4, (WORD, WORD), 10, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        10,
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def words(*numbers):
+    return tuple(torch.tensor(n) for n in numbers)
+
+
+@pytest.mark.parametrize(("counter", "key", "rounds", "want"), PUBLISHED)
+def test_published_vectors(counter, key, rounds, want):
+    assert tuple(philox4x32(words(*counter), words(*key), rounds).tolist()) == want
+    assert philox_oracle(counter, key, rounds) == want
+
+
+@pytest.mark.parametrize("rounds", [1, 7, 10])
+def test_many_counters_at_once(rounds):
+    counter = tuple(torch.randint(0, 1 << 32, (50,)) for _ in range(4))
+    key = (torch.tensor(0xDEADBEEF), torch.tensor(0x80000001))
+    found = philox4x32(counter, key, rounds)
+    for i in range(50):
+        one = tuple(int(c[i]) for c in counter)
+        assert tuple(found[i].tolist()) == philox_oracle(one, (0xDEADBEEF, 0x80000001), rounds)
+
+
+@pytest.mark.parametrize("seed", [(0, 0), (-1, -1), (1 << 40, 5), (7, -(2**63)), (3, 2**63 - 1)])
+def test_bytes_are_those_of_the_stated_counter(seed):
+    draws = reference.KeyedDraws(torch.tensor(seed), 48)
+    rows = torch.tensor([0, 3, 1 << 33])
+    found = draws.rows(rows).view(3, 3, 16)
+    for (i, row), block in itertools.product(enumerate(rows.tolist()), range(3)):
+        assert bytes(found[i, block].tolist()) == block_bytes(seed, 0, row * 3 + block)
+    tiles = torch.tensor([0, 2, 1 << 27])
+    found = draws.tiles(tiles)
+    assert found.shape == (3, 8, 48, 16)
+    for (i, tile), chunk, col in itertools.product(enumerate(tiles.tolist()), (0, 7), (0, 47)):
+        want = block_bytes(seed, 1, (tile * 8 + chunk) * 48 + col)
+        assert bytes(found[i, chunk, col].tolist()) == want
+
+
+def test_bit_63_of_the_second_number_is_not_read_and_all_others_are():
+    def bytes_of(*seed):
+        draws = reference.KeyedDraws(torch.tensor(seed), 16)
+        return draws.rows(torch.arange(4)), draws.tiles(torch.arange(1))
+
+    base = bytes_of(0, 0)
+    assert all(map(torch.equal, base, bytes_of(0, -(2**63))))
+    for bit in range(63):
+        for other in (bytes_of(1 << bit, 0), bytes_of(0, 1 << bit)):
+            assert not any(map(torch.equal, base, other))
+    assert not any(map(torch.equal, base, bytes_of(-(2**63), 0)))
+
+
+def representative():
+    """Codes, their midpoints, both sides of all 256ths between codes, and numbers of all sizes."""
+    codes = VALUES.double()
+    between = [a + (b - a) * i / 256 for a, b in itertools.pairwise(codes) for i in range(257)]
+    exact = torch.stack(between).float()
+    near = [torch.nextafter(exact, torch.full_like(exact, end)) for end in (-1.0, 7.0)]
+    powers = torch.tensor([2.0**e for e in (-149, -127, -126, -60, -9, 3, 60, 127)])
+    special = torch.tensor([torch.inf, 3.4028235e38, 6.0000005])
+    return torch.cat([exact, *near, powers, special])
+
+
+def test_rounding_by_every_byte():
+    y = representative()
+    y = torch.cat([y, -y])[:, None]
+    r = torch.arange(256, dtype=torch.uint8)
+    codes = encode_e2m1_stochastic(*torch.broadcast_tensors(y, r))
+    m = y.abs().double().clamp_max(6)
+    t = torch.where(m < 2, 0.5, torch.where(m < 4, 1.0, 2.0)).double()
+    want = ((m / t + r.double() / 256).floor() * t).clamp_max(6)
+    assert torch.equal(VALUES[(codes & 7).long()].double(), want)
+    assert torch.equal(codes >= 8, torch.signbit(y).expand_as(codes))
+
+
+def test_the_oracle_rounds_the_same():
+    y = torch.cat([representative()[::7], torch.tensor([0.0, -0.0, -1.3])])
+    for r in (0, 1, 127, 128, 255):
+        got = encode_e2m1_stochastic(y, torch.full(y.shape, r, dtype=torch.uint8))
+        assert got.tolist() == [round_e2m1_stochastic(v, r) for v in y.tolist()]
+
+
+def test_nan_is_six_and_zeros_keep_their_signs():
+    y = torch.tensor([torch.nan, -torch.nan, 0.0, -0.0, -1e-30, torch.inf, -torch.inf])
+    for r in range(0, 256, 51):
+        found = encode_e2m1_stochastic(y, torch.full(y.shape, r, dtype=torch.uint8))
+        assert found.tolist() == [7, 7, 0, 8, 8, 7, 15]
+
+
+def test_numbers_are_mean_of_all_bytes_but_for_a_256th_of_a_step():
+    y = torch.rand(4000) * 6
+    r = torch.arange(256, dtype=torch.uint8)
+    codes = encode_e2m1_stochastic(*torch.broadcast_tensors(y[:, None], r))
+    mean = VALUES[codes.long()].double().mean(1)
+    step = torch.where(y < 2, 0.5, torch.where(y < 4, 1.0, 2.0))
+    assert (mean <= y).all() and (y - mean < step / 256).all()
+
+
+def test_rounding_to_nearest_as_values():
+    y = representative().abs()
+    assert torch.equal(round_e2m1(y), VALUES[encode_e2m1(y).long()])
+    assert round_e2m1(torch.tensor([torch.nan])).isnan()
+
+
+def draw(x, seed, text=SR, offs=None, **directions):
+    return ops.grouped_quantize(x, text, offs, **directions, seed=torch.tensor(seed))
+
+
+def decoded(x, seed, columnwise, offs):
+    copy = draw(x, seed, offs=offs, rowwise=not columnwise, columnwise=columnwise)
+    return ops.grouped_dequantize(copy[0], copy[1:], SR, len(x), torch.float32, offs, columnwise)
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_draws_are_unbiased_and_one_of_two_neighbours(columnwise):
+    x, offs, count = sample(32, 32), offsets((15, 17)), 150
+    nearest = ops.grouped_quantize(x, "nvfp4", offs, None, not columnwise, columnwise)
+    arguments = ("nvfp4", len(x), torch.float32, offs, columnwise)
+    rounded = ops.grouped_dequantize(nearest[0], nearest[1:], *arguments)
+    values = torch.stack([decoded(x, (1, step), columnwise, offs) for step in range(count)])
+    assert len(values.unique(dim=0)) == count
+    x = x.double()
+    low, high = values.amin(0).double(), values.amax(0).double()
+    assert ((values == low) | (values == high)).all()
+    between = (low <= x * (1 - 1e-5 * x.sign())) | (high >= x * (1 + 1e-5 * x.sign()))
+    # All others saturate where the scale of a block was rounded down, or lie on a code.
+    assert (between | (low == high)).all()
+    assert (low < high).double().mean() > 0.7
+    mean, drawn = values.double().mean(0), low < high
+    # Five standard deviations of the mean, and the bias of 8 bits.
+    limit = (high - low) * (5 * 0.5 / count**0.5 + 1 / 256)
+    assert ((mean - x).abs() <= limit)[drawn].all()
+    assert (mean - x)[drawn].norm() < 0.3 * (rounded - x)[drawn].norm()
+
+
+def test_directions_and_elements_are_independent():
+    seed = torch.tensor([11, 3])
+    draws = reference.KeyedDraws(seed, 128)
+    rows = draws.rows(torch.arange(128)).flatten().double()
+    columns = draws.tiles(torch.arange(1)).movedim(-1, 2).reshape(128, 128).flatten().double()
+    assert not torch.equal(rows, columns)
+    for a, b in ((rows, columns), (rows[1:], rows[:-1]), (rows[16:], rows[:-16])):
+        correlation = torch.corrcoef(torch.stack([a, b]))[0, 1].abs()
+        assert correlation < 5 / len(a) ** 0.5
+    # Every byte is as likely: chi squared of 255 degrees of freedom, five deviations.
+    for values in (rows, columns):
+        counts = torch.bincount(values.long(), minlength=256).double()
+        chi = ((counts - len(values) / 256) ** 2 / (len(values) / 256)).sum()
+        assert abs(chi - 255) < 5 * (2 * 255) ** 0.5
+
+
+def test_codes_depend_on_the_row_and_not_on_what_is_beside_it():
+    """The same rows, cut into other groups of the same amax or with others behind them."""
+    x = sample(64, 32)
+    x[:, 0] = 1000.0  # one amax for all groups
+    whole = draw(x, (5, 6), offs=offsets((64,)))
+    parts = draw(x, (5, 6), offs=offsets((16, 0, 33, 15)))
+    longer = draw(torch.cat([x, x]), (5, 6), offs=offsets((64, 64)))
+    assert_same_bytes(parts[0], whole[0])
+    assert_same_bytes(longer[0][:64], whole[0])
+    assert not torch.equal(longer[0][64:], whole[0])
+    uniform = draw(x.view(4, 16, 32), (5, 6))
+    assert_same_bytes(uniform[0].reshape(64, -1), whole[0])
+
+
+def test_both_directions_of_squares_hold_equal_values():
+    x, text = sample(40, 48), "nvfp4:block=16x16,stochastic_rounding"
+    offs = offsets((19, 21))
+    copy = draw(x, (5, 6), text, offs, rowwise=True, columnwise=True)
+    found = [
+        ops.grouped_dequantize(part[0], part[1:], text, 40, torch.float32, offs, way)
+        for part, way in ((copy[:3], False), (copy[3:], True))
+    ]
+    assert_same_bytes(*found)
+    assert_same_bytes(draw(x, (5, 6), text, offs, rowwise=False, columnwise=True)[0], copy[3])
+
+
+@pytest.mark.parametrize("text", [SR, "nvfp4:block=16x16,stochastic_rounding"])
+def test_given_bytes(text):
+    """By bytes of zeros codes are rounded down, by given ones as the formula says."""
+    x, offs, fmt = sample(40, 32), offsets((25, 15)), parse(text)
+    groups = Groups.ragged(offs, 40)
+
+    def quantize(draws):
+        names = fmt.buffer_names(False) + fmt.buffer_names(True)
+        made = draw(x, (0, 0), text, offs, rowwise=True, columnwise=True)
+        out = dict(zip(names, made, strict=True))
+        given = reference.Given(draws=draws)
+        reference.quantize(reference.Elements(x), groups, fmt, out, given)
+        return out
+
+    slots = torch.zeros(groups.num_tiles * 128, 32, dtype=torch.uint8)
+    down = quantize(reference.GivenDraws(torch.zeros(40, 32, dtype=torch.uint8), slots))
+    for way in (False, True):
+        copy = [down[n] for n in fmt.operand_names(way)]
+        arguments = (text, 40, torch.float32, offs, way)
+        toward_zero = ops.grouped_dequantize(copy[0], copy[1:], *arguments)
+        assert (toward_zero.abs() <= x.float().abs() * (1 + 1e-6)).all()
+    keyed = reference.KeyedDraws(torch.tensor([3, 4]), 32)
+    tiles = keyed.tiles(torch.arange(groups.num_tiles))
+    bits = tiles.movedim(-1, 2).reshape(-1, 32)
+    got = quantize(reference.GivenDraws(keyed.rows(torch.arange(40)), bits))
+    want = quantize(keyed)
+    for name, buffer in want.items():
+        assert_same_bytes(got[name], buffer, name)
+
+
+@pytest.mark.parametrize("missing", ["rowwise", "columnwise"])
+def test_bytes_that_are_missing(missing):
+    draws = reference.GivenDraws()
+    with pytest.raises(ValueError, match=f"{missing} is None"):
+        (draws.rows if missing == "rowwise" else draws.tiles)(torch.arange(1))
+
+
+@pytest.mark.parametrize(
+    ("text", "seed", "error", "words"),
+    [
+        (SR, None, ValueError, "seed is missing.*stochastic_rounding"),
+        ("nvfp4", torch.tensor([1, 2]), ValueError, "seed is of stochastic rounding.*nvfp4"),
+        ("fp8", torch.tensor([1, 2]), ValueError, "seed is of stochastic rounding.*fp8"),
+        (SR, torch.tensor([1, 2, 3]), ValueError, "seed must have size 2"),
+        (SR, torch.tensor(1), ValueError, "seed must have 1 dim"),
+        (SR, torch.tensor([1, 2], dtype=torch.int32), TypeError, "seed must be int64, got int32"),
+        (SR, torch.empty(2, dtype=torch.int64, device="meta"), ValueError, "device of x"),
+    ],
+)
+def test_wrong_seeds(text, seed, error, words):
+    with pytest.raises(error, match=words):
+        ops.grouped_quantize(sample(4, 32), text, offsets((4,)), seed=seed)
+    weight = ops.grouped_quantize(sample(1, 16, 32), NVFP4().text)
+    if text != "fp8":
+        with pytest.raises(error, match=words.replace("device of x", "device of a")):
+            ops.m_grouped_quantize_gemm(
+                sample(4, 32), weight[0], offsets((4,)), weight[1:], text, "nvfp4", seed=seed
+            )
+
+
+def test_one_op_draws_as_two():
+    x, offs, seed = sample(40, 32), offsets((25, 15)), torch.tensor([8, 9])
+    weight = ops.grouped_quantize(sample(2, 16, 32), "nvfp4")
+    copy = ops.grouped_quantize(x, SR, offs, seed=seed)
+    want = ops.m_grouped_gemm(
+        copy[0],
+        weight[0],
+        offs,
+        a_scales=copy[1:],
+        b_scales=weight[1:],
+        a_format=SR,
+        b_format="nvfp4",
+    )
+    got = ops.m_grouped_quantize_gemm(x, weight[0], offs, weight[1:], SR, "nvfp4", seed=seed)
+    assert_same_bytes(got, want)
+    assert np.isfinite(got.float().numpy()).all()

@@ -1,0 +1,376 @@
+"""NVFP4's variants, byte for byte against the scalar oracle."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import grouped
+from cute_kernels import reference
+from cute_kernels.formats import parse
+from cute_kernels.layout.shapes import uniform_tiles
+from cute_kernels.reference.groups import Groups
+from cute_kernels.reference.hadamard import transform
+from tests.helpers import (
+    SPLITS,
+    assert_same_buffers,
+    assert_same_bytes,
+    dequantize_arguments,
+    ends,
+    many_groups,
+    offsets,
+    ops,
+    poisoned,
+    sample,
+    weird_values,
+)
+from tests.reference import oracle
+from tests.reference.oracle_variants import (
+    SIGNS,
+    FourOverSix,
+    Hadamard,
+    SquareFourOverSix,
+    Stochastic,
+    StochasticHadamard,
+    hadamard16,
+    undo_hadamard,
+)
+
+SEED = (-0x123456789ABCDEF, 0x7EDCBA9876543210)
+
+
+class Variant(NamedTuple):
+    """A format and what the oracle is told of it."""
+
+    text: str
+    rule: oracle.Rule
+    flags: dict[str, bool] = {}
+
+    @property
+    def seed(self):
+        return torch.tensor(SEED) if "stochastic" in self.text else None
+
+    @property
+    def is_transformed(self):
+        return "hadamard" in self.text
+
+
+SQUARE, ROWS = {"block_2d": True}, {"row_scaled": True}
+VARIANTS = {
+    "hadamard": Variant("nvfp4:hadamard", Hadamard()),
+    "stochastic": Variant("nvfp4:stochastic_rounding", Stochastic(SEED)),
+    "both": Variant("nvfp4:hadamard,stochastic_rounding", StochasticHadamard(SEED)),
+    "stochastic squares": Variant(
+        "nvfp4:block=16x16,stochastic_rounding", Stochastic(SEED), SQUARE
+    ),
+    "4over6": Variant("nvfp4:four_over_six", FourOverSix(256, "mae")),
+    "4over6 448": Variant("nvfp4:four_over_six,e4m3_max=448", FourOverSix(448, "mae")),
+    "4over6 mse": Variant("nvfp4:four_over_six,four_over_six_error=mse", FourOverSix(256, "mse")),
+    "4over6 448 mse": Variant(
+        "nvfp4:four_over_six,e4m3_max=448,four_over_six_error=mse", FourOverSix(448, "mse")
+    ),
+    "4over6 squares": Variant(
+        "nvfp4:block=16x16,four_over_six", SquareFourOverSix(256, "mae"), SQUARE
+    ),
+    "4over6 448 mse squares": Variant(
+        "nvfp4:block=16x16,four_over_six,e4m3_max=448,four_over_six_error=mse",
+        SquareFourOverSix(448, "mse"),
+        SQUARE,
+    ),
+    "4over6 rows": Variant("nvfp4:row_scaled,four_over_six", FourOverSix(256, "mae"), ROWS),
+    "4over6 448 mse rows": Variant(
+        "nvfp4:row_scaled,four_over_six,e4m3_max=448,four_over_six_error=mse",
+        FourOverSix(448, "mse"),
+        ROWS,
+    ),
+}
+EACH = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+
+
+def expected(x, offs, variant, amax=None):
+    """The oracle's buffers by name, and its groups."""
+    cols = x.shape[-1]
+    if offs is None:
+        groups, tiles = oracle.uniform_groups(*x.shape[:2])
+    else:
+        groups, tiles = oracle.ragged_groups(offs.tolist(), x.shape[0])
+    given = dict(zip(("given_amax", "given_amax_t"), amax or (), strict=False))
+    q = oracle.quantize(
+        x.float().flatten(0, -2).numpy(),
+        groups,
+        tiles,
+        uniform=offs is None,
+        rule=variant.rule,
+        **variant.flags,
+        **{name: a.numpy() for name, a in given.items()},
+    )
+    batch = x.shape[:1] if offs is None else ()
+    each = tiles // len(groups) if offs is None else tiles
+    shapes = {
+        "codes": (*x.shape[:-1], cols // 2),
+        "scales": (*batch, each, -(-cols // 64), 512),
+        "amax": x.shape[:-1] if variant.flags == ROWS else (len(groups),),
+        "codes_t": (*batch, cols, 64 * each),
+        "scales_t": (*batch, -(-cols // 128), 2 * each, 512),
+        "amax_t": (len(groups),),
+    }
+    arrays = (np.stack(a) if isinstance(a, list) else a for a in vars(q).values())
+    return {n: torch.from_numpy(a).reshape(shapes[n]) for n, a in zip(shapes, arrays, strict=True)}
+
+
+def check(x, offs, variant, amax=None):
+    """Both directions together and each alone, and into given buffers."""
+    fmt = parse(variant.text)
+    want = expected(x, offs, variant, amax)
+    for rowwise, columnwise in ((True, True), (True, False), (False, True)):
+        given = None
+        if amax is not None:
+            if variant.flags == ROWS and not columnwise:
+                continue  # refused: the amax of a group would not be used
+            of_direction = amax[1 if columnwise and variant.is_transformed else 0]
+            has_two = variant.is_transformed and rowwise and columnwise
+            given = torch.stack(amax) if has_two else of_direction
+        names = fmt.buffer_names(False) * rowwise + fmt.buffer_names(True) * columnwise
+        call = (x, variant.text, offs, given, rowwise, columnwise, None, variant.seed)
+        got = ops.grouped_quantize(*call)
+        for name, g in zip(names, got, strict=True):
+            assert_same_bytes(g, want[name], f"{name} of {rowwise=} {columnwise=}")
+        out = [poisoned(t) for t in got]
+        ops.grouped_quantize_out(*call, out=out)
+        live = x.shape[0] if offs is None else offs[-1]
+        for name, g in zip(names, out, strict=True):
+            if name == "codes" or name == "amax" and variant.flags == ROWS:
+                assert_same_bytes(g[:live], want[name][:live], f"{name} of the out form")
+
+
+@EACH
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+def test_ragged_splits(splits, variant):
+    check(sample(sum(splits), 16), offsets(splits), variant)
+
+
+@EACH
+@pytest.mark.parametrize("cols", [16, 80, 144])
+def test_widths_and_a_tail(cols, variant):
+    x = sample(26, cols)
+    x[21:] = torch.nan
+    check(x, ends(5, 5, 21), variant)
+
+
+@EACH
+@pytest.mark.parametrize("shape", [(2, 16, 32), (2, 131, 16), (1, 1, 16), (2, 0, 32)])
+def test_uniform(shape, variant):
+    check(sample(*shape), None, variant)
+
+
+@EACH
+def test_extreme_values(variant):
+    check(weird_values(45, 48, torch.bfloat16), offsets((22, 3, 20)), variant)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes(dtype, variant):
+    if not variant.is_transformed:
+        check(weird_values(40, 32, dtype), offsets((17, 3, 20)), variant)
+        return
+    x, offs = sample(40, 32, dtype=dtype), offsets((17, 3, 20))
+    for rowwise in (True, False):
+        with pytest.raises(TypeError, match=f"x must be bfloat16.*hadamard.*{str(dtype)[6:]}"):
+            ops.grouped_quantize(x, variant.text, offs, None, rowwise, True, None, variant.seed)
+    plain = variant.text.replace("hadamard,", "").replace(":hadamard", "")
+    want = ops.grouped_quantize(x, plain, offs, None, True, False, None, variant.seed)
+    got = ops.grouped_quantize(x, variant.text, offs, None, True, False, None, variant.seed)
+    for name, g, w in zip(("codes", "scales", "amax"), got, want, strict=True):
+        assert_same_bytes(g, w, name)
+
+
+@EACH
+def test_given_amaxes(variant):
+    x, offs = sample(40, 32), offsets((17, 0, 3, 20))
+    rowwise = torch.tensor([3.0, 1.0, 1e-3, torch.inf])
+    check(
+        x,
+        offs,
+        variant,
+        (rowwise, torch.tensor([0.0, 2.0, 1e30, 17.0])) if variant.is_transformed else (rowwise,),
+    )
+
+
+def test_amaxes_of_a_transformed_copy_have_one_row_for_each_direction():
+    x, offs, text = sample(8, 32), offsets((3, 5)), "nvfp4:hadamard"
+    ones, twos = torch.ones(2), torch.ones(2, 2)
+    for wrong, rowwise, columnwise in ((ones, 1, 1), (twos, 1, 0), (twos, 0, 1)):
+        with pytest.raises(ValueError, match="amax must have"):
+            ops.grouped_quantize(x, text, offs, wrong, bool(rowwise), bool(columnwise))
+    with pytest.raises(ValueError, match="amax must have 1 dim"):
+        ops.grouped_quantize(x, "nvfp4", offs, twos, True, True)
+
+
+def columns(text, x, offs):
+    return ops.grouped_quantize(x, text, offs, None, False, True)
+
+
+def test_the_order_of_a_transform_is_the_stated_one():
+    # What is so far from row 0 cancels it first, and the 1 of a row that comes later is not lost.
+    for cancelling, small in ((8, 4), (4, 2), (2, 1)):
+        x = torch.zeros(16, 16)
+        x[0], x[cancelling], x[small] = 2.0**30, -SIGNS[cancelling] * 2.0**30, SIGNS[small]
+        assert (transform(x)[0] == 0.25).all()
+        check(x.bfloat16(), offsets((16,)), VARIANTS["hadamard"])
+
+
+@pytest.mark.parametrize("spread", [0, 5, 12])
+def test_a_transform_of_close_exponents_is_that_of_real_numbers(spread):
+    exponents = torch.randint(0, spread + 1, (16, 512))
+    x = ((torch.rand(16, 512) + 1).bfloat16().float().clamp_max(1.9921875)) * exponents.exp2()
+    t = torch.tensor(SIGNS)[:, None] * torch.from_numpy(hadamard16()) / 4
+    assert torch.equal(transform(x).double(), t.T @ x.double())
+    assert torch.equal(t @ t.T, torch.eye(16, dtype=torch.float64))
+
+
+@EACH
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("uniform", [False, True])
+def test_dequantize(variant, columnwise, uniform):
+    """Codes, scales and amax decoded by hand, and the transform undone."""
+    x = sample(2, 35, 32) if uniform else sample(75, 32)
+    offs = None if uniform else offsets((35, 0, 40))
+    fmt = parse(variant.text)
+    copy = ops.grouped_quantize(
+        x, variant.text, offs, None, not columnwise, columnwise, None, variant.seed
+    )
+    groups, _ = oracle.uniform_groups(2, 35) if uniform else oracle.ragged_groups(offs.tolist(), 75)
+    bound = fmt.e4m3_max
+    want = np.zeros((x.flatten(0, -2).shape[0], 32), np.float32)
+    codes, scales, amax = (t.contiguous().numpy() for t in copy)
+    amax = amax.reshape(-1)
+    if uniform and columnwise:
+        codes, scales = np.concatenate(codes, 1), np.concatenate(scales, 1)
+    for g, group in enumerate(groups):
+        for r in range(group.end - group.start):
+            for k in range(32):
+                slot = 128 * group.tile + r
+                if columnwise:
+                    at = oracle.scale_byte(k, slot // 16, codes.shape[-1] // 8)
+                    code, level = codes[k, slot // 2] >> 4 * (slot % 2) & 15, amax[g]
+                else:
+                    at = oracle.scale_byte(slot, k // 16, 4)
+                    byte = codes.reshape(-1, 16)[group.start + r, k // 2]
+                    code = byte >> 4 * (k % 2) & 15
+                    level = amax[group.start + r] if variant.flags == ROWS else amax[g]
+                factor = np.float32(oracle.e4m3_value(int(scales.reshape(-1)[at]))) * level
+                factor = factor * np.float32(1 / (6 * bound))
+                want[group.start + r, k] = np.float32(oracle.e2m1_value(int(code))) * factor
+    arguments = dequantize_arguments(
+        copy, variant.text, x.shape[-2], torch.float32, offs, columnwise
+    )
+    got = ops.grouped_dequantize(*arguments)
+    if variant.is_transformed and columnwise:
+        # Values of missing rows of the last chunks are not in ``want``: whole chunks only.
+        for group in groups:
+            for first in range(group.start, group.end - 15, 16):
+                for k in range(32):
+                    chunk = list(want[first : first + 16, k])
+                    want[first : first + 16, k] = undo_hadamard(chunk)
+            tail = slice(group.start + (group.end - group.start) // 16 * 16, group.end)
+            want[tail] = got.flatten(0, -2)[tail].numpy()
+    assert_same_bytes(got.flatten(0, -2), torch.from_numpy(want))
+    error = (got - x.float()).norm() / x.float().norm()
+    assert error < 0.25
+    for dtype in (torch.bfloat16, torch.float16):
+        low = ops.grouped_dequantize(*arguments[:4], dtype, *arguments[5:])
+        assert_same_bytes(low, got.to(dtype))
+
+
+def test_missing_rows_of_the_last_chunk_come_back_too():
+    """A group of 5 rows is a group of 16 of which 11 are zeros, cut off."""
+    x = sample(5, 32)
+    padded = torch.cat([x, torch.zeros(11, 32)]).bfloat16()
+    found = []
+    for rows in (x, padded):
+        copy = columns("nvfp4:hadamard", rows, offsets((len(rows),)))
+        found.append(
+            ops.grouped_dequantize(
+                *dequantize_arguments(
+                    copy, "nvfp4:hadamard", len(rows), torch.float32, offsets((len(rows),)), True
+                )
+            )
+        )
+    assert_same_bytes(found[0], found[1][:5])
+    assert (found[0] - x.float()).norm() < 0.2 * x.float().norm()
+
+
+@pytest.mark.parametrize("name", ["hadamard", "both", "stochastic squares", "4over6 squares"])
+def test_many_groups(name):
+    """Members of over a thousand groups are what each alone is, by the bytes of its place."""
+    variant, offs = VARIANTS[name], many_groups()
+    fmt, total = parse(variant.text), int(offs[-1])
+    x = sample(total, 16)
+    whole = grouped.quantize(x, fmt, offs=offs, columnwise=True, seed=variant.seed)
+    keyed = None if variant.seed is None else reference.KeyedDraws(variant.seed, 16)
+    names = fmt.buffer_names(False) + fmt.buffer_names(True)
+    for g in (0, 1, 2, 699, 700, 1399, 1400, 1450, 1499):
+        end, start = int(offs[g]), int(offs[g - 1]) if g else 0
+        rows, groups = x[start:end], Groups.ragged(ends(end - start), end - start)
+        draws = None
+        if keyed is not None:
+            tile = start // 128 + g
+            tiles = keyed.tiles(torch.arange(tile, tile + groups.num_tiles))
+            slots = tiles.movedim(-1, 2).reshape(-1, 16)
+            draws = reference.GivenDraws(keyed.rows(torch.arange(start, end)), slots)
+        like = ops.grouped_quantize(
+            rows, variant.text, ends(end - start), None, True, True, None, variant.seed
+        )
+        out = dict(zip(names, like, strict=True))
+        given = reference.Given(draws=draws)
+        reference.quantize(reference.Elements(rows), groups, fmt, out, given)
+        alone = grouped.quantize(
+            rows, fmt, offs=ends(end - start), columnwise=True, seed=variant.seed
+        )
+        for name in names:
+            getattr(alone, f"_{name}").copy_(out[name])
+        assert_same_buffers(vars(whole.member(g)), vars(alone.member(0)))
+
+
+def test_non_contiguous_views():
+    base = sample(40, 96)
+    for view in (base[:, 32:64], base[::2, :32], base.T.contiguous().T[:, :32]):
+        for variant in (VARIANTS["both"], VARIANTS["4over6"]):
+            check(view, offsets((view.shape[0] - 7, 7)), variant)
+
+
+@pytest.mark.parametrize("name", ["stochastic", "both", "stochastic squares", "4over6", "hadamard"])
+def test_groups_with_shapes_of_their_own(name):
+    """Each member is a uniform tensor of one group whose blocks come after those before it."""
+    variant, shapes = VARIANTS[name], [(5, 32), (0, 16), (130, 16), (16, 48)]
+    fmt, flat = parse(variant.text), [size for shape in shapes for size in shape]
+    members = [sample(1, *shape) for shape in shapes]
+    x = torch.cat([m.flatten() for m in members])
+    call = (variant.text, None, None, True, True, None, variant.seed)
+    got = ops.grouped_quantize(x, *call, flat)
+    decoded = ops.grouped_dequantize(
+        got[0], got[1:3], variant.text, len(x), torch.float32, None, False, flat
+    )
+    before, start = [0, 0], 0
+    for member in members:
+        specs = [t.clone() for t in ops.grouped_quantize(member, *call)]
+        names = fmt.buffer_names(False) + fmt.buffer_names(True)
+        out = dict(zip(names, specs, strict=True))
+        _, rows, cols = member.shape
+        draws = None
+        if variant.seed is not None:
+            draws = reference.KeyedDraws(variant.seed, cols, tuple(before))
+        groups = Groups.uniform(1, rows, member.device)
+        reference.quantize(
+            reference.Elements(member), groups, fmt, out, reference.Given(draws=draws)
+        )
+        copy = [out[n] for n in fmt.operand_names(False)]
+        want = ops.grouped_dequantize(
+            *dequantize_arguments(copy, variant.text, rows, torch.float32)
+        )
+        assert_same_bytes(decoded[start : start + rows * cols], want.flatten(), str(member.shape))
+        start += rows * cols
+        before[0] += rows * cols // 16
+        before[1] += uniform_tiles(rows) * 8 * cols
