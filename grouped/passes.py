@@ -185,12 +185,15 @@ def _quantize(
     scale: Tensor | None,
 ) -> Copies:
     """Quantize rowwise, columnwise or both."""
+    if recipe.propagate_nonfinite and fmt.element.holds_nan:
+        # Codes of FP8 hold no infinity, or are not made of one.
+        x = x.masked_fill(x.isinf(), torch.nan)
     given = (scale, draw_seed(fmt, x.device))
     buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, *given)
     directions = [way for way, asked in ((False, rowwise), (True, columnwise)) if asked]
     names = [name for way in directions for name in fmt.buffer_names(way)]
     named = dict(zip(dict.fromkeys(names), buffers, strict=True))
-    if recipe.propagate_nonfinite:
+    if recipe.propagate_nonfinite and not fmt.element.holds_nan:
         _spread_nan(named, x, offs, fmt)
 
     def copy(way: bool) -> list[Tensor] | None:

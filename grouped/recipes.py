@@ -12,23 +12,34 @@ knows no tile sizes. ``None`` means that the operand stays in bf16.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from cute_kernels import formats
 from cute_kernels.capability import UnsupportedError, support
-from cute_kernels.formats import FP8 as _FP8
-from cute_kernels.formats import NVFP4 as _NVFP4
-from cute_kernels.formats import Format
+from cute_kernels.formats import E5M2, Format
 from cute_kernels.formats.base import check_choice
 from cute_kernels.ops.delayed import ALGORITHMS, check_margin
+from cute_kernels.ops.pairs import check_pair, check_transforms
 from grouped.validation import check_format
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["BF16", "NVFP4", "FP8Delayed", "NVFP4RowScaled", "Recipe"]
+__all__ = [
+    "BF16",
+    "FP8Block",
+    "FP8Current",
+    "FP8Delayed",
+    "MXFP8",
+    "NVFP4",
+    "NVFP4RowScaled",
+    "Recipe",
+]
 
 ROLES = ("input", "weight", "grad_output")
 
@@ -41,18 +52,21 @@ class Recipe:
         input: activations that enter the layer.
         weight: the layer's weights.
         grad_output: gradients of the layer's output.
-        propagate_nonfinite: a NaN in an operand reaches the output and the gradients. Codes cannot
-            hold one, so without this NVFP4 turns it into a finite number, and a run that diverges
-            looks healthy. With it, a NaN makes the second-level scale of what it was quantized with
-            NaN, and with that every product that reads the scale: the whole group, or the row of a
-            row-scaled operand. Costs one more read of each operand; numbers without NaN keep their
-            bits. An infinity needs no such help. Weights that are quantized already are taken as
-            they are.
+        propagate_nonfinite: what is not finite in an operand reaches the output and the gradients,
+            as NaN. Without this a run that diverges looks healthy: NVFP4's codes hold no NaN, so
+            that it becomes a finite number, and FP8's hold no infinity, which becomes the largest
+            number. With it, a NaN makes the second-level scale of what it was quantized to NVFP4
+            with NaN, and with that every product that reads the scale: the whole group, or the row
+            of a row-scaled operand; an infinity does so by itself. FP8's codes hold a NaN, which
+            reaches the products of its row or column by itself, and so does an infinity then. Costs
+            one more read of each operand; finite numbers keep their bits. Weights that are
+            quantized already are taken as they are.
 
     Raises:
         TypeError: a role is no format record.
-        ValueError: some roles have a format and some have none, a weight is row-scaled or has
-            hadamard, or only one of input and grad_output has it.
+        ValueError: some roles have a format and some have none, a weight is row-scaled, an input or
+            a weight has E5M2 codes, two of them are not multiplied with each other, or one takes
+            scales, which ``FP8Delayed`` has.
         cute_kernels.UnsupportedError: a format, or a flag of one, that is not built.
     """
 
@@ -74,20 +88,19 @@ class Recipe:
         level = None if self.weight is None else self.weight.second_level
         if level is not None and level.per == "row":
             raise ValueError(f"weight must have one second-level scale a group, got {self.weight}")
+        for name in ("input", "weight"):
+            fmt = roles[name]
+            if fmt is not None and fmt.element is E5M2:
+                raise ValueError(
+                    f"{name} must have E4M3 codes, got {fmt}: E5M2 has the range of gradients, and "
+                    "two bits of fraction"
+                )
         for name, fmt in roles.items():
             if fmt is not None:
                 _require_built(name, fmt)
         self._check_scales()
-        if self.weight is not None and self.weight.is_transformed:
-            raise ValueError(
-                f"weight cannot have hadamard, which dgrad's other operand has not: {self.weight}"
-            )
-        ways = [fmt is not None and fmt.is_transformed for fmt in (self.input, self.grad_output)]
-        if ways[0] != ways[1]:
-            raise ValueError(
-                "input and grad_output must both have hadamard, or neither: wgrad contracts the "
-                f"rows of both; got {self.input} and {self.grad_output}"
-            )
+        if self.input is not None and self.weight is not None and self.grad_output is not None:
+            _check_products(self.input, self.weight, self.grad_output)
         texts = tuple(fmt and fmt.text for fmt in roles.values())
         # Made once: a compiler that traces a layer would otherwise trace how they are made.
         object.__setattr__(self, "texts", texts)
@@ -105,8 +118,8 @@ class Recipe:
     @property
     def multiple(self) -> int:
         """What the sizes of a layer must be a multiple of, since each is K of a product."""
-        formats = (self.input, self.weight, self.grad_output)
-        return max((fmt.k_multiple for fmt in formats if fmt is not None), default=1)
+        records = (self.input, self.weight, self.grad_output)
+        return math.lcm(*(fmt.k_multiple for fmt in records if fmt is not None))
 
     @property
     def is_quantized(self) -> bool:
@@ -127,30 +140,153 @@ def _require_built(role: str, fmt: Format) -> None:
             raise UnsupportedError(f"{role} cannot be {fmt}: {status.reason}")
 
 
+def _check_products(x: Format, weight: Format, grad_output: Format) -> None:
+    """Refuse formats that are not multiplied with each other."""
+    _check_product("fprop multiplies input by weight", x, weight)
+    _check_product("dgrad multiplies grad_output by weight", grad_output, weight, None, weight)
+    _check_product("wgrad multiplies grad_output by input", grad_output, x, grad_output, x)
+
+
+def _check_product(
+    name: str, a: Format, b: Format, rows_a: Format | None = None, rows_b: Format | None = None
+) -> None:
+    """Refuse a product; the last two are the formats of columnwise copies that it reads."""
+    try:
+        check_pair(a, b)
+        check_transforms(rows_a, rows_b)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
 @dataclasses.dataclass(frozen=True)
-class BF16(Recipe):
+class _Named(Recipe):
+    """A recipe whose options give the roles; ``Recipe(...)`` takes any others."""
+
+    input: Format | None = dataclasses.field(default=None, init=False, repr=False)
+    weight: Format | None = dataclasses.field(default=None, init=False, repr=False)
+    grad_output: Format | None = dataclasses.field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, fmt in zip(ROLES, self._roles(), strict=True):
+            object.__setattr__(self, name, fmt)
+        super().__post_init__()
+
+    @abc.abstractmethod
+    def _roles(self) -> tuple[Format | None, Format | None, Format | None]:
+        """The formats of input, weight and gradient."""
+
+
+def _option(default: Any) -> Any:
+    return dataclasses.field(default=default, kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class BF16(_Named):
     """Operands in bf16."""
 
-
-@dataclasses.dataclass(frozen=True)
-class NVFP4(Recipe):
-    """NVFP4 operands: 1x16 blocks for activations and gradients, 16x16 for weights."""
-
-    input: Format | None = _NVFP4()
-    weight: Format | None = _NVFP4(block=(16, 16))
-    grad_output: Format | None = _NVFP4()
+    def _roles(self) -> tuple[None, None, None]:
+        return None, None, None
 
 
 @dataclasses.dataclass(frozen=True)
-class NVFP4RowScaled(NVFP4):
-    """NVFP4 with one second-level scale per token for the rowwise copy of the input."""
+class NVFP4(_Named):
+    """NVFP4 operands: 1x16 blocks for activations and gradients, 16x16 for weights.
 
-    input: Format | None = _NVFP4(row_scaled=True)
+    Both options are on in NVIDIA's recipe for pretraining and off here, for no kernel runs them
+    yet: on a GPU they need the reference backend.
+
+    Args:
+        propagate_nonfinite: as in ``Recipe``.
+        hadamard: the columnwise copies of activations and gradients, which wgrad multiplies, are of
+            values that a random 16x16 Hadamard transform spread over rows. Inputs are bf16 then.
+        stochastic_rounding: gradients are rounded stochastically, by seeds from PyTorch's generator
+            of their device.
+    """
+
+    hadamard: bool = _option(False)
+    stochastic_rounding: bool = _option(False)
+
+    def _roles(self) -> tuple[Format, Format, Format]:
+        gradient = formats.NVFP4(
+            hadamard=self.hadamard, stochastic_rounding=self.stochastic_rounding
+        )
+        x = formats.NVFP4(hadamard=self.hadamard)
+        return x, formats.NVFP4(block=(16, 16)), gradient
 
 
 @dataclasses.dataclass(frozen=True)
-class FP8Delayed(Recipe):
-    """FP8 with a scale a group from the amaxes of earlier steps: E4M3, and E5M2 for gradients.
+class NVFP4RowScaled(_Named):
+    """NVFP4 with one second-level scale per token for the rowwise copy of the input.
+
+    Args:
+        propagate_nonfinite: as in ``Recipe``.
+        stochastic_rounding: as in ``NVFP4``.
+    """
+
+    stochastic_rounding: bool = _option(False)
+
+    def _roles(self) -> tuple[Format, Format, Format]:
+        gradient = formats.NVFP4(stochastic_rounding=self.stochastic_rounding)
+        return formats.NVFP4(row_scaled=True), formats.NVFP4(block=(16, 16)), gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP8(_Named):
+    """MXFP8 operands: E4M3 codes with a power of two for each 32 of them.
+
+    Args:
+        propagate_nonfinite: as in ``Recipe``.
+        grad_dtype: of the codes of gradients; ``torch.float8_e5m2`` is TransformerEngine's HYBRID.
+        weight_block: (1, 32), or (32, 32) where both directions of a weight hold the same codes.
+    """
+
+    grad_dtype: torch.dtype = _option(torch.float8_e4m3fn)
+    weight_block: tuple[int, int] = _option((1, 32))
+
+    def _roles(self) -> tuple[Format, Format, Format]:
+        weight = formats.MXFP8(block=self.weight_block)
+        return formats.MXFP8(), weight, formats.MXFP8(self.grad_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class FP8Block(_Named):
+    """FP8 with fp32 scales of blocks: 1x128 for activations and gradients, 128x128 for weights.
+
+    Args:
+        propagate_nonfinite: as in ``Recipe``.
+        grad_dtype: of the codes of gradients; ``torch.float8_e5m2`` is TransformerEngine's HYBRID.
+        pow2_scales: scales are powers of two.
+        amax_epsilon: lower bound of a block's amax.
+    """
+
+    grad_dtype: torch.dtype = _option(torch.float8_e4m3fn)
+    pow2_scales: bool = _option(True)
+    amax_epsilon: float = _option(0.0)
+
+    def _roles(self) -> tuple[Format, Format, Format]:
+        x = formats.FP8Block(pow2_scales=self.pow2_scales, amax_epsilon=self.amax_epsilon)
+        weight = dataclasses.replace(x, block=(128, 128))
+        return x, weight, dataclasses.replace(x, dtype=self.grad_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class FP8Current(_Named):
+    """FP8 with one scale a group, from the amax of the tensor that it scales.
+
+    Args:
+        propagate_nonfinite: as in ``Recipe``.
+        grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
+    """
+
+    grad_dtype: torch.dtype = _option(torch.float8_e5m2)
+
+    def _roles(self) -> tuple[Format, Format, Format]:
+        return formats.FP8(), formats.FP8(), formats.FP8(self.grad_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class FP8Delayed(_Named):
+    """FP8 with one scale a group, from the amaxes of earlier steps.
 
     An operand is quantized in one pass, for its scale is there before it is. The scales, and the
     history that they follow from, are the state of a layer: ``grouped.nn.DelayedScaling`` says when
@@ -172,26 +308,21 @@ class FP8Delayed(Recipe):
         ValueError: an argument is out of range.
     """
 
-    input: Format | None = dataclasses.field(default=None, init=False, repr=False)
-    weight: Format | None = dataclasses.field(default=None, init=False, repr=False)
-    grad_output: Format | None = dataclasses.field(default=None, init=False, repr=False)
-    grad_dtype: torch.dtype = dataclasses.field(default=torch.float8_e5m2, kw_only=True)
-    history_length: int = dataclasses.field(default=1024, kw_only=True)
-    margin: int = dataclasses.field(default=0, kw_only=True)
-    algorithm: str = dataclasses.field(default="max", kw_only=True)
-    amax_group: ProcessGroup | str | None = dataclasses.field(default=None, kw_only=True)
+    grad_dtype: torch.dtype = _option(torch.float8_e5m2)
+    history_length: int = _option(1024)
+    margin: int = _option(0)
+    algorithm: str = _option("max")
+    amax_group: ProcessGroup | str | None = _option(None)
 
     def __post_init__(self) -> None:
-        x, gradient = _FP8(scaling="delayed"), _FP8(self.grad_dtype, "delayed")
-        for name, fmt in zip(ROLES, (x, x, gradient), strict=True):
-            object.__setattr__(self, name, fmt)
-            check_margin(self.margin, fmt)
         super().__post_init__()
         length = self.history_length
         if isinstance(length, bool) or not isinstance(length, int):
             raise TypeError(f"history_length must be an integer, got {length!r}")
         if length < 1:
             raise ValueError(f"history_length must be positive, got {length}")
+        for fmt in self._roles():
+            check_margin(self.margin, fmt)
         check_choice("algorithm", self.algorithm, ALGORITHMS)
         # Its name alone is the same on all processes, and can be copied and saved.
         group: Any = self.amax_group
@@ -201,6 +332,10 @@ class FP8Delayed(Recipe):
                 f"amax_group must be a torch.distributed group or its name, got {group!r}"
             )
         object.__setattr__(self, "amax_group", group)
+
+    def _roles(self) -> tuple[Format, Format, Format]:
+        x = formats.FP8(scaling="delayed")
+        return x, x, formats.FP8(self.grad_dtype, "delayed")
 
     def _check_scales(self) -> None:
         """Their updates are what this recipe is about."""

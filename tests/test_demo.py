@@ -81,6 +81,18 @@ def test_results(everything: tuple[Path, str, dict[str, Any]]) -> None:
         assert all(15 < ratio < 25 for ratio in runs[name]["snr_db"].values())
 
 
+def test_every_recipe_trains(tmp_path: Path) -> None:
+    sizes = ("--intermediate", "64", "--steps", "1")
+    status, printed, results = run_demo(tmp_path, "--recipe", "all", "--plot", "never", *sizes)
+    assert status == 0
+    runs = {run["recipe"]: run for run in results["runs"]}
+    assert {*runs} == {*grouped.recipes.__all__} - {"Recipe"} and next(iter(runs)) == "BF16"
+    for name, run in runs.items():
+        assert run["end_loss"] < run["start_loss"] and f"\n{name} " in printed
+        if "FP8" in name:
+            assert 25 < min(run["snr_db"].values()) <= max(run["snr_db"].values()) < 36
+
+
 def test_table(everything: tuple[Path, str, dict[str, Any]]) -> None:
     out, printed, results = everything
     lines = printed.splitlines()
@@ -160,6 +172,7 @@ def test_learns() -> None:
         (("--batch", "-1"), "batch must be positive, got -1"),
         (("--hidden", "40"), "hidden must be a multiple of 16, got 40"),
         (("--intermediate", "8"), "intermediate must be a multiple of 16, got 8"),
+        (("--recipe", "MXFP8"), "intermediate must be a multiple of 32 for MXFP8, got 48"),
         (("--heads", "5"), "heads must divide hidden = 32, got 5"),
         (("--top-k", "9"), "top_k must be at most experts = 4, got 9"),
         (("--context", "1000000"), "context must be less than the"),

@@ -59,6 +59,11 @@ class ElementType:
         """Elements packed into one byte, the even index in the low bits."""
         return 8 // self.bits
 
+    @property
+    def holds_nan(self) -> bool:
+        """Whether one of its codes is NaN: so it is of the numbers that PyTorch has a dtype for."""
+        return self.dtype.is_floating_point
+
     def count(self, width: int) -> int:
         """Numbers in a row of ``width`` entries of the storage dtype."""
         return width * self.dtype.itemsize * 8 // self.bits

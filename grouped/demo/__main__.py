@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 from pathlib import Path
@@ -20,7 +21,9 @@ from grouped.demo.train import Run, TrainConfig, train
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_RECIPES = tuple(name for name in recipes.__all__ if name != "Recipe")
+_RECIPES = ("BF16", *(name for name in recipes.__all__ if name not in ("BF16", "Recipe")))
+_DEFAULT = ("BF16", "NVFP4", "NVFP4RowScaled")
+_ALL = "all"
 _LEGEND = """\
 Losses are in nats a byte. A model without context reaches {entropy:.3f} (unigram entropy).
 SNR: signal-to-quantization-noise ratio in the last step. max/mean: tokens of the busiest expert
@@ -40,10 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--recipe",
         nargs="+",
-        choices=_RECIPES,
-        default=("BF16", "NVFP4", "NVFP4RowScaled"),
+        choices=(*_RECIPES, _ALL),
+        default=_DEFAULT,
         metavar="RECIPE",
-        help=f"what to train in, one or more of {', '.join(_RECIPES)}",
+        help=f"what to train in: one or more of {', '.join(_RECIPES)}, or {_ALL}",
     )
     add("--out", type=Path, default=Path("demo_out"), help="folder for the results")
     add(
@@ -93,6 +96,20 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--out: {error}")
 
 
+def _asked(args: argparse.Namespace) -> list[str]:
+    """The recipes to train in, BF16 first: the others are compared with it if they are stopped."""
+    names = _RECIPES if _ALL in args.recipe else args.recipe
+    return sorted(set(names), key=_RECIPES.index)
+
+
+def _check_sizes(names: Sequence[str], model_config: ModelConfig) -> None:
+    """Raise ValueError for sizes that a recipe does not take, before any training."""
+    for name in names:
+        # Those that do not run here at all are told when it is their turn.
+        with contextlib.suppress(cute_kernels.UnsupportedError):
+            model_config.check(getattr(recipes, name)())
+
+
 def _train_with_progress(
     recipe: str, corpus: Corpus, model_config: ModelConfig, config: TrainConfig
 ) -> Run:
@@ -122,8 +139,7 @@ def _train_all(
     """
     runs: list[Run] = []
     status = 0
-    # BF16 first, so that there is something to compare with if the others are stopped.
-    for recipe in sorted(set(args.recipe), key=_RECIPES.index):
+    for recipe in _asked(args):
         try:
             run = _train_with_progress(recipe, corpus, model_config, config)
         except cute_kernels.UnsupportedError as error:
@@ -159,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         model_config = ModelConfig(**selected(ModelConfig))
+        _check_sizes(_asked(args), model_config)
         config = TrainConfig(**selected(TrainConfig))
         backend = cute_kernels.active_backend(torch.device(config.device))
         corpus = load_corpus()

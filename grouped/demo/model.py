@@ -56,6 +56,16 @@ class ModelConfig:
         if self.top_k > self.experts:
             raise ValueError(f"top_k must be at most experts = {self.experts}, got {self.top_k}")
 
+    def check(self, recipe: Recipe) -> None:
+        """Raise ValueError for sizes that the products of a recipe do not take."""
+        for name in ("hidden", "intermediate"):
+            size = getattr(self, name)
+            if size % recipe.multiple:
+                kind = type(recipe).__name__
+                raise ValueError(
+                    f"{name} must be a multiple of {recipe.multiple} for {kind}, got {size}"
+                )
+
 
 class ModelOutput(NamedTuple):
     """What a forward pass returns.

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from cute_kernels.formats import Format
 
 __all__ = [
+    "ALL_RECIPES",
     "EVERY_FORMAT",
+    "FP8_RECIPES",
     "FORMATS",
     "RECIPES",
     "WEIGHT_FORMAT",
@@ -33,6 +35,19 @@ RECIPES = {
     "nvfp4": recipes.NVFP4(),
     "row-scaled": recipes.NVFP4RowScaled(),
 }
+#: Recipes of FP8 codes; sizes are multiples of 32.
+FP8_RECIPES = {
+    "mxfp8": recipes.MXFP8(),
+    "mxfp8-hybrid": recipes.MXFP8(grad_dtype=torch.float8_e5m2, weight_block=(32, 32)),
+    "fp8-block": recipes.FP8Block(),
+    "fp8-block-fp32": recipes.FP8Block(
+        grad_dtype=torch.float8_e5m2, pow2_scales=False, amax_epsilon=1e-3
+    ),
+    "fp8": recipes.FP8Current(),
+}
+#: One of each kind whose results no random numbers decide; inputs are bf16.
+ALL_RECIPES = RECIPES | {name: FP8_RECIPES[name] for name in ("mxfp8", "fp8-block", "fp8")}
+ALL_RECIPES["hadamard"] = recipes.NVFP4(hadamard=True)
 QUANTIZED = {name: recipe for name, recipe in RECIPES.items() if recipe.is_quantized}
 FORMATS = {
     "1x16": grouped.NVFP4(),

@@ -5,8 +5,17 @@ import torch
 from torch import nn
 
 import grouped
+from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.grouped.cases import EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, bytes_of, parameter
+from tests.grouped.cases import (
+    ALL_RECIPES,
+    EVERY_FORMAT,
+    FORMATS,
+    RECIPES,
+    WEIGHT_FORMAT,
+    bytes_of,
+    parameter,
+)
 from tests.helpers import assert_same_bytes, needs_compiler, sample
 
 K, N = 64, 48
@@ -45,22 +54,31 @@ def step(function, module, x, offs):
     leaf = x.clone().requires_grad_()
     torch._dynamo.mark_dynamic(leaf, 0)
     module.zero_grad()
+    torch.manual_seed(1)  # of stochastic rounding
     y = function(leaf, offs)
     y.float().square().sum().backward()
     return y.detach(), leaf.grad, *(p.grad.clone() for p in module.parameters())
 
 
-MODULES = {
-    "linear": lambda **kwargs: GroupedLinear(3, K, N, dtype=torch.bfloat16, **kwargs),
-    "mlp": lambda **kwargs: GroupedMLP(3, K, 32, dtype=torch.bfloat16, **kwargs),
-}
+def linear(recipe, **options):
+    cols = max(N, 3 * recipe.multiple)
+    return GroupedLinear(3, K, cols, recipe=recipe, dtype=torch.bfloat16, **options)
 
 
-@pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def mlp(recipe, **options):
+    return GroupedMLP(3, K, 32, recipe=recipe, dtype=torch.bfloat16, **options)
+
+
+MODULES = {"linear": linear, "mlp": mlp}
+#: All recipes, and both forms of the parameters.
+TRAINED = ALL_RECIPES | {"stochastic": recipes.NVFP4(hadamard=True, stochastic_rounding=True)}
+CASES = [(name, True) for name in TRAINED] + [(name, False) for name in RECIPES]
+
+
+@pytest.mark.parametrize(("name", "single"), CASES)
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
-def test_training_with_changing_token_counts(make, recipe, single):
-    module = make(recipe=recipe, single_parameter=single)
+def test_training_with_changing_token_counts(make, name, single):
+    module = make(TRAINED[name], single_parameter=single)
     function, frames = compiled(module)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in TOKENS:
@@ -269,7 +287,7 @@ def test_compute_offsets():
     assert function(torch.tensor([3, 0, 5])).tolist() == [6, 6, 16]
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_export(recipe):
     module = MODULES["linear"](recipe=recipe)
     tokens = torch.export.Dim("tokens", min=2, max=4096)

@@ -43,16 +43,17 @@ def expected(layer, x, ends, dy):
     wgrad_dy = quantized(dy, recipe.grad_output, ends, "columnwise")
     fprop_w = quantized(w, recipe.weight, None, "rowwise")
     dgrad_w = quantized(w, recipe.weight, None, "columnwise")
-    y, dx = torch.zeros(len(x), N).double(), torch.zeros(len(x), K).double()
-    dw, db = torch.zeros(w.shape).double(), torch.zeros(len(w), N).double()
+    cols, depth = w.shape[1:]
+    y, dx = torch.zeros(len(x), cols).double(), torch.zeros(len(x), depth).double()
+    dw, db = torch.zeros(w.shape).double(), torch.zeros(len(w), cols).double()
     for g, (start, end) in enumerate(spans(ends)):
         rows = slice(start, end)
 
         def linear(weight, inputs, g=g):
             with torch.no_grad():
-                expert = nn.Linear(K, N, dtype=torch.float64)
+                expert = nn.Linear(depth, cols, dtype=torch.float64)
                 expert.weight.copy_(weight)
-                expert.bias.copy_(bias[g] if bias is not None else torch.zeros(N))
+                expert.bias.copy_(bias[g] if bias is not None else torch.zeros(cols))
             inputs = inputs.clone().requires_grad_()
             return expert, inputs, expert(inputs)
 

@@ -11,7 +11,14 @@ from torch.library import opcheck
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.grouped.cases import QUANTIZED, RECIPES, WEIGHT_FORMAT, OpCounter, weights_quantized
+from tests.grouped.cases import (
+    ALL_RECIPES,
+    QUANTIZED,
+    RECIPES,
+    WEIGHT_FORMAT,
+    OpCounter,
+    weights_quantized,
+)
 from tests.helpers import assert_same_bytes, sample
 
 K, N = 64, 48
@@ -107,10 +114,11 @@ def test_errors(change, error, match):
         grouped.linear(**arguments | change)
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.usefixtures("comparable")
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_opcheck(recipe):
-    x, weight = sample(40, K).requires_grad_(), sample(3, N, K).requires_grad_()
-    bias = torch.randn(3, N, requires_grad=True) if recipe.is_quantized else None
+    x, weight = sample(40, K).requires_grad_(), sample(3, 96, K).requires_grad_()
+    bias = torch.randn(3, 96, requires_grad=True) if recipe.is_quantized else None
     opcheck(
         torch.ops.grouped.linear.default,
         (x, weight, bias, OFFS, *recipe.texts, False),

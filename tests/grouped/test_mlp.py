@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from grouped.nn import GroupedMLP
-from tests.grouped.cases import RECIPES
+from tests.grouped.cases import ALL_RECIPES, RECIPES
 from tests.helpers import assert_same_bytes, sample
 
 HIDDEN, WIDTH, ENDS = 64, 32, [13, 13, 35]
@@ -40,7 +40,7 @@ def test_bf16_against_one_expert_at_a_time(bias):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-2 * float(b.abs().max()))
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_it_is_two_layers_and_a_gate(recipe):
     mlp = mlp_of(recipe, dtype=torch.bfloat16)
     x = sample(40, HIDDEN)
@@ -51,7 +51,7 @@ def test_it_is_two_layers_and_a_gate(recipe):
     assert not mlp.gate_up.has_bias and not mlp.down.has_bias
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 @pytest.mark.parametrize("single", [True, False])
 def test_tail_and_empty_groups(recipe, single):
     mlp = mlp_of(recipe, single_parameter=single, bias=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pickle
-import re
 
 import pytest
 import torch
@@ -15,74 +14,124 @@ from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
 from tests.helpers import sample
 
-NVFP4 = grouped.NVFP4
-FORMATS = [
-    NVFP4(),
-    NVFP4(row_scaled=True),
-    NVFP4(block=(16, 16)),
-    NVFP4(hadamard=True),
-    NVFP4(stochastic_rounding=True),
-    NVFP4(four_over_six=True),
-    grouped.MXFP8(),
-    grouped.MXFP8(torch.float8_e5m2, (32, 32)),
-    grouped.FP8Block(),
-    grouped.FP8Block((128, 128), torch.float8_e5m2, pow2_scales=False, amax_epsilon=1e-7),
-    grouped.FP8(),
-    grouped.FP8(scaling="delayed"),
-]
+NVFP4, MXFP8, FP8Block, FP8 = grouped.NVFP4, grouped.MXFP8, grouped.FP8Block, grouped.FP8
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+W = NVFP4(block=(16, 16))
 
 
-def output(fmt, role):
-    """Of a layer, forward and backward, with one role in ``fmt``."""
+def output(recipe):
+    """Of a layer, forward and backward."""
     torch.manual_seed(1)
-    plain = recipes.NVFP4()
-    if fmt.is_transformed and role != "weight":
-        # Both operands of wgrad have the transform, or none.
-        plain = dataclasses.replace(plain, input=fmt, grad_output=fmt)
-    layer = GroupedLinear(2, 64, 48, recipe=dataclasses.replace(plain, **{role: fmt}))
+    layer = GroupedLinear(2, 64, 96, recipe=recipe)
+    layer.weight = torch.nn.Parameter(sample(2, 96, 64))
     x = sample(40, 64).requires_grad_()
     y = layer(x, [13, 35])
-    y.backward(sample(40, 48))
+    y.backward(sample(40, 96))
     return y.detach(), x.grad, layer.weight.grad
 
 
-@pytest.mark.parametrize("role", recipes.ROLES)
-@pytest.mark.parametrize("flag", ["hadamard", "stochastic_rounding", "four_over_six", "row_scaled"])
-def test_a_flag_is_refused_or_honoured(flag, role):
-    """It is never dropped: a recipe with the flag does not give the bits of one without."""
-    fmt = NVFP4(**{flag: True})
-    status = support("grouped_quantize", fmt, "reference")
-    if not status:
-        with pytest.raises(cute_kernels.UnsupportedError, match=rf"{role} cannot be.*{flag}"):
-            output(fmt, role)
-        assert status.reason
-        return
-    if role == "weight" and flag == "row_scaled":
-        with pytest.raises(ValueError, match="one second-level scale a group"):
-            output(fmt, role)
-        return
-    if role == "weight" and flag == "hadamard":
-        with pytest.raises(ValueError, match="weight cannot have hadamard"):
-            output(fmt, role)
-        return
-    pairs = zip(output(fmt, role), output(NVFP4(), role), strict=True)
+def assert_honoured(recipe, plain):
+    pairs = zip(output(recipe), output(plain), strict=True)
     assert not all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("fmt", FORMATS[6:], ids=lambda fmt: fmt.text)
-def test_a_format_is_refused_or_runs(fmt):
-    ops = ("grouped_quantize", "grouped_gemm")
-    reasons = [r for op in ops if (r := support(op, fmt, "reference").reason)]
-    if reasons:
-        with pytest.raises(cute_kernels.UnsupportedError, match=re.escape(reasons[0])):
-            Recipe(fmt, fmt, fmt)
+@pytest.mark.parametrize(
+    "roles", [("input", "grad_output"), ("grad_output",), ("input",), ("weight",)], ids=str
+)
+@pytest.mark.parametrize("flag", ["hadamard", "stochastic_rounding", "four_over_six", "row_scaled"])
+def test_a_flag_is_refused_or_honoured(flag, roles):
+    """It is never dropped: a recipe with the flag does not give the bits of one without."""
+    fmt, formats = NVFP4(**{flag: True}), dict.fromkeys(recipes.ROLES, NVFP4())
+    changed = formats | dict.fromkeys(roles, fmt)
+    status = support("grouped_quantize", fmt, "reference")
+    if not status:
+        with pytest.raises(cute_kernels.UnsupportedError, match=rf"{roles[0]} cannot be.*{flag}"):
+            Recipe(**changed)
+        assert status.reason
+    elif flag == "row_scaled" and "weight" in roles:
+        with pytest.raises(ValueError, match="one second-level scale a group"):
+            Recipe(**changed)
+    elif flag == "hadamard" and len(roles) == 1:
+        with pytest.raises(ValueError, match="must be transformed alike"):
+            Recipe(**changed)
+    else:
+        assert_honoured(Recipe(**changed), Recipe(**formats))
+
+
+def variants(recipe, **options):
+    """Of each option, beside the recipe with its default."""
+    return [(recipe, name, value) for name, value in options.items()]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "value"),
+    [
+        *variants(recipes.NVFP4, hadamard=True, stochastic_rounding=True),
+        *variants(recipes.NVFP4RowScaled, stochastic_rounding=True),
+        *variants(recipes.MXFP8, grad_dtype=E5M2, weight_block=(32, 32)),
+        *variants(recipes.FP8Block, grad_dtype=E5M2, pow2_scales=False, amax_epsilon=100.0),
+        *variants(recipes.FP8Current, grad_dtype=E4M3),
+        *variants(recipes.FP8Delayed, grad_dtype=E4M3),
+    ],
+)
+def test_an_option_reaches_the_formats(recipe, name, value):
+    try:
+        changed = recipe(**{name: value})
+    except cute_kernels.UnsupportedError as error:
+        assert name in str(error)
         return
-    if fmt.takes_scale:
-        with pytest.raises(ValueError, match="use FP8Delayed"):
-            Recipe(fmt, fmt, fmt)
+    again = dataclasses.replace(recipe(), **{name: value})
+    assert again == changed and again.texts == changed.texts and value in vars(changed).values()
+    assert_honoured(changed, recipe())
+
+
+def test_roles_of_the_named_recipes():
+    def texts(recipe):
+        return recipe.texts
+
+    assert texts(recipes.BF16()) == (None, None, None)
+    assert texts(recipes.NVFP4()) == ("nvfp4", "nvfp4:block=16x16", "nvfp4")
+    assert texts(recipes.NVFP4RowScaled()) == ("nvfp4:row_scaled", "nvfp4:block=16x16", "nvfp4")
+    nvidia = recipes.NVFP4(hadamard=True, stochastic_rounding=True)
+    assert texts(nvidia) == (
+        *("nvfp4:hadamard", "nvfp4:block=16x16", "nvfp4:hadamard,stochastic_rounding"),
+    )
+    stochastic = recipes.NVFP4RowScaled(stochastic_rounding=True)
+    assert texts(stochastic)[::2] == ("nvfp4:row_scaled", "nvfp4:stochastic_rounding")
+    assert texts(recipes.MXFP8()) == ("mxfp8",) * 3
+    assert texts(recipes.FP8Block()) == ("fp8_block", "fp8_block:block=128x128", "fp8_block")
+    assert texts(recipes.FP8Current()) == ("fp8", "fp8", "fp8:dtype=e5m2")
+    delayed = "fp8:scaling=delayed"
+    assert texts(recipes.FP8Delayed()) == (delayed, delayed, "fp8:dtype=e5m2,scaling=delayed")
+    hybrid = recipes.FP8Block(grad_dtype=E5M2, pow2_scales=False, amax_epsilon=0.5)
+    rest = "pow2_scales=false,amax_epsilon=0.5"
+    assert texts(hybrid) == (
+        *(f"fp8_block:{rest}", f"fp8_block:block=128x128,{rest}", f"fp8_block:dtype=e5m2,{rest}"),
+    )
+    mixed = recipes.MXFP8(weight_block=(32, 32), grad_dtype=E5M2)
+    assert texts(mixed) == ("mxfp8", "mxfp8:block=32x32", "mxfp8:dtype=e5m2")
+
+
+@pytest.mark.parametrize(
+    ("roles", "error", "match"),
+    [
+        ((FP8Block(), FP8Block(), FP8Block()), None, None),
+        ((FP8Block((128, 128)), FP8Block((128, 128)), FP8Block()), ValueError, "fprop multiplies"),
+        ((FP8Block(), FP8Block((128, 128)), FP8Block((128, 128))), ValueError, "dgrad multiplies"),
+        ((FP8Block((128, 128)), FP8Block(), FP8Block((128, 128))), ValueError, "wgrad multiplies"),
+        ((FP8(), MXFP8(), FP8()), ValueError, "fprop multiplies input by weight: .*one kind"),
+        ((NVFP4(), W, FP8()), ValueError, "dgrad multiplies grad_output by weight: .*one kind"),
+        ((FP8(E5M2), FP8(), FP8()), ValueError, "input must have E4M3 codes, got FP8"),
+        ((FP8(), FP8(E5M2), FP8()), ValueError, "weight must have E4M3 codes, got FP8"),
+        ((MXFP8(E5M2),) * 3, ValueError, "input must have E4M3 codes"),
+    ],
+)
+def test_products_that_are_not_multiplied(roles, error, match):
+    if error is None:
+        output(Recipe(*roles))
         return
-    layer = GroupedLinear(2, 128, 128, recipe=Recipe(fmt, fmt, fmt))
-    layer(sample(40, 128).requires_grad_(), [13, 35]).sum().backward()
+    with pytest.raises(error, match=match):
+        Recipe(*roles)
 
 
 @pytest.mark.parametrize("fmt", [grouped.NVFP4, grouped.MXFP8, grouped.FP8Block, grouped.FP8])
@@ -110,7 +159,7 @@ def test_no_format_is_refused():
 def test_operands_of_wgrad_are_transformed_alike():
     transformed = NVFP4(hadamard=True)
     for roles in ((transformed, NVFP4(), NVFP4()), (NVFP4(), NVFP4(), transformed)):
-        with pytest.raises(ValueError, match="input and grad_output must both have hadamard"):
+        with pytest.raises(ValueError, match="wgrad multiplies .* must be transformed alike"):
             Recipe(*roles)
 
 
@@ -119,9 +168,17 @@ def test_other_errors():
         Recipe(NVFP4(), None, NVFP4())
     with pytest.raises(TypeError, match="propagate_nonfinite must be a bool, got 1"):
         recipes.NVFP4(propagate_nonfinite=1)
+    with pytest.raises(TypeError, match="hadamard must be a bool, got 1"):
+        recipes.NVFP4(hadamard=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'input'"):
+        recipes.NVFP4(input=NVFP4())
+    with pytest.raises(ValueError, match="dtype must be"):
+        recipes.MXFP8(grad_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("recipe", [recipes.BF16(), recipes.NVFP4RowScaled()])
+@pytest.mark.parametrize(
+    "recipe", [recipes.BF16(), recipes.NVFP4RowScaled(), recipes.FP8Block(pow2_scales=False)]
+)
 def test_recipes_are_values(recipe):
     same = pickle.loads(pickle.dumps(recipe))
     assert same == recipe and hash(same) == hash(recipe) and same.texts == recipe.texts

@@ -9,7 +9,7 @@ from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.nn.swiglu import swiglu
 from perf.memory import Saved, Sizes, measure, saved_by
-from tests.grouped.cases import QUANTIZED, RECIPES, WEIGHT_FORMAT
+from tests.grouped.cases import ALL_RECIPES, QUANTIZED, WEIGHT_FORMAT
 from tests.helpers import assert_same_bytes, sample
 
 ROWS, GROUPS, HIDDEN, WIDTH = 40, 3, 64, 32
@@ -41,7 +41,7 @@ def expected_of_linear(recipe, rows, n, k, x=True, weight=True):
 
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_mlp(recipe, parameters, single):
     mlp = GroupedMLP(
         *(GROUPS, HIDDEN, WIDTH), recipe=recipe, dtype=parameters, single_parameter=single
@@ -67,7 +67,7 @@ def test_bytes_by_hand(name, activations, weights):
     assert sum(t.nbytes for t in saved) == activations + weights + 2 * 4
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 @pytest.mark.parametrize("frozen", ["x", "weight", "weight bias", "x weight", "x weight bias"])
 def test_frozen_operands_keep_nothing(frozen, recipe):
     """For a product that nobody wants; offs are for the bias, too."""
@@ -124,7 +124,7 @@ def test_the_gate_is_what_autograd_makes_of_it(dtype):
     assert_same_bytes(leaves[1].detach(), x.to(dtype), any_nan=True)
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_peak(recipe):
     """A quantized weight is gone before its gradient is made: it is not part of the peak.
 

@@ -9,11 +9,15 @@ from torch import nn
 
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.grouped.cases import RECIPES, WEIGHT_FORMAT, OpCounter
+from tests.grouped.cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
 from tests.helpers import assert_same_bytes, sample
 
-K, N, GROUPS, ENDS = 64, 48, 3, [13, 13, 35]
+K, N, GROUPS, ENDS = 64, 96, 3, [13, 13, 35]
 FORMS = ("single", "discrete", "one buffer")
+#: Every recipe, and every form of the parameters.
+RECIPES_AND_FORMS = [(name, "single") for name in ALL_RECIPES] + [
+    (name, form) for name in ("bf16", "nvfp4", "fp8-block") for form in FORMS[1:]
+]
 
 
 def layer_of(recipe, form="single", **options):
@@ -62,10 +66,10 @@ def data():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_gradients_add_up_in_main_grad(recipe, form, dtype, data):
+@pytest.mark.parametrize(("name", "form"), RECIPES_AND_FORMS)
+def test_gradients_add_up_in_main_grad(name, form, dtype, data):
     """In fp32 before the one cast; the input's and the bias's are what they always are."""
+    recipe = ALL_RECIPES[name]
     x, dy = data
     layer, plain = layer_of(recipe, form, fuse_wgrad_accumulation=True), layer_of(recipe, form)
     give_main_grads(layer, form, dtype)
@@ -187,7 +191,7 @@ def test_a_main_grad_that_does_not_fit(single, delay, main_grad, error, match, d
         main_grad = grouped.quantize(torch.zeros(GROUPS, N, K), WEIGHT_FORMAT)
     parameter.main_grad = main_grad
     y = layer(x, ENDS)
-    match = match.replace("NAME", name).replace("(S", "(3, 48, 64" if single else "(48, 64")
+    match = match.replace("NAME", name).replace("(S", "(3, 96, 64" if single else "(96, 64")
     counter = OpCounter()
     if delay:
         y.backward(dy)
@@ -229,10 +233,10 @@ def gradients(layer):
 
 
 @pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_delayed_gradients_are_the_same(recipe, form, fuse):
+@pytest.mark.parametrize(("name", "form"), RECIPES_AND_FORMS)
+def test_delayed_gradients_are_the_same(name, form, fuse):
     """Several microbatches wait; each call computes the oldest."""
+    recipe = ALL_RECIPES[name]
     delayed, plain = (
         layer_of(recipe, form, fuse_wgrad_accumulation=fuse, delay_wgrad=delay)
         for delay in (True, False)
@@ -257,7 +261,7 @@ def test_delayed_gradients_are_the_same(recipe, form, fuse):
         delayed.backward_dw()
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_backward_computes_dx_only(recipe, data):
     x, dy = data
     layer = layer_of(recipe, delay_wgrad=True)
@@ -378,7 +382,7 @@ def test_what_waits_is_what_the_product_reads(data):
 
 
 @pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_mlp(recipe, single):
     mlps = []
     for fused in (True, False):

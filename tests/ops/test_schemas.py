@@ -315,19 +315,6 @@ def test_every_op_has_a_case():
     assert named | {f"{name}_out" for name in named} | IN_PLACE == registered()
 
 
-@pytest.fixture
-def comparable(monkeypatch):
-    """opcheck compares what an op must not change; PyTorch cannot compare numbers of FP8."""
-    allclose = torch.allclose
-
-    def compare(a, b, *args, **options):
-        if a.dtype.is_floating_point and a.itemsize == 1:
-            return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        return allclose(a, b, *args, **options)
-
-    monkeypatch.setattr(torch, "allclose", compare)
-
-
 @pytest.mark.usefixtures("comparable")
 @each_case
 def test_functional_form(name, make):

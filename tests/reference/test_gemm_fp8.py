@@ -415,6 +415,20 @@ def test_quantizing_on_the_way_gives_the_bits_of_two_ops(pair, transpose_b):
         assert_same_bytes(got, case.run(bias, alpha, dtype))
 
 
+def test_delayed_scales_meet_current_ones():
+    """Codes made with given scales decode, and so multiply, by their own inverses."""
+    case = Product(KINDS["fp8"], (20, 0, 12))
+    scale = torch.tensor([3.0, 1.0, 0.25])
+    codes, scale_inv, *_ = ops.grouped_quantize(
+        case.x, "fp8:scaling=delayed", case.offs, scale=scale
+    )
+    case.a, case.pair = [codes, scale_inv], ("fp8:scaling=delayed", "fp8")
+    got = case.run()
+    for g, rows, a, b in case.members():
+        assert a.level == 1 / scale[g].numpy()
+        assert_same_bytes(got[rows], scaled(*acc_and_factor(a, b)))
+
+
 @each_kind
 @pytest.mark.parametrize("rows", [[-5, 30], [30, 10], [10, 999], [-1, -1]], ids=str)
 def test_garbage_offsets_act_as_their_clamped_values(pair, rows):
