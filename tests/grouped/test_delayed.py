@@ -596,14 +596,19 @@ def test_transforms_take_an_evaluated_layer():
         assert_same_bytes(value, before[name], name)
 
 
-def test_a_nan_reaches_the_output():
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_reaches_the_output_and_no_scale(value):
     recipe = recipes.FP8Delayed(history_length=4, propagate_nonfinite=True)
     layer, (x, dy) = layer_of(recipe), step_data(1)[0]
-    x[20, 3] = torch.nan
+    finite = x.clone()
+    finite[20, 3] = 0
+    x[20, 3] = value
     for _ in range(2):
-        y, dx, *_ = run(layer, layer, x, dy)
-        assert y[13:35].isnan().all() and y[:13].isfinite().all() and dx.isfinite().all()
-    assert layer.scaling.scale("input").isfinite().all()
+        y, dx, dw, _ = run(layer, layer, x, dy)
+        assert y[20].isnan().all() and y[:20].isfinite().all() and y[21:].isfinite().all()
+        assert dw[2, :, 3].isnan().all() and dx.isfinite().all()
+    newest = layer.scaling.amax_history("input")[-1]
+    assert newest[2] == finite[13:35].float().abs().max()
 
 
 # ---------------------------------------------------------------------------------- recipe
