@@ -106,11 +106,9 @@ def read(what: str, records: Mapping[str, type[R]], text: str) -> R:
     return made
 
 
-def _defaults(record: type[Record] | Record) -> dict[str, Any]:
-    """The defaults of the fields that a text says, by name.
-
-    Of a class or a record: a compiler that traces how one is made knows no fields of classes.
-    """
+def _defaults(record: Record | type[Record]) -> dict[str, Any]:
+    """The defaults of the fields that a text says, by name."""
+    # Of a record, not of its class, where there is one: Dynamo traces only that.
     fields = dataclasses.fields(record)  # type: ignore[arg-type]
     return {f.name: f.default for f in fields if f.name != _NAME}
 

@@ -349,7 +349,7 @@ def test_groups_with_shapes_of_their_own(name):
     members = [sample(1, *shape) for shape in shapes]
     x = torch.cat([m.flatten() for m in members])
     call = (variant.text, None, None, True, True, None, variant.seed)
-    got = ops.grouped_quantize(x, *call, flat)
+    got = ops.grouped_quantize(x, *call, shapes=flat)
     decoded = ops.grouped_dequantize(
         got[0], got[1:3], variant.text, len(x), torch.float32, None, False, flat
     )
