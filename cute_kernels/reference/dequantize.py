@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cute_kernels.layout.shapes import TILE_ROWS
+from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.reference import hadamard
 from cute_kernels.reference.codecs import Codec, codec_of
 from cute_kernels.reference.codecs.base import scaled

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.shapes import TILE_ROWS, ceil_div
+from cute_kernels.layout.shapes import ceil_div
+from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.reference import hadamard
 from cute_kernels.reference.codecs import Codec, codec_of
 from cute_kernels.reference.conversions import pack

@@ -9,7 +9,7 @@ import torch
 import grouped
 from cute_kernels import reference
 from cute_kernels.formats import parse
-from cute_kernels.layout.shapes import uniform_tiles
+from cute_kernels.layout.slots import uniform_tiles
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.hadamard import transform
 from tests.helpers import (
