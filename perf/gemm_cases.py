@@ -12,7 +12,8 @@ from torch import Tensor
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.layout.buffers import BufferSpec, buffers
-from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, num_slot_tiles
+from cute_kernels.layout.shapes import ceil_div
+from cute_kernels.layout.slots import TILE_ROWS, num_slot_tiles
 from cute_kernels.reference.codecs import codec_of
 from cute_kernels.reference.scales import linear_column_scales, linear_row_scales
 from perf.routing import split_rows

@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels.formats import NVFP4
 from cute_kernels.layout.buffers import BufferSpec, buffers
-from cute_kernels.layout.shapes import slot_tile
+from cute_kernels.layout.slots import slot_tile
 from cute_kernels.reference.scales import untile_scales
 from cute_kernels.reference.tensor_core import tensor_core_gemm
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels import emulator
-from cute_kernels.layout.shapes import ceil_div, slot_tile
+from cute_kernels.layout.shapes import ceil_div
+from cute_kernels.layout.slots import slot_tile
 from perf.gemm_counts import ARCH, CASES, NUM_SMS, Counts, Operands
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_kernels import reference
 from cute_kernels.formats import Format, parse
 from cute_kernels.layout.buffers import BufferSpec, buffers, member_parts
-from cute_kernels.layout.shapes import TILE_ROWS, uniform_tiles
+from cute_kernels.layout.slots import TILE_ROWS, uniform_tiles
 from cute_kernels.ops.checks import (
     check_input,
     check_multiple,

@@ -9,7 +9,7 @@ import torch
 import grouped
 from cute_kernels import reference
 from cute_kernels.formats import parse
-from cute_kernels.layout.shapes import uniform_tiles
+from cute_kernels.layout.slots import uniform_tiles
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.hadamard import transform
 from tests.helpers import (
@@ -349,7 +349,7 @@ def test_groups_with_shapes_of_their_own(name):
     members = [sample(1, *shape) for shape in shapes]
     x = torch.cat([m.flatten() for m in members])
     call = (variant.text, None, None, True, True, None, variant.seed)
-    got = ops.grouped_quantize(x, *call, flat)
+    got = ops.grouped_quantize(x, *call, shapes=flat)
     decoded = ops.grouped_dequantize(
         got[0], got[1:3], variant.text, len(x), torch.float32, None, False, flat
     )
