@@ -34,6 +34,7 @@ from tests.reference.oracle_variants import (
     SquareFourOverSix,
     Stochastic,
     StochasticHadamard,
+    block_bytes,
     hadamard16,
     undo_hadamard,
 )
@@ -342,6 +343,16 @@ def test_non_contiguous_views():
             check(view, offsets((view.shape[0] - 7, 7)), variant)
 
 
+def drawn(rows, cols, row_blocks, column_blocks):
+    """Bytes (rows, cols) and (slots, cols) of a member behind others with so many blocks."""
+    slots = 128 * uniform_tiles(rows)
+    rowwise = [list(block_bytes(SEED, 0, row_blocks + i)) for i in range(rows * cols // 16)]
+    columnwise = [list(block_bytes(SEED, 1, column_blocks + i)) for i in range(slots // 16 * cols)]
+    by_column = torch.tensor(columnwise, dtype=torch.uint8).view(slots // 16, cols, 16)
+    by_row = torch.tensor(rowwise, dtype=torch.uint8).view(rows, cols)
+    return by_row, by_column.mT.reshape(slots, cols)
+
+
 @pytest.mark.parametrize("name", ["stochastic", "both", "stochastic squares", "4over6", "hadamard"])
 def test_groups_with_shapes_of_their_own(name):
     """Each member is a uniform tensor of one group whose blocks come after those before it."""
@@ -367,7 +378,7 @@ def test_groups_with_shapes_of_their_own(name):
         _, rows, cols = member.shape
         draws = None
         if variant.seed is not None:
-            draws = reference.KeyedDraws(variant.seed, cols, tuple(before))
+            draws = reference.GivenDraws(*drawn(rows, cols, *before))
         groups = Groups.uniform(1, rows, member.device)
         reference.quantize(
             reference.Elements(member), groups, fmt, out, reference.Given(draws=draws)
