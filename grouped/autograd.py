@@ -22,8 +22,9 @@ from grouped.passes import (
     joined,
     low,
 )
-from grouped.recipes import ROLES, OfCall, Recipe
+from grouped.recipes import ROLES, OfCall, Recipe, check_recipe
 from grouped.tensor import GroupedTensor, handler
+from grouped.validation import check_is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,8 +75,10 @@ def linear(
         RuntimeError: a GroupedTensor lacks a copy that the product or a gradient reads, or a second
             or forward-mode derivative.
     """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe must be a grouped.recipes.Recipe, got {recipe!r}")
+    check_recipe(recipe)
+    for name, operand in (("x", x), ("weight", weight), ("bias", bias)):
+        if operand is not None or name != "bias":
+            check_is_tensor(name, operand)
     if weight.dim() != 3:
         raise ValueError(f"weight must have shape (G, N, K), got {tuple(weight.shape)}")
     groups, cols, depth = weight.shape

@@ -15,6 +15,7 @@ from cute_kernels.ops.registry import is_observed
 from grouped.handlers import not_differentiable
 from grouped.offsets import Offsets, as_offs
 from grouped.tensor import GroupedTensor, handler
+from grouped.validation import check_is_tensor
 
 __all__ = ["grouped_gemm"]
 
@@ -82,6 +83,10 @@ def grouped_gemm(
     """
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, which is missing")
+    check_is_tensor("a", a)
+    check_is_tensor("b", b)
+    if out is not None:
+        check_is_tensor("out", out)
     if out is not None and out_dtype not in (None, out.dtype):
         raise ValueError(f"out_dtype is {out_dtype}, but out is {out.dtype}")
     if out is not None:

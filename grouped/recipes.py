@@ -301,7 +301,8 @@ class FP8Delayed(_Named):
         amax_group: processes that share the scales: their amaxes are reduced to the largest at each
             update, so all of them must take the same steps. A ``torch.distributed`` group or its
             name, which is what is kept. ``DistributedDataParallel`` needs
-            ``broadcast_buffers=False`` beside it.
+            ``broadcast_buffers=False`` beside it. None: each process has scales of its own, of
+            which a distributed checkpoint keeps one set.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -347,3 +348,15 @@ class OfCall(Recipe):
 
     def _check_scales(self) -> None:
         """Whoever gave them updates them."""
+
+
+def check_recipe(recipe: object) -> None:
+    """Raise ``TypeError`` unless ``recipe`` is a recipe, and not its class or a format."""
+    if isinstance(recipe, Recipe):
+        return
+    hint = ""
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        hint = f": {recipe.__name__}(), not {recipe.__name__}"
+    elif isinstance(recipe, Format):
+        hint = ": a format, which a recipe has for each role, Recipe(input, weight, grad_output)"
+    raise TypeError(f"recipe must be a grouped.recipes.Recipe, got {recipe!r}{hint}")

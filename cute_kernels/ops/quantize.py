@@ -145,7 +145,10 @@ class GroupedQuantize(Op):
             raise ValueError(f"scale is missing: {self.format} takes (G,) fp32 scales")
         if self.scale is not None:
             if not takes:
-                raise ValueError(f"scale is for formats that take one, {self.format} computes it")
+                raise ValueError(
+                    f"scale is for formats that take one, {self.format} computes it: leave it "
+                    "away, or take FP8(scaling='delayed')"
+                )
             check_tensor("scale", self.scale, dtypes=(torch.float32,), shape=(self.num_groups,))
             same_device("x", self.device, scale=self.scale)
         if self.amax is None:

@@ -49,6 +49,8 @@ class DelayedScaling(nn.Module):
     ``{role}_scale`` (G,), first ones, and ``{role}_amax_history`` (L, G), first zeros, for
     ``input``, ``weight`` and ``grad_output``. One slot a group, for single and discrete parameters
     alike. A weight that is a GroupedTensor has its own scales, and the slots of ``weight`` rest.
+    State dicts of other recipes lack the buffers: with ``load_state_dict(..., strict=False)`` they
+    load, in either direction. Under another recipe, set as ``layer.recipe``, the state rests.
 
     Args:
         recipe: formats, length of the histories and how scales follow from them.

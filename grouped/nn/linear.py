@@ -16,7 +16,7 @@ from grouped.nn.forms import convert
 from grouped.nn.kept import KeptWeight, can_keep, is_static
 from grouped.nn.wgrad import EAGER_ONLY, ParameterGradients, Wgrads
 from grouped.passes import Copies, Scaling, joined, quantize_weight
-from grouped.recipes import BF16, ROLES, FP8Delayed, Recipe
+from grouped.recipes import BF16, ROLES, FP8Delayed, Recipe, check_recipe
 from grouped.tensor import GroupedTensor
 
 if TYPE_CHECKING:
@@ -80,8 +80,7 @@ class GroupedLinear(debug.Watched):
     ) -> None:
         super().__init__()
         self.recipe = BF16() if recipe is None else recipe
-        if not isinstance(self.recipe, Recipe):
-            raise TypeError(f"recipe must be a grouped.recipes.Recipe, got {recipe!r}")
+        check_recipe(self.recipe)
         for name, size in (
             ("num_groups", num_groups),
             ("in_features", in_features),
@@ -222,13 +221,16 @@ class GroupedLinear(debug.Watched):
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def _scaling_of_call(self, is_first_microbatch: bool | None) -> Scaling | None:
-        """The scales of a call under delayed scaling, updated if it is the first of a step."""
-        if self.scaling is None:
-            if self.recipe.takes_scales:
-                raise RuntimeError(
-                    f"the layer has no state for {self.recipe}: make it with this recipe"
-                )
+        """The scales of a call under delayed scaling, updated if it is the first of a step.
+
+        None under a recipe that takes none; the state of a layer that was made with one rests then.
+        """
+        if not self.recipe.takes_scales:
             return None
+        if self.scaling is None:
+            raise RuntimeError(
+                f"the layer has no state for {self.recipe}: make it with this recipe"
+            )
         self.scaling.begin(is_first_microbatch)
         return self.scaling.of_call(self.recipe, self.num_groups)
 

@@ -654,3 +654,28 @@ def test_other_recipes_refuse_formats_that_take_scales():
         recipes.Recipe(fmt, fmt, fmt)
     with pytest.raises(ValueError, match="grad_output is .* use FP8Delayed"):
         recipes.Recipe(grouped.FP8(), grouped.FP8(), fmt)
+
+
+@pytest.mark.parametrize("other", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
+def test_the_state_rests_under_another_recipe(other):
+    """As for the last steps in BF16, or a model that serves in another recipe."""
+    torch.manual_seed(0)
+    layer = GroupedLinear(G, K, N, recipe=RECIPE)
+    plain = GroupedLinear(G, K, N, recipe=other)
+    missing = plain.load_state_dict(layer.state_dict(), strict=False)
+    assert missing.missing_keys == []
+    x = sample(40, K)
+    layer(x, OFFS).sum().backward()
+    state = {name: t.clone() for name, t in layer.scaling.state_dict().items()}
+    layer.recipe = other
+    layer.zero_grad()
+    y, expected = layer(x, OFFS), plain(x, OFFS)
+    assert_same_bytes(y, expected)
+    y.sum().backward()
+    expected.sum().backward()
+    assert_same_bytes(layer.weight.grad, plain.weight.grad)
+    for name, t in layer.scaling.state_dict().items():
+        assert_same_bytes(t, state[name])
+    layer.recipe = RECIPE
+    layer(x, OFFS).sum().backward()
+    assert not torch.equal(layer.scaling.scale("input"), state["input_scale"])
