@@ -101,7 +101,7 @@ def grouped_gemm(
         if out is None:
             result: Tensor = torch.ops.grouped.gemm(*pair, dtype, accumulation)
             return result
-        torch.ops.grouped.gemm_out(*pair, accumulate, accumulation, out)
+        torch.ops.grouped.gemm_out(*pair, accumulate, out, accumulation)
         return out
     if isinstance(a, GroupedTensor):
         names = f"{type(a).__name__} and {type(b).__name__}"
@@ -136,12 +136,14 @@ def _call(name: str, operands: tuple[object, ...], out: Tensor | None, accumulat
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _OPERANDS = "Tensor a, Tensor b, Tensor? bias, Tensor? alpha, bool transpose_b"
-_LIBRARY.define(f"gemm({_OPERANDS}, ScalarType dtype, str? accumulation) -> Tensor")
+_LIBRARY.define(f"gemm({_OPERANDS}, ScalarType dtype, str? accumulation=None) -> Tensor")
 register_autograd("gemm", not_differentiable, None, _LIBRARY)
 _MIXED = _OPERANDS.replace("Tensor b", "Tensor b, Tensor offs")
 _LIBRARY.define(f"gemm_w4a16({_MIXED}, ScalarType dtype) -> Tensor")
 _LIBRARY.define(f"gemm_w4a16_out({_MIXED}, bool accumulate, Tensor(o!) out) -> ()")
-_LIBRARY.define(f"gemm_out({_OPERANDS}, bool accumulate, str? accumulation, Tensor(o!) out) -> ()")
+_LIBRARY.define(
+    f"gemm_out({_OPERANDS}, bool accumulate, Tensor(o!) out, str? accumulation=None) -> ()"
+)
 
 
 def _save_w4a16(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -183,8 +185,9 @@ def _gemm(func: Any, *arguments: Any) -> Tensor:
 
 @handler(torch.ops.grouped.gemm_out.default)
 def _gemm_out(func: Any, *arguments: Any) -> None:
-    *pair, accumulate, accumulation, out = arguments
-    name, operands = _quantized_operands(*pair, out.dtype, accumulation)  # type: ignore[call-arg]
+    *pair, accumulate, out = arguments[:7]
+    # The dispatcher leaves out what has its default.
+    name, operands = _quantized_operands(*pair, out.dtype, *arguments[7:])  # type: ignore[call-arg]
     _call(name, operands, out=out, accumulate=accumulate)
 
 
@@ -215,7 +218,7 @@ def _quantized_operands(
     alpha: Tensor | None,
     transpose_b: bool,
     dtype: torch.dtype,
-    accumulation: str | None,
+    accumulation: str | None = None,
 ) -> tuple[str, tuple[object, ...]]:
     """The op that multiplies ``a`` by ``b``, and its operands."""
     if a.offs is None:

@@ -76,7 +76,7 @@ def quantize(
         rowwise = rows_first(rowwise)
     if fmt.second_level is None:
         # Nobody asks for amaxes of whole rows, which take a pass over all elements.
-        per_row = torch.zeros(1, device=elements.device).expand(elements.rows)
+        per_row = torch.zeros(1, dtype=torch.float32, device=elements.device).expand(elements.rows)
     else:
         per_row = elements.absmax()
     per_group = _group_amaxes(elements, groups, fmt, per_row, given.amax, bool(columnwise))
@@ -117,7 +117,7 @@ def _group_amaxes(
 
 def _transformed_amax(elements: Elements, groups: Groups) -> Tensor:
     """(G,) amaxes of the transformed values."""
-    out = torch.zeros(len(groups), device=elements.device)
+    out = torch.zeros(len(groups), dtype=torch.float32, device=elements.device)
     for _, group, row in tile_parts(groups, elements.cols):
         per_tile = absmax(_tile_values(elements, row, is_transformed=True).flatten(1))
         out.scatter_reduce_(0, group, per_tile, "amax")
