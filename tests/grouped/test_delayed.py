@@ -575,6 +575,20 @@ def test_the_functional_form_refuses_what_it_cannot_honour():
         layer(x, OFFS)
 
 
+@pytest.mark.parametrize("counts", [False, True])
+def test_opcheck(counts):
+    x, weight = sample(40, K).requires_grad_(), sample(G, N, K).requires_grad_()
+    bias = torch.randn(G, N, requires_grad=True)
+    scales = [torch.rand(G) + 0.5 for _ in ROLES]
+    amaxes = [torch.zeros(G) for _ in ROLES] if counts else None
+    # Not the test of schemas: it multiplies what is kept, which torch does not do in float8.
+    torch.library.opcheck(
+        torch.ops.grouped.linear.default,
+        (x, weight, bias, OFFS, *RECIPE.texts, False, scales, amaxes),
+        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
 def test_transforms_take_an_evaluated_layer():
     layer, (x, dy) = layer_of(), step_data(1)[0]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""torch's default dtype and device say nothing about the bits of an op."""
+"""Settings of torch say nothing about the bits of an op, or are not silent about it."""
 
 import subprocess
 import sys
@@ -10,6 +10,7 @@ import torch
 import cute_kernels
 import grouped
 from cute_kernels import support
+from cute_kernels.host import settings
 from grouped import FP8, MXFP8, NVFP4, FP8Block
 from tests.helpers import assert_same_bytes, offsets, sample
 
@@ -87,3 +88,15 @@ def test_defaults_when_imported():
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     x = torch.arange(-8.0, 8.0).repeat(2, 1, 1)
     assert float(found.stdout) == grouped.quantize(x, NVFP4()).dequantize().sum().item()
+
+
+def test_flushed_subnormals_are_not_silent(monkeypatch):
+    monkeypatch.setattr(settings, "_warned", set())
+    x = torch.ones(1, 2, 32)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        with pytest.warns(RuntimeWarning, match="flushes subnormal numbers to zero"):
+            grouped.quantize(x, MXFP8())
+    finally:
+        torch.set_flush_denormal(False)
