@@ -274,6 +274,8 @@ class GroupedTensor(Tensor):
         """
         if direction not in (None, "rowwise", "columnwise"):
             raise ValueError(f"direction must be 'rowwise' or 'columnwise', got {direction!r}")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         out: Tensor = torch.ops.grouped.dequantize(self, dtype, direction)
         return out
 

@@ -34,7 +34,7 @@ from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping
 from cute_kernels.device.memory import store_shared
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
-from cute_kernels.layout.shapes import TILE_ROWS
+from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.amax import AmaxKernels
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 from cute_kernels.quantize.levels import LevelWriter
