@@ -90,8 +90,9 @@ def test_every_recipe_trains(tmp_path: Path) -> None:
     for name, run in runs.items():
         assert run["end_loss"] < run["start_loss"] and f"\n{name} " in printed
         if "FP8" in name:
-            # E5M2 has 25 dB; delayed scaling has guessed its scales.
-            assert 20 < min(run["snr_db"].values()) <= max(run["snr_db"].values()) < 36
+            # E5M2 has 25 dB. Scales from earlier steps are guesses, wild ones after two steps.
+            least = 10 if "Delayed" in name else 24
+            assert least < min(run["snr_db"].values()) <= max(run["snr_db"].values()) < 36
 
 
 def test_table(everything: tuple[Path, str, dict[str, Any]]) -> None:

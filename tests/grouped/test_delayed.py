@@ -339,15 +339,14 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("name", "single"), [("linear", True), ("linear", False), ("mlp", True)])
 def test_compiled_training_with_changing_token_counts(name, single):
     module = MODULES[name](single_parameter=single)
     twin, frames = copy.deepcopy(module), Frames()
     compiled = torch.compile(module, fullgraph=True, backend=frames)
     cols = N if name == "linear" else K
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for tokens in (40, 41, 130, 7, 300):
+        for tokens in (40, 7, 300):
             x, dy = sample(tokens, K), sample(tokens, cols)
             offs = torch.tensor([tokens // 3, tokens // 3, tokens - 2], dtype=torch.int32)
             leaves = [x.clone().requires_grad_() for _ in range(2)]

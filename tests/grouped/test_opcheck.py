@@ -57,12 +57,12 @@ CASES = [
     (
         "gemm_out",
         "fprop",
-        lambda: (ragged(), uniform(), None, None, False, False, None, sample(ROWS, N)),
+        lambda: (ragged(), uniform(), None, None, False, False, sample(ROWS, N)),
     ),
     (
         "gemm_out",
         "wgrad that adds",
-        lambda: (ragged(N), ragged(K), None, torch.rand(3), False, True, None, torch.rand(3, N, K)),
+        lambda: (ragged(N), ragged(K), None, torch.rand(3), False, True, torch.rand(3, N, K)),
     ),
     (
         "gemm_w4a16",
