@@ -114,13 +114,7 @@ def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Te
     if kind != "meta" and torch.is_autocast_enabled(kind):
         rows = rows.to(torch.get_autocast_dtype(kind))
     ends = as_offs(offs, rows.shape[0], x.device)
-    if torch.compiler.is_compiling():
-        # Not an ``if``: of offsets from ``torch.bincount`` the size is known at run time only. The
-        # message of a graph can hold no numbers.
-        torch._check_value(
-            ends.shape[0] == groups, lambda: "offs must have one end row for each group"
-        )
-    elif ends.shape[0] != groups:
+    if ends.shape[0] != groups:
         raise ValueError(
             f"offs must have one end row for each of the {groups} groups, got "
             f"{ends.shape[0]} entries"
