@@ -55,6 +55,9 @@ def quantizations():
         for amax in (None, torch.ones(groups)):
             for text in TEXTS:
                 yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
+        if x.dtype == torch.bfloat16:
+            text = "fp8_block:block=128x128" if offs is None else "fp8_block"
+            yield GroupedQuantize(x, text, offs, None, rowwise, columnwise)
 
 
 def dequantizations():

@@ -66,11 +66,12 @@ def _no_elements(op: GroupedQuantize) -> Runner:
     def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
         out = dict(zip(names, outputs, strict=True))
         amax = op.x.new_zeros(count, dtype=torch.float32) if op.amax is None else op.amax.abs()
+        vectors_of = codec.level(amax) if op.scale is None else codec.level(amax, op.scale)
         for columnwise in asked:
             level = fmt.level(columnwise)
             if level is not None and level.per == "group":
                 vectors = fmt.buffer_names(columnwise)[-len(level.buffers) :]
-                for name, vector in zip(vectors, codec.level(amax), strict=True):
+                for name, vector in zip(vectors, vectors_of, strict=True):
                     out[name].copy_(vector)
 
     return run
@@ -162,12 +163,15 @@ def _tiles(op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: L
         x, offs = readable(op.x), dense(op.offs)
         row_amax = _flat(amax) if by_row else None
         group_amax = amax_t if by_row or amax is None else amax
-        if op.amax is not None:
+        seen = None
+        if op.scale is not None:
+            group_amax, seen = dense(op.scale), amax
+        elif op.amax is not None:
             _give(op.amax, group_amax)
         if row_kernel is not None:
             row_kernel(x, offs, row_amax, None, launch.num_sms)
         buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
-        kernel(x, offs, row_amax, group_amax, *buffers, launch.num_sms)
+        kernel(x, offs, row_amax, group_amax, *buffers, seen, launch.num_sms)
         if amax_t is not None and group_amax is not None and amax_t is not group_amax:
             amax_t.copy_(group_amax)
 
