@@ -181,9 +181,12 @@ class Format(Record, abc.ABC):
 
     @property
     def as_decoded(self) -> Format:
-        """The record at whose fields who decodes need not look further: those are defaults."""
-        fields = {f.name: f.default for f in dataclasses.fields(self) if f.name in self.how_made}
-        return dataclasses.replace(self, **fields) if fields else self
+        """What is said to who decodes: the fields of ``how_made`` are at their defaults."""
+        if not self.how_made:
+            return self
+        fields = {f.name: f.default for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        made = {name: fields[name] for name in self.how_made}
+        return dataclasses.replace(self, **made)  # type: ignore[type-var]
 
     @property
     def is_2d(self) -> bool:
