@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AmaxConfig",
     "DbiasConfig",
+    "DelayedConfig",
     "DequantizeConfig",
     "OffsetsConfig",
     "QuantizeProblem",
@@ -371,6 +372,23 @@ class OffsetsConfig:
         if {splits, out} <= {"int32", "int64"}:
             return Support(True)
         return Support(False, f"splits and offsets must be int32 or int64, got {splits} and {out}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedConfig:
+    """The update of delayed scaling.
+
+    Attributes:
+        is_max: scales follow from the largest amax of the history, else from the last one.
+        takes_amax: amaxes of the present step are given besides.
+    """
+
+    is_max: bool = True
+    takes_amax: bool = False
+
+    #: The compiled function takes (amax_history, scale, amax, largest): amax_history (L, n), scale
+    #: (n,) and amax (n,) fp32, None where not given; largest, what amaxes are scaled to. n is not 0.
+    kernel: ClassVar[str] = "cute_kernels.quantize.delayed:DelayedKernel"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from cute_kernels.quantize.config import (
     DTYPE_BYTES,
     AmaxConfig,
     DbiasConfig,
+    DelayedConfig,
     DequantizeConfig,
     OffsetsConfig,
     RowsConfig,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["kernel_specs"]
 
-Config = AmaxConfig | DbiasConfig | DequantizeConfig | OffsetsConfig | RowsConfig | TileConfig
+Config = AmaxConfig | DbiasConfig | DelayedConfig | DequantizeConfig | OffsetsConfig | RowsConfig | TileConfig
 
 #: What is quantized to, row by row and tile by tile.
 _FORMATS: tuple[Format, ...] = (
@@ -47,6 +48,9 @@ def kernel_specs(arch: str) -> Iterator[Config]:
     if support("grouped_dbias", None, arch):
         for dtype, vectorized in itertools.product(DTYPE_BYTES, (True, False)):
             yield DbiasConfig(dtype, vectorized)
+    if support("delayed_scaling_update", FP8(scaling="delayed"), arch):
+        for is_max, takes_amax in itertools.product((True, False), repeat=2):
+            yield DelayedConfig(is_max, takes_amax)
     for dtype, grouping in itertools.product(DTYPE_BYTES, ("ragged", "uniform")):
         if support("grouped_amax", None, arch):
             yield AmaxConfig(dtype, grouping, arch=arch)

@@ -10,6 +10,7 @@ import grouped
 from cute_kernels.formats import parse
 from cute_kernels.gemm.problem import GemmConfig
 from cute_kernels.ops import registry
+from cute_kernels.ops.delayed import ALGORITHMS, DelayedScalingUpdate
 from cute_kernels.ops.dequantize import GroupedDequantize
 from cute_kernels.ops.gemm import MGroupedQuantizeGemm
 from cute_kernels.ops.quantize import GroupedQuantize
@@ -91,6 +92,11 @@ def used(arch):
     ops += [
         ComputeOffsets(torch.ones(3, dtype=splits), 1, out)
         for splits, out in itertools.product((torch.int32, torch.int64), (None, torch.int64))
+    ]
+    state, text = (torch.ones(2, 3), torch.ones(3)), "fp8:scaling=delayed"
+    ops += [
+        DelayedScalingUpdate(*state, text, amax, algorithm=algorithm)
+        for amax, algorithm in itertools.product((None, torch.ones(3)), ALGORITHMS)
     ]
     for op in ops:
         op.kernels(recorder)

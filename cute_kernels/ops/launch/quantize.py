@@ -16,6 +16,7 @@ from cute_kernels.ops.arguments import ALIGNMENT, dense, dtype_name, readable
 from cute_kernels.quantize.config import (
     AmaxConfig,
     DbiasConfig,
+    DelayedConfig,
     DequantizeConfig,
     OffsetsConfig,
     QuantizeProblem,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cute_kernels.formats import Format
+    from cute_kernels.ops.delayed import DelayedScalingUpdate
     from cute_kernels.ops.dequantize import GroupedDequantize
     from cute_kernels.ops.quantize import GroupedQuantize
     from cute_kernels.ops.reductions import ComputeOffsets, GroupedAmax, GroupedDbias
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "compute_offsets",
+    "delayed_scaling_update",
     "dequantize",
     "grouped_amax",
     "grouped_dbias",
@@ -199,6 +202,18 @@ def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
         kernel(dy, ends, outputs[0], launch.num_sms)
 
     return run_uniform if op.offs is None else run
+
+
+def delayed_scaling_update(op: DelayedScalingUpdate, launch: Launcher) -> Runner:
+    """How ``delayed_scaling_update`` runs."""
+    if not op.scale.numel():
+        return lambda op, outputs: None
+    kernel = launch.kernel(DelayedConfig(op.algorithm == "max", op.amax is not None))
+
+    def run(op: DelayedScalingUpdate, outputs: Sequence[Tensor]) -> None:
+        kernel(*outputs, dense(op.amax), op.largest)
+
+    return run
 
 
 def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:
