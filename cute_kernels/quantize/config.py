@@ -387,7 +387,7 @@ class DelayedConfig:
     takes_amax: bool = False
 
     #: The compiled function takes (amax_history, scale, amax, largest): amax_history (L, n), scale
-    #: (n,) and amax (n,) fp32, None where not given; largest, what amaxes are scaled to. n is not 0.
+    #: (n,) and amax (n,) fp32, None where not given, n not 0; largest, what amaxes are scaled to.
     kernel: ClassVar[str] = "cute_kernels.quantize.delayed:DelayedKernel"
 
 

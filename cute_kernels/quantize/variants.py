@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
 __all__ = ["kernel_specs"]
 
-Config = AmaxConfig | DbiasConfig | DelayedConfig | DequantizeConfig | OffsetsConfig | RowsConfig | TileConfig
+Config = (
+    AmaxConfig
+    | DbiasConfig
+    | DelayedConfig
+    | DequantizeConfig
+    | OffsetsConfig
+    | RowsConfig
+    | TileConfig
+)
 
 #: What is quantized to, row by row and tile by tile.
 _FORMATS: tuple[Format, ...] = (
