@@ -1,4 +1,4 @@
-"""What is done to FP4 operands before the GEMM of sm_90a, which takes one of them as values.
+"""What is done to operands before the GEMM of sm_90a: it takes one of two FP4 operands as values.
 
 Values have their elements in the order in which instructions contract them, see
 ``gemm.sm90.fp4.decode``, and K filled up to whole pieces.
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import torch
 
 from cute_kernels.formats import parse
+from cute_kernels.gemm.operands import operand_of
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.layout.shapes import PIECE_K, ceil_div
@@ -43,13 +44,36 @@ def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) 
         return _arranger(op, config.activations, launch)
     if config.expanded is not None:
         return _expander(op, config.expanded, launch)
-    return None
+    return _rows_first(op, config)
+
+
+def _rows_first(op: GroupedGemm, config: Sm90GemmConfig) -> Prepare | None:
+    """What turns the scales of squares of columnwise copies; None if there are none.
+
+    Those of both copies lie as the rows of the tensor do, which the columnwise one contracts.
+    """
+    sides = {"a": (config.kind, config.grouping == "k_grouped"), "b": (config.b_kind, op.uses_columnwise)}
+    turned = [kind.has_squares and columnwise for kind, columnwise in sides.values()]
+    if not any(turned):
+        return None
+
+    def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+        first, second = (
+            (x[0], x[1].mT, x[2]) if turn and x[1] is not None else x
+            for x, turn in zip((a, b), turned, strict=True)
+        )
+        return first, second
+
+    return run
 
 
 def values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> ValuesConfig | None:
-    """The quantizer of A to values; None where no kernel can."""
+    """The quantizer of A to values, which only FP4 takes; None where no kernel can."""
+    fmt = parse(op.a_format)
+    if operand_of(fmt).is_wgmma:
+        return None
     problem = QuantizeProblem(dtype_name(op.a.dtype), op.a.shape[1])
-    config = ValuesConfig.choose(parse(op.a_format), problem, launch.arch)
+    config = ValuesConfig.choose(fmt, problem, launch.arch)
     return config if config.can_implement(problem) else None
 
 
