@@ -54,8 +54,8 @@ WARPGROUP_M = 64
 #: row of them.
 _BLOCK_BYTES = {2: 8192, 4: 2048}
 _BLOCK_ROW_BYTES = 128
-#: Of output that a warpgroup stages at a time where two decode operand M of weights.
-_DECODED_BLOCK_BYTES = 2048
+#: Of output that a warpgroup stages at a time where two decode operand M of weights, or promote.
+_SMALL_BLOCK_BYTES = 2048
 _SMEM_CAPACITY = 232448
 _SMEM_RESERVED = 2048
 
@@ -309,9 +309,9 @@ class Sm90GemmConfig(GemmConfig):
         width = DTYPE_BYTES[self.staged_type]
         if self.tile.swap_ab:
             size = _BLOCK_BYTES[self.consumers]
-            if self.is_decoded and self.consumers == 2:
+            if (self.is_decoded or self.promotes) and self.consumers == 2:
                 # Stages are long, and one more of them is worth more than few blocks.
-                size = _DECODED_BLOCK_BYTES
+                size = _SMALL_BLOCK_BYTES
             rows = max(N_ALIGN, size // (WARPGROUP_M * width))
             return min(self.tile.n, rows), WARPGROUP_M
         return WARPGROUP_M, _BLOCK_ROW_BYTES // width

@@ -76,7 +76,8 @@ class Consumer:
         self.products = [self.product(width) for width in config.widths]
         self.promoter = promoter
         if promoter is not None:
-            shape = thread.partition_shape_C((config.tile.m, config.partial_n))
+            shape = (config.tile.m, config.partial_n)
+            shape = self.mma(config.partial_n).partition_shape_C(shape)
             self.partial = cute.make_rmem_tensor(shape, Float32)
             self.parts = [self.part(i) for i in range(config.tile.n // config.partial_n)]
         if config.is_decoded:
@@ -86,6 +87,10 @@ class Consumer:
             self.fragments = [cute.make_rmem_tensor(shape, layouts.elements[0]) for _ in range(2)]
         else:
             self.m = layouts.tiled_mma.make_fragment_A(thread.partition_A(stages.m))
+
+    def mma(self, width: int) -> Any:
+        """This warpgroup's part of the MMA for ``width`` columns."""
+        return self.layouts.mma_of(width).get_slice(self.thread)
 
     def part(self, part: int) -> Product:
         """The product of the ``part``-th ``partial_n`` columns of a tile, of which partial sums."""
@@ -97,7 +102,7 @@ class Consumer:
         """The product of the ``part``-th ``width`` columns of a tile."""
         config, tiled_mma = self.config, self.layouts.mma_of(width)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        mma = tiled_mma.get_slice(self.thread)
+        mma = self.mma(width)
         # Columns follow each other, in registers as well as in shared memory.
         columns = cute.local_tile(self.stages.n, (width, config.stage_k), (part, 0, None))
         shape = mma.partition_shape_C((config.tile.m, width))

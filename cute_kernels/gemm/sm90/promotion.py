@@ -111,8 +111,9 @@ class Promoter:
     ) -> Float32:
         """The scale of the square that holds ``row``, the ``block``-th along K."""
         at = row // self.config.kind.sf_vec_size
-        # Tiles may reach past the last row.
+        # Tiles may reach past the last row, and end rows that break the rules anywhere.
         at = cutlass.min(at, squares.shape[0] - 1)
+        block = cutlass.min(block, squares.shape[1] - 1)
         return squares[at, block, Int32(0) if is_ragged else group]
 
     def squares_of(self, tile: WorkTile, block: Int32) -> tuple[Any, list[Any] | None]:
@@ -127,9 +128,7 @@ class Promoter:
             n = []
             for first in range(0, config.tile.n, config.partial_n):
                 row = tile.n_sf_row + first
-                n.append(
-                    self.square(self.n_squares, row, block, k_grouped or swapped, tile.group)
-                )
+                n.append(self.square(self.n_squares, row, block, k_grouped or swapped, tile.group))
         return m, n
 
     def of_stage(self, squares: tuple[Any, list[Any] | None], stage: Int32) -> StageScales | None:
@@ -179,7 +178,9 @@ class Promoter:
         if scales.n is not None:
             return scales.n[part], scales.n[part]
         at = part * self.config.partial_n + j * 8
-        first, second = load_shared(self.n_rows + stage * (self.config.row_scales[1] * 4) + at * 4, 2)
+        first, second = load_shared(
+            self.n_rows + stage * (self.config.row_scales[1] * 4) + at * 4, 2
+        )
         return bits_as_f32(first), bits_as_f32(second)
 
     def scaled(self, value: Float32, m: Float32, n: Float32, total: Float32) -> Float32:

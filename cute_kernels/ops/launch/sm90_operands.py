@@ -52,7 +52,10 @@ def _rows_first(op: GroupedGemm, config: Sm90GemmConfig) -> Prepare | None:
 
     Those of both copies lie as the rows of the tensor do, which the columnwise one contracts.
     """
-    sides = {"a": (config.kind, config.grouping == "k_grouped"), "b": (config.b_kind, op.uses_columnwise)}
+    sides = {
+        "a": (config.kind, config.grouping == "k_grouped"),
+        "b": (config.b_kind, op.uses_columnwise),
+    }
     turned = [kind.has_squares and columnwise for kind, columnwise in sides.values()]
     if not any(turned):
         return None
