@@ -435,6 +435,10 @@ class MGroupedQuantizeGemm(MGrouped):
     quantized_sides: ClassVar[str] = "b"
     a_scales: ClassVar[None] = None  # type: ignore[misc]
 
+    def require(self, backend: Backend) -> None:
+        super().require(backend)
+        self.quantizer().require(backend)
+
     def kernels(self, launch: Launcher) -> Runner:
         return launch_gemm.quantizing(self, launch) or _one_after_the_other(self, launch)
 

@@ -44,6 +44,17 @@ BLOCK_ALL = Sm90GemmConfig(
 )
 #: A has the scales of squares.
 TURNED = Sm90GemmConfig(SQUARES, b_operand="fp8_block:dtype=e5m2", tile=M_TILES["128x128"])
+UNSWAPPED = Sm90GemmConfig(
+    "fp8_block",
+    b_operand=SQUARES,
+    out_dtype="float16",
+    pow2_scales=True,
+    bias_dtype="bfloat16",
+    tile=K_TILES["128x256x2"],
+)
+UNSWAPPED_ALL = dataclasses.replace(
+    FAST_ALL, out_dtype="float32", bias_dtype="float16", tile=K_TILES["128x256"]
+)
 ROWS = Sm90GemmConfig("fp8_block", pow2_scales=True, tile=M_TILES["256x64"])
 FPROPS = {
     "fast": FAST,
@@ -53,6 +64,8 @@ FPROPS = {
     "block, all": BLOCK_ALL,
     "squares x rows": TURNED,
     "rows x rows": ROWS,
+    "unswapped": UNSWAPPED,
+    "unswapped fast, all": UNSWAPPED_ALL,
 }
 WGRAD = Sm90GemmConfig("fp8_block", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
 WGRADS = {
@@ -68,7 +81,7 @@ WGRADS = {
         tile=K_TILES["128x128"],
     ),
     "block": WGRAD,
-    "block, wide": dataclasses.replace(WGRAD, pow2_scales=True, tile=K_TILES["128x256"]),
+    "block, wide": dataclasses.replace(WGRAD, pow2_scales=True, tile=K_TILES["128x256x2"]),
     "rows x squares": dataclasses.replace(WGRAD, b_operand=SQUARES, accumulate=True),
     "squares x rows": dataclasses.replace(WGRAD, operand=SQUARES, b_operand="fp8_block"),
 }
@@ -121,7 +134,7 @@ def test_wgrad(config: Sm90GemmConfig, shape: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("config", [FAST, BLOCK_ALL], ids=["fast", "block"])
-@pytest.mark.parametrize("tile", M_TILES.values(), ids=M_TILES)
+@pytest.mark.parametrize("tile", SM90_TILES, ids=lambda t: name_of(t) + " swapped" * t.swap_ab)
 def test_every_tile(config: Sm90GemmConfig, tile: Sm90Tile, device: str) -> None:
     if not config.takes(tile):
         with pytest.raises(ValueError, match="cannot have the tile"):
@@ -147,6 +160,7 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
         (m_grouped(SPLIT, [130, 5], 24, 1040, tail=1), 1),
         (m_grouped(BLOCK, [17, 0, 5], 24, 1056, tail=1), 1),
         (m_grouped(BLOCK_ALL, [257, 0, 5], 24, 656, tail=1), 2),
+        (m_grouped(UNSWAPPED, [257, 0, 5], 24, 656, tail=1), 2),
         (k_grouped(WGRAD, [100, 0, 5, 800], 8, 136), 1),
     ):
         want = product.expected()
@@ -154,7 +168,7 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
             assert_same_bytes(product.run(num_sms), want)
 
 
-@pytest.mark.parametrize("config", [FAST, BLOCK], ids=["fast", "block"])
+@pytest.mark.parametrize("config", [FAST, BLOCK, UNSWAPPED], ids=["fast", "block", "unswapped"])
 def test_the_tail_can_be_zeroed(config: Sm90GemmConfig, device: str) -> None:
     config = dataclasses.replace(config, zero_tail=True, bias_dtype="float32")
     for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
@@ -164,7 +178,9 @@ def test_the_tail_can_be_zeroed(config: Sm90GemmConfig, device: str) -> None:
         assert_same_bytes(product.run(2, device), want)
 
 
-@pytest.mark.parametrize("config", [SPLIT, BLOCK_ALL], ids=["split", "block"])
+@pytest.mark.parametrize(
+    "config", [SPLIT, BLOCK_ALL, UNSWAPPED], ids=["split", "block", "unswapped"]
+)
 def test_only_rows_of_groups_are_touched(config: Sm90GemmConfig) -> None:
     config = dataclasses.replace(config, out_dtype="float32")
     product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)

@@ -151,8 +151,9 @@ class Sm90Gemm:
         else:
             # T itself is not known here; the most rows that the slots hold give the same slots.
             num_rows = most_rows(n.shape[1] // TILE_ROWS, offs.shape[0])
-        # Codes may be padded along K, operand N never is.
-        extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], n.shape[1])))
+        # Codes of B may be padded along K.
+        depth = (n if config.tile.swap_ab else m).shape[1]
+        extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], depth)))
         self.kernel(
             sources.each("atom"),
             sources.each("tensor"),
