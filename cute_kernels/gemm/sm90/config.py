@@ -7,8 +7,9 @@ warpgroups, once for each tile of M; it is expanded to fp16 once, by a kernel be
 
 An m_grouped product has its operands swapped: the weights, which are the larger operand and the one
 that is read from memory, are M, and the few rows of a group are N, in steps of 8. Those of FP8 need
-not be swapped where groups have many rows: block scales of rows of M cost less. Two CTAs with neighbouring tiles along M form a cluster when tiles are large: each loads half of operand N
-for both, which saves a third of what L2 is read for, and the power that takes.
+not be swapped where groups have many rows: block scales of rows of M cost less. Two CTAs with
+neighbouring tiles along M form a cluster when tiles are large: each loads half of operand N for
+both, which saves a third of what L2 is read for, and the power that takes.
 
 FP8 goes into the tensor cores as it is, both operands contiguous along K. Their accumulators keep
 13 fraction bits of its sums, so a configuration may promote: a fresh accumulator every 128 of K,

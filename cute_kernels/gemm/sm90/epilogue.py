@@ -290,7 +290,7 @@ class Epilogue:
 
     @cute.jit
     def add_bias_of_columns(self, values: cute.Tensor, j: int, tile: WorkTile) -> None:
-        """Add the bias of the thread's two columns of the ``j``-th eight, where operand N has it."""
+        """Add the bias of the thread's two columns of the ``j``-th eight of operand N."""
         bias = self.tensors.bias
         addends = cute.make_rmem_tensor(4, Float32)
         for i in cutlass.range_constexpr(2):
