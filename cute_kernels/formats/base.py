@@ -138,6 +138,7 @@ class Format(Record, abc.ABC):
         k_multiple: what the last dimension of a tensor must be a multiple of.
         truncates: what an activation makes of a bf16 or fp16 tensor is rounded to that dtype before
             it is quantized, so that it gives the codes of an activation that is stored.
+        how_made: fields that say how codes are made, which who decodes them need not know.
     """
 
     name: ClassVar[str]
@@ -146,6 +147,7 @@ class Format(Record, abc.ABC):
     columnwise: ClassVar[Literal["transposed", "untransposed"]]
     k_multiple: ClassVar[int]
     truncates: ClassVar[bool] = True
+    how_made: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abc.abstractmethod
@@ -176,6 +178,15 @@ class Format(Record, abc.ABC):
     def takes_scale(self) -> bool:
         """Whether the caller gives the scale of each group, which else follows from its amax."""
         return False
+
+    @property
+    def as_decoded(self) -> Format:
+        """What is said to who decodes: the fields of ``how_made`` are at their defaults."""
+        if not self.how_made:
+            return self
+        fields = {f.name: f.default for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        made = {name: fields[name] for name in self.how_made}
+        return dataclasses.replace(self, **made)  # type: ignore[type-var]
 
     @property
     def is_2d(self) -> bool:

@@ -43,6 +43,7 @@ class FP8Block(Format):
     second_level: ClassVar[None] = None
     columnwise: ClassVar[Literal["transposed"]] = "transposed"
     k_multiple: ClassVar[int] = 16
+    how_made: ClassVar[tuple[str, ...]] = ("pow2_scales", "amax_epsilon")
     blocks: ClassVar[tuple[tuple[int, int], ...]] = ((1, 128), (128, 128))
 
     def __post_init__(self) -> None:
