@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import torch
 
 from cute_kernels.formats import parse
-from cute_kernels.gemm.operands import operand_of
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.layout.shapes import PIECE_K, ceil_div
@@ -71,12 +70,9 @@ def _rows_first(op: GroupedGemm, config: Sm90GemmConfig) -> Prepare | None:
 
 
 def values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> ValuesConfig | None:
-    """The quantizer of A to values, which only FP4 takes; None where no kernel can."""
-    fmt = parse(op.a_format)
-    if operand_of(fmt).is_wgmma:
-        return None
+    """The quantizer of A to values; None where no kernel can."""
     problem = QuantizeProblem(dtype_name(op.a.dtype), op.a.shape[1])
-    config = ValuesConfig.choose(fmt, problem, launch.arch)
+    config = ValuesConfig.choose(parse(op.a_format), problem, launch.arch)
     return config if config.can_implement(problem) else None
 
 
