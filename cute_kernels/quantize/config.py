@@ -213,6 +213,8 @@ class ValuesConfig(RowsConfig):
         """Whether the kernel takes ``problem``."""
         if (self.arch, self.grouping) != ("sm_90a", "ragged"):
             return Support(False, "values are for ragged operands on sm_90a")
+        if parse(self.format).element.per_byte == 1:
+            return Support(False, f"tensor cores of sm_90a multiply codes of {self.format}")
         if self.rows_per_warp > 4:
             return Support(False, "values of a row take at least eight lanes")
         return super().can_implement(problem)
@@ -387,7 +389,7 @@ class DelayedConfig:
     takes_amax: bool = False
 
     #: The compiled function takes (amax_history, scale, amax, largest): amax_history (L, n), scale
-    #: (n,) and amax (n,) fp32, None where not given; largest, what amaxes are scaled to. n is not 0.
+    #: (n,) and amax (n,) fp32, None where not given, n not 0; largest, what amaxes are scaled to.
     kernel: ClassVar[str] = "cute_kernels.quantize.delayed:DelayedKernel"
 
 
