@@ -113,6 +113,7 @@ class Sm90GemmConfig(GemmConfig):
     prepacked: bool = False
     split: bool = False
     pow2_scales: bool = False
+    trial: int = 0
 
     kernel: ClassVar[str] = "cute_kernels.gemm.sm90.kernel:Sm90Gemm"
     tile_shapes: ClassVar[tuple[TileShape, ...]] = SM90_TILES
@@ -196,7 +197,19 @@ class Sm90GemmConfig(GemmConfig):
     @property
     def partial_n(self) -> int:
         """Columns of an instruction where sums are promoted."""
+        if self.is_double:
+            return 64
         return min(self.tile.n, _PARTIAL_N)
+
+    @property
+    def is_double(self) -> bool:
+        """Whether operand M goes through registers."""
+        return self.promotes and self.tile.n == 256 and bool(self.trial & 4)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether two warpgroups multiply by turns."""
+        return self.promotes and self.tile.n >= 128 and bool(self.trial & 2)
 
     @property
     def row_scales(self) -> tuple[int, int]:
@@ -283,7 +296,7 @@ class Sm90GemmConfig(GemmConfig):
         2048. It costs as many stages of prefetch, which few rows, bound by memory, need more: 2% of
         the time at 128 rows (H200).
         """
-        return self.tile.n > _WIDE_N
+        return self.tile.n > _WIDE_N and not self.takes_turns
 
     @property
     def m_stage_bytes(self) -> tuple[int, int]:

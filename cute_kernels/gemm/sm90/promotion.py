@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Promoter", "StageScales"]
 
+#: Rows and columns of a square.
+_SQUARE = 128
+
 
 def _mul(a: Float32, b: Float32) -> Float32:
     return asm("mul.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
@@ -93,6 +96,10 @@ class Promoter:
             self.m_rows = stages.m_scales.iterator.toint() + row * 4
         if stages.n_scales is not None:
             self.n_rows = stages.n_scales.iterator.toint() + lane % 4 * 8
+        self.num_squares = int(self.m_squares is not None)
+        if self.n_squares is not None:
+            self.num_squares += max(1, config.tile.n // _SQUARE)
+        self.held = cute.make_rmem_tensor(max(1, self.num_squares), Float32)
         self.has_columns = config.row_scales[1] > 0
         #: Whether s * t is multiplied first.
         self.folds = config.pow2_scales and 0 in config.row_scales
@@ -116,31 +123,42 @@ class Promoter:
         block = cutlass.min(block, squares.shape[1] - 1)
         return squares[at, block, Int32(0) if is_ragged else group]
 
-    def squares_of(self, tile: WorkTile, block: Int32) -> tuple[Any, list[Any] | None]:
-        """Scales of squares for the ``block``-th block along K; None where there are none."""
+    def start(self, tile: WorkTile, block: Int32) -> None:
+        """Read the scales of squares for a tile's first block along K."""
+        self.keep(self.squares_of(tile, block))
+
+    def squares_of(self, tile: WorkTile, block: Int32) -> list[Any]:
+        """Scales of squares for the ``block``-th block along K: operand M's, operand N's."""
         config = self.config
-        m, n = None, None
+        found = []
         swapped, k_grouped = config.tile.swap_ab, config.grouping == "k_grouped"
         if self.m_squares is not None:
             row = tile.m_sf_row + self.first_m
-            m = self.square(self.m_squares, row, block, k_grouped or not swapped, tile.group)
+            is_ragged = k_grouped or not swapped
+            found.append(self.square(self.m_squares, row, block, is_ragged, tile.group))
         if self.n_squares is not None:
-            n = []
-            for first in range(0, config.tile.n, config.partial_n):
+            for first in range(0, config.tile.n, _SQUARE):
                 row = tile.n_sf_row + first
-                n.append(self.square(self.n_squares, row, block, k_grouped or swapped, tile.group))
-        return m, n
+                is_ragged = k_grouped or swapped
+                found.append(self.square(self.n_squares, row, block, is_ragged, tile.group))
+        return found
 
-    def of_stage(self, squares: tuple[Any, list[Any] | None], stage: Int32) -> StageScales | None:
-        """The scales of a stage that is there; what ``squares_of`` gave for it is part of them."""
-        m, n = squares
+    def keep(self, squares: list[Any]) -> None:
+        """Hold what ``squares_of`` gave for the next stage."""
+        for i, value in enumerate(squares):
+            self.held[i] = value
+
+    def of_stage(self, stage: Int32) -> StageScales | None:
+        """The scales of a stage that is there, with those of squares that are held."""
         if not self.config.kind.has_row_scales:
             return None
+        held = [self.held[i] for i in range(self.num_squares)]
+        n = None if self.n_squares is None else held
         if self.config.row_scales[0]:
             at = self.m_rows + stage * (self.config.row_scales[0] * 4)
             (first,), (second,) = load_shared(at, 1), load_shared(at + 32, 1)
             return StageScales((bits_as_f32(first), bits_as_f32(second)), n)
-        return StageScales((m, m), n)
+        return StageScales((held[0], held[0]), n)
 
     def promote(
         self,
@@ -176,7 +194,8 @@ class Promoter:
     ) -> tuple[Float32, Float32]:
         """Scales of the thread's two columns of the ``j``-th eight of a part."""
         if scales.n is not None:
-            return scales.n[part], scales.n[part]
+            square = scales.n[part * self.config.partial_n // _SQUARE]
+            return square, square
         at = part * self.config.partial_n + j * 8
         first, second = load_shared(
             self.n_rows + stage * (self.config.row_scales[1] * 4) + at * 4, 2
