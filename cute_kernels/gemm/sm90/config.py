@@ -197,14 +197,7 @@ class Sm90GemmConfig(GemmConfig):
     @property
     def partial_n(self) -> int:
         """Columns of an instruction where sums are promoted."""
-        if self.is_double:
-            return 64
         return min(self.tile.n, _PARTIAL_N)
-
-    @property
-    def is_double(self) -> bool:
-        """Whether operand M goes through registers."""
-        return self.promotes and self.tile.n == 256 and bool(self.trial & 4)
 
     @property
     def takes_turns(self) -> bool:

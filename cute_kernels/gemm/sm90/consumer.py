@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Uint32, cute, pipeline
+from cutlass import Boolean, Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.device.memory import load_shared
 from cute_kernels.gemm.scheduler import WorkTile
 from cute_kernels.gemm.sm90.epilogue import PingPong
 from cute_kernels.gemm.sm90.fp4.decode import FragmentDecoder
@@ -80,23 +79,13 @@ class Consumer:
         if promoter is not None:
             shape = (config.tile.m, config.partial_n)
             shape = self.mma(config.partial_n).partition_shape_C(shape)
-            self.partials = [
-                cute.make_rmem_tensor(shape, Float32) for _ in range(2 if config.is_double else 1)
-            ]
+            self.partial = cute.make_rmem_tensor(shape, Float32)
             self.parts = [self.part(i) for i in range(config.tile.n // config.partial_n)]
         if config.is_decoded:
             self.decoder = FragmentDecoder(config, stages.m, stages.m_scales)
             width = config.stage_k // config.k_groups
             shape = thread.partition_shape_A((config.tile.m, width))
             self.fragments = [cute.make_rmem_tensor(shape, layouts.elements[0]) for _ in range(2)]
-        elif config.is_double:
-            shape = thread.partition_shape_A((config.tile.m, config.stage_k))
-            self.m_fragment = cute.make_rmem_tensor(shape, layouts.elements[0])
-            thread_id = cute.arch.thread_idx()[0]
-            lane = thread_id % 32
-            row = thread_id // 32 * 16 + lane // 4
-            self.m_address = stages.m.iterator.toint() + row * 128 + lane % 4 * 4
-            self.m_swizzle = row % 8
         else:
             self.m = layouts.tiled_mma.make_fragment_A(thread.partition_A(stages.m))
 
@@ -108,8 +97,7 @@ class Consumer:
         """The product of the ``part``-th ``partial_n`` columns of a tile, of which partial sums."""
         width = self.config.partial_n
         product = self.product(width, part)
-        acc = self.partials[part % len(self.partials)]
-        return product._replace(acc=acc, fresh=self.layouts.mma_of(width))
+        return product._replace(acc=self.partial, fresh=self.layouts.mma_of(width))
 
     def product(self, width: int, part: int = 0) -> Product:
         """The product of the ``part``-th ``width`` columns of a tile."""
@@ -171,22 +159,19 @@ class Consumer:
         """
         k_blocks = self.config.k_blocks
         k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
-        first_block = tile.k_start // self.config.stage_k
-        self.promoter.start(tile, first_block)
+        promoter: Any = self.promoter
+        promoter.start(tile)
         for k_tile in cutlass.range(k_tiles, unroll=1):
-            if cutlass.const_expr(self.config.is_double):
-                self.promote_stage_double(tile, state, first_block + k_tile)
-            else:
-                self.promote_stage(tile, state, first_block + k_tile)
+            self.promote_stage(tile, state, k_tile)
             state.advance()
         return state
 
     @cute.jit
-    def promote_stage(self, tile: WorkTile, state: Any, k_block: Int32) -> None:
-        """Multiply a stage, promote its sums and free it."""
+    def promote_stage(self, tile: WorkTile, state: Any, k_tile: Int32) -> None:
+        """Multiply a tile's ``k_tile``-th stage, promote its sums and free it."""
         promoter: Any = self.promoter
         self.ab_pipeline.consumer_wait(state)
-        scales, squares = None, None
+        scales = None
         for part, product in enumerate(self.parts):
             if cutlass.const_expr(self.config.takes_turns):
                 self.turns.begin()
@@ -200,58 +185,16 @@ class Consumer:
                 self.turns.end()
             # Read while the products run.
             if cutlass.const_expr(part == 0):
-                scales = promoter.of_stage(state.index)
-                squares = promoter.squares_of(tile, k_block + 1)
+                scales = promoter.of_stage(state.index, k_tile)
+            columns = promoter.first_columns(part, state.index)
             warpgroup.wait_group(0)
             is_read = part + 1 == len(self.parts)
             if cutlass.const_expr(is_read and not promoter.reads_last):
                 self.ab_pipeline.consumer_release(state)
-            promoter.promote(self.acc, product.acc, part, state.index, scales)
+            promoter.promote(self.acc, product.acc, part, state.index, scales, columns)
         if cutlass.const_expr(promoter.reads_last):
             self.ab_pipeline.consumer_release(state)
-        promoter.keep(squares)
-
-    @cute.jit
-    def promote_stage_double(self, tile: WorkTile, state: Any, k_block: Int32) -> None:
-        """Multiply a stage, promote its sums and free it."""
-        promoter: Any = self.promoter
-        self.ab_pipeline.consumer_wait(state)
-        self.load_m(state.index)
-        scales, squares = None, None
-        for part, product in enumerate(self.parts):
-            warpgroup.fence()
-            for block in cutlass.range_constexpr(self.config.k_blocks):
-                at = (None, None, block, state.index)
-                mma = product.fresh if block == 0 else product.tiled_mma
-                m = self.m_fragment[None, None, block]
-                cute.gemm(mma, product.acc, m, product.n[at], product.acc)
-            warpgroup.commit_group()
-            if cutlass.const_expr(part == 0):
-                scales = promoter.of_stage(state.index)
-                squares = promoter.squares_of(tile, k_block + 1)
-            else:
-                warpgroup.wait_group(1)
-                before = self.parts[part - 1].acc
-                promoter.promote(self.acc, before, part - 1, state.index, scales)
-        warpgroup.wait_group(0)
-        if cutlass.const_expr(not promoter.reads_last):
-            self.ab_pipeline.consumer_release(state)
-        last = len(self.parts) - 1
-        promoter.promote(self.acc, self.parts[last].acc, last, state.index, scales)
-        if cutlass.const_expr(promoter.reads_last):
-            self.ab_pipeline.consumer_release(state)
-        promoter.keep(squares)
-
-    def load_m(self, stage: Int32) -> None:
-        """Operand M of a stage into registers, in the order of fragments."""
-        words = cute.recast_tensor(self.m_fragment, Uint32)
-        base = self.m_address + stage * (self.config.tile.m * 128)
-        for block in range(4):
-            for high in range(2):
-                chunk = (block * 2 + high) ^ self.m_swizzle
-                for row in range(2):
-                    at = base + chunk * 16 + row * 1024
-                    words[block * 4 + high * 2 + row] = load_shared(at, 1)[0]
+        promoter.advance(tile, k_tile + 1)
 
     @cute.jit
     def multiply(self, tile: WorkTile, state: Any, product: Product) -> Any:

@@ -12,7 +12,7 @@ bits of the one before unless a product overflows or is subnormal. It is taken w
 scales of squares: then s * t is of a row, or of a column, and not of each sum.
 
 Scales of single rows come with the stage. Those of squares, one or two numbers a warpgroup and
-stage, are read from global memory while the stage is multiplied.
+stage, are read from global memory, 32 stages at a time.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, cute
 
+from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.memory import load_shared
 from cute_kernels.device.ptx import asm, bits_as_f32
 from cute_kernels.gemm.sm90.config import WARPGROUP_M
@@ -36,6 +37,9 @@ __all__ = ["Promoter", "StageScales"]
 
 #: Rows and columns of a square.
 _SQUARE = 128
+#: Eights of columns whose scales are read before the products of a stage are complete: as many as
+#: there are registers for. Shared memory is busy with operands.
+_AHEAD = 8
 
 
 def _mul(a: Float32, b: Float32) -> Float32:
@@ -87,11 +91,11 @@ class Promoter:
         self.m_squares, self.n_squares = squares
         thread = cute.arch.thread_idx()[0]
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_SIZE)
-        lane = thread % 32
+        lane = thread % WARP_SIZE
         #: First row of this warpgroup, in the CTA's tile and in the cluster's.
         first = group * WARPGROUP_M
         self.first_m = cta * config.tile.m + first
-        row = first + thread % WARPGROUP_SIZE // 32 * 16 + lane // 4
+        row = first + thread % WARPGROUP_SIZE // WARP_SIZE * 16 + lane // 4
         if stages.m_scales is not None:
             self.m_rows = stages.m_scales.iterator.toint() + row * 4
         if stages.n_scales is not None:
@@ -100,6 +104,7 @@ class Promoter:
         if self.n_squares is not None:
             self.num_squares += max(1, config.tile.n // _SQUARE)
         self.held = cute.make_rmem_tensor(max(1, self.num_squares), Float32)
+        self.ahead = (config.trial >> 4) or _AHEAD
         self.has_columns = config.row_scales[1] > 0
         #: Whether s * t is multiplied first.
         self.folds = config.pow2_scales and 0 in config.row_scales
@@ -123,42 +128,55 @@ class Promoter:
         block = cutlass.min(block, squares.shape[1] - 1)
         return squares[at, block, Int32(0) if is_ragged else group]
 
-    def start(self, tile: WorkTile, block: Int32) -> None:
-        """Read the scales of squares for a tile's first block along K."""
-        self.keep(self.squares_of(tile, block))
+    def start(self, tile: WorkTile) -> None:
+        """Read the scales of squares for a tile's first 32 blocks along K, a lane one block's."""
+        self.load_squares(tile, Int32(0))
 
-    def squares_of(self, tile: WorkTile, block: Int32) -> list[Any]:
-        """Scales of squares for the ``block``-th block along K: operand M's, operand N's."""
+    @cute.jit
+    def advance(self, tile: WorkTile, k_tile: Int32) -> None:
+        """Read those of the next 32 where the ``k_tile``-th block is the first of them."""
+        if cutlass.const_expr(self.num_squares > 0):
+            if k_tile % WARP_SIZE == 0:
+                self.load_squares(tile, k_tile)
+
+    def load_squares(self, tile: WorkTile, k_tile: Int32) -> None:
+        """Read the scales of squares of the 32 blocks along K from a tile's ``k_tile``-th on."""
         config = self.config
-        found = []
+        block = tile.k_start // config.stage_k + k_tile + cute.arch.lane_idx()
         swapped, k_grouped = config.tile.swap_ab, config.grouping == "k_grouped"
         if self.m_squares is not None:
-            row = tile.m_sf_row + self.first_m
-            is_ragged = k_grouped or not swapped
-            found.append(self.square(self.m_squares, row, block, is_ragged, tile.group))
-        if self.n_squares is not None:
-            for first in range(0, config.tile.n, _SQUARE):
-                row = tile.n_sf_row + first
-                is_ragged = k_grouped or swapped
-                found.append(self.square(self.n_squares, row, block, is_ragged, tile.group))
-        return found
+            row, is_ragged = tile.m_sf_row + self.first_m, k_grouped or not swapped
+            self.held[0] = self.square(self.m_squares, row, block, is_ragged, tile.group)
+        elif self.n_squares is not None:
+            for i in range(self.num_squares):
+                row, is_ragged = tile.n_sf_row + i * _SQUARE, k_grouped or swapped
+                self.held[i] = self.square(self.n_squares, row, block, is_ragged, tile.group)
 
-    def keep(self, squares: list[Any]) -> None:
-        """Hold what ``squares_of`` gave for the next stage."""
-        for i, value in enumerate(squares):
-            self.held[i] = value
-
-    def of_stage(self, stage: Int32) -> StageScales | None:
-        """The scales of a stage that is there, with those of squares that are held."""
+    def of_stage(self, stage: Int32, k_tile: Int32) -> StageScales | None:
+        """Scales of rows of operand M, and of squares, for a stage that is there."""
         if not self.config.kind.has_row_scales:
             return None
-        held = [self.held[i] for i in range(self.num_squares)]
+        lane = k_tile % WARP_SIZE
+        held = [cute.arch.shuffle_sync(self.held[i], lane) for i in range(self.num_squares)]
         n = None if self.n_squares is None else held
         if self.config.row_scales[0]:
             at = self.m_rows + stage * (self.config.row_scales[0] * 4)
             (first,), (second,) = load_shared(at, 1), load_shared(at + 32, 1)
             return StageScales((bits_as_f32(first), bits_as_f32(second)), n)
         return StageScales((held[0], held[0]), n)
+
+    def first_columns(self, part: int, stage: Int32) -> list[tuple[Float32, Float32]]:
+        """Scales of the first columns of a part, ``_AHEAD`` times eight, if columns have them."""
+        if not self.has_columns:
+            return []
+        count = min(self.ahead, self.config.partial_n // 8)
+        return [self.column_pair(part, j, stage) for j in range(count)]
+
+    def column_pair(self, part: int, j: int, stage: Int32) -> tuple[Float32, Float32]:
+        """Scales of the thread's two columns of the ``j``-th eight of a part."""
+        at = part * self.config.partial_n + j * 8 + stage * self.config.row_scales[1]
+        first, second = load_shared(self.n_rows + at * 4, 2)
+        return bits_as_f32(first), bits_as_f32(second)
 
     def promote(
         self,
@@ -167,6 +185,7 @@ class Promoter:
         part: int,
         stage: Int32,
         scales: StageScales | None,
+        columns: list[tuple[Float32, Float32]],
     ) -> None:
         """Add partial sums to those of the ``part``-th ``partial_n`` columns.
 
@@ -176,31 +195,23 @@ class Promoter:
             part: which columns.
             stage: number of the stage.
             scales: its scales; None where there are none.
+            columns: what ``first_columns`` gave.
         """
-        size = cute.size(partial)
-        for j in range(size // 4):
-            columns = None if scales is None else self.columns(part, j, stage, scales)
+        size, eights = cute.size(partial), self.config.partial_n // 8
+        for j in range(eights):
+            if self.has_columns and j + self.ahead < eights:
+                columns.append(self.column_pair(part, j + self.ahead, stage))
             for i in range(4):
                 at = part * size + j * 4 + i
                 value, total = partial[j * 4 + i], acc[at]
-                if scales is None or columns is None:
+                if scales is None:
                     acc[at] = _add(total, value)
+                    continue
+                if scales.n is None:
+                    n = columns[j][i % 2]
                 else:
-                    m, n = scales.m[i // 2], columns[i % 2]
-                    acc[at] = self.scaled(value, m, n, total)
-
-    def columns(
-        self, part: int, j: int, stage: Int32, scales: StageScales
-    ) -> tuple[Float32, Float32]:
-        """Scales of the thread's two columns of the ``j``-th eight of a part."""
-        if scales.n is not None:
-            square = scales.n[part * self.config.partial_n // _SQUARE]
-            return square, square
-        at = part * self.config.partial_n + j * 8
-        first, second = load_shared(
-            self.n_rows + stage * (self.config.row_scales[1] * 4) + at * 4, 2
-        )
-        return bits_as_f32(first), bits_as_f32(second)
+                    n = scales.n[part * self.config.partial_n // _SQUARE]
+                acc[at] = self.scaled(value, scales.m[i // 2], n, total)
 
     def scaled(self, value: Float32, m: Float32, n: Float32, total: Float32) -> Float32:
         """``total`` plus a partial sum times both scales."""

@@ -85,7 +85,7 @@ class Layouts:
             Float32,
             (config.consumers, 1, 1),
             (WARPGROUP_M, width),
-            source.RMEM if config.is_decoded or config.is_double else source.SMEM,
+            source.RMEM if config.is_decoded else source.SMEM,
         )
 
     def _staged(self, operand: int, tiler: tuple[int, int], mn_major: bool) -> Any:
