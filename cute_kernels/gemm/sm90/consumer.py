@@ -185,7 +185,7 @@ class Consumer:
                 self.turns.end()
             # Read while the products run.
             if cutlass.const_expr(part == 0):
-                scales = promoter.of_stage(state.index, k_tile)
+                scales = promoter.of_stage(state.index)
             columns = promoter.first_columns(part, state.index)
             warpgroup.wait_group(0)
             is_read = part + 1 == len(self.parts)

@@ -22,8 +22,8 @@ _BITS_PER_CYCLE = 2048 * 16
 #: with instructions of up to 64 columns, and with wider ones, which hide half of it (H200).
 _DECODED_PER_CYCLE = (40, 76)
 _NARROW_N = 64
-#: Partial sums that one SM promotes in a cycle, as if that came after the products, not beside those
-#: of another warpgroup: without scales, with scales of rows of operand M, and with scales of
+#: Partial sums that one SM promotes in a cycle, as if that came after the products, not beside
+#: those of another warpgroup: without scales, with scales of rows of operand M, and with scales of
 #: columns, which shared memory, busy with operands, is slow to give (H200).
 _PROMOTED_PER_CYCLE = (500, 160, 45)
 #: Bytes that one SM loads in a cycle: from L2, and its share of memory. What the CTAs of a cluster

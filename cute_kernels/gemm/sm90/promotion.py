@@ -25,11 +25,11 @@ from cutlass import Float32, Int32, cute
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.memory import load_shared
 from cute_kernels.device.ptx import asm, bits_as_f32
+from cute_kernels.gemm.scheduler import WorkTile
 from cute_kernels.gemm.sm90.config import WARPGROUP_M
 from cute_kernels.gemm.sm90.warp_schedule import WARPGROUP_SIZE
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.scheduler import WorkTile
     from cute_kernels.gemm.sm90.config import Sm90GemmConfig
     from cute_kernels.gemm.sm90.storage import Stages
 
@@ -39,7 +39,7 @@ __all__ = ["Promoter", "StageScales"]
 _SQUARE = 128
 #: Eights of columns whose scales are read before the products of a stage are complete: as many as
 #: there are registers for. Shared memory is busy with operands.
-_AHEAD = 8
+_AHEAD = 4
 
 
 def _mul(a: Float32, b: Float32) -> Float32:
@@ -103,7 +103,9 @@ class Promoter:
         self.num_squares = int(self.m_squares is not None)
         if self.n_squares is not None:
             self.num_squares += max(1, config.tile.n // _SQUARE)
+        #: Those of 32 blocks along K, a lane one block's, and those of the next stage.
         self.held = cute.make_rmem_tensor(max(1, self.num_squares), Float32)
+        self.taken = cute.make_rmem_tensor(max(1, self.num_squares), Float32)
         self.ahead = (config.trial >> 4) or _AHEAD
         self.has_columns = config.row_scales[1] > 0
         #: Whether s * t is multiplied first.
@@ -131,13 +133,20 @@ class Promoter:
     def start(self, tile: WorkTile) -> None:
         """Read the scales of squares for a tile's first 32 blocks along K, a lane one block's."""
         self.load_squares(tile, Int32(0))
+        self.take(Int32(0))
 
     @cute.jit
     def advance(self, tile: WorkTile, k_tile: Int32) -> None:
-        """Read those of the next 32 where the ``k_tile``-th block is the first of them."""
+        """Have those of the ``k_tile``-th block at hand."""
         if cutlass.const_expr(self.num_squares > 0):
             if k_tile % WARP_SIZE == 0:
                 self.load_squares(tile, k_tile)
+            self.take(k_tile)
+
+    def take(self, k_tile: Int32) -> None:
+        """Take the scales of squares of the ``k_tile``-th block from the lane that has them."""
+        for i in range(self.num_squares):
+            self.taken[i] = cute.arch.shuffle_sync(self.held[i], k_tile % WARP_SIZE)
 
     def load_squares(self, tile: WorkTile, k_tile: Int32) -> None:
         """Read the scales of squares of the 32 blocks along K from a tile's ``k_tile``-th on."""
@@ -152,18 +161,17 @@ class Promoter:
                 row, is_ragged = tile.n_sf_row + i * _SQUARE, k_grouped or swapped
                 self.held[i] = self.square(self.n_squares, row, block, is_ragged, tile.group)
 
-    def of_stage(self, stage: Int32, k_tile: Int32) -> StageScales | None:
+    def of_stage(self, stage: Int32) -> StageScales | None:
         """Scales of rows of operand M, and of squares, for a stage that is there."""
         if not self.config.kind.has_row_scales:
             return None
-        lane = k_tile % WARP_SIZE
-        held = [cute.arch.shuffle_sync(self.held[i], lane) for i in range(self.num_squares)]
-        n = None if self.n_squares is None else held
+        taken = [self.taken[i] for i in range(self.num_squares)]
+        n = None if self.n_squares is None else taken
         if self.config.row_scales[0]:
             at = self.m_rows + stage * (self.config.row_scales[0] * 4)
             (first,), (second,) = load_shared(at, 1), load_shared(at + 32, 1)
             return StageScales((bits_as_f32(first), bits_as_f32(second)), n)
-        return StageScales((held[0], held[0]), n)
+        return StageScales((taken[0], taken[0]), n)
 
     def first_columns(self, part: int, stage: Int32) -> list[tuple[Float32, Float32]]:
         """Scales of the first columns of a part, ``_AHEAD`` times eight, if columns have them."""
