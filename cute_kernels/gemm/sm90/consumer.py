@@ -172,6 +172,8 @@ class Consumer:
         promoter: Any = self.promoter
         self.ab_pipeline.consumer_wait(state)
         scales = None
+        if cutlass.const_expr(self.config.trial & 4):
+            scales = promoter.of_stage(state.index)
         for part, product in enumerate(self.parts):
             if cutlass.const_expr(self.config.takes_turns):
                 self.turns.begin()
@@ -184,8 +186,10 @@ class Consumer:
             if cutlass.const_expr(self.config.takes_turns):
                 self.turns.end()
             # Read while the products run.
-            if cutlass.const_expr(part == 0):
+            if cutlass.const_expr(part == 0 and not self.config.trial & 4):
                 scales = promoter.of_stage(state.index)
+            if cutlass.const_expr(part == 0 and self.config.trial & 1):
+                promoter.load_squares(tile, k_tile + 1)
             columns = promoter.first_columns(part, state.index)
             warpgroup.wait_group(0)
             is_read = part + 1 == len(self.parts)

@@ -138,20 +138,29 @@ class Promoter:
     @cute.jit
     def advance(self, tile: WorkTile, k_tile: Int32) -> None:
         """Have those of the ``k_tile``-th block at hand."""
-        if cutlass.const_expr(self.num_squares > 0):
+        if cutlass.const_expr(self.num_squares > 0 and self.config.trial & 1):
+            for i in cutlass.range_constexpr(self.num_squares):
+                self.taken[i] = self.held[i]
+        elif cutlass.const_expr(self.num_squares > 0):
             if k_tile % WARP_SIZE == 0:
                 self.load_squares(tile, k_tile)
             self.take(k_tile)
 
     def take(self, k_tile: Int32) -> None:
         """Take the scales of squares of the ``k_tile``-th block from the lane that has them."""
+        if self.config.trial & 1:
+            for i in range(self.num_squares):
+                self.taken[i] = self.held[i]
+            return
         for i in range(self.num_squares):
             self.taken[i] = cute.arch.shuffle_sync(self.held[i], k_tile % WARP_SIZE)
 
     def load_squares(self, tile: WorkTile, k_tile: Int32) -> None:
         """Read the scales of squares of the 32 blocks along K from a tile's ``k_tile``-th on."""
         config = self.config
-        block = tile.k_start // config.stage_k + k_tile + cute.arch.lane_idx()
+        block = tile.k_start // config.stage_k + k_tile
+        if not config.trial & 1:
+            block = block + cute.arch.lane_idx()
         swapped, k_grouped = config.tile.swap_ab, config.grouping == "k_grouped"
         if self.m_squares is not None:
             row, is_ragged = tile.m_sf_row + self.first_m, k_grouped or not swapped
