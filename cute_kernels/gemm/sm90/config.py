@@ -113,7 +113,6 @@ class Sm90GemmConfig(GemmConfig):
     prepacked: bool = False
     split: bool = False
     pow2_scales: bool = False
-    trial: int = 0
 
     kernel: ClassVar[str] = "cute_kernels.gemm.sm90.kernel:Sm90Gemm"
     tile_shapes: ClassVar[tuple[TileShape, ...]] = SM90_TILES
@@ -200,11 +199,6 @@ class Sm90GemmConfig(GemmConfig):
         return min(self.tile.n, _PARTIAL_N)
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether two warpgroups multiply by turns."""
-        return self.promotes and self.tile.n >= 128 and bool(self.trial & 2)
-
-    @property
     def row_scales(self) -> tuple[int, int]:
         """Scales of single rows of operands M and N in a stage; 0 without them."""
         sides = ((self.m_kind, self.tile.m), (self.n_kind, self.tile.n))
@@ -289,7 +283,7 @@ class Sm90GemmConfig(GemmConfig):
         2048. It costs as many stages of prefetch, which few rows, bound by memory, need more: 2% of
         the time at 128 rows (H200).
         """
-        return self.tile.n > _WIDE_N and not self.takes_turns
+        return self.tile.n > _WIDE_N
 
     @property
     def m_stage_bytes(self) -> tuple[int, int]:

@@ -69,7 +69,6 @@ class Consumer:
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP_SIZE)
         threads = cute.make_layout(config.consumers, stride=WARPGROUP_SIZE)
         self.ping_pong = PingPong(group)
-        self.turns = PingPong(group, 7)
         thread = layouts.tiled_mma.get_slice(threads(group))
         shape = thread.partition_shape_C((config.tile.m, config.tile.n))
         self.acc = cute.make_rmem_tensor(shape, Float32)
@@ -118,8 +117,6 @@ class Consumer:
         )
         if cutlass.const_expr(self.config.is_ping_pong):
             self.ping_pong.start()
-        if cutlass.const_expr(self.config.takes_turns):
-            self.turns.start()
         tile, tile_state = self.tiles.next(tile_state)
         while tile.group >= 0:
             self.acc.fill(0.0)
@@ -136,8 +133,6 @@ class Consumer:
             tile, tile_state = self.tiles.next(tile_state)
         if cutlass.const_expr(self.config.is_ping_pong):
             self.ping_pong.finish()
-        if cutlass.const_expr(self.config.takes_turns):
-            self.turns.finish()
 
     @cute.jit
     def multiply_fitted(self, tile: WorkTile, state: Any, index: int) -> Any:
@@ -160,7 +155,7 @@ class Consumer:
         k_blocks = self.config.k_blocks
         k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
         promoter: Any = self.promoter
-        promoter.start(tile)
+        promoter.read_squares(tile, Int32(0))
         for k_tile in cutlass.range(k_tiles, unroll=1):
             self.promote_stage(tile, state, k_tile)
             state.advance()
@@ -172,24 +167,17 @@ class Consumer:
         promoter: Any = self.promoter
         self.ab_pipeline.consumer_wait(state)
         scales = None
-        if cutlass.const_expr(self.config.trial & 4):
-            scales = promoter.of_stage(state.index)
         for part, product in enumerate(self.parts):
-            if cutlass.const_expr(self.config.takes_turns):
-                self.turns.begin()
             warpgroup.fence()
             for block in cutlass.range_constexpr(self.config.k_blocks):
                 at = (None, None, block, state.index)
                 mma = product.fresh if block == 0 else product.tiled_mma
                 cute.gemm(mma, product.acc, self.m[at], product.n[at], product.acc)
             warpgroup.commit_group()
-            if cutlass.const_expr(self.config.takes_turns):
-                self.turns.end()
             # Read while the products run.
-            if cutlass.const_expr(part == 0 and not self.config.trial & 4):
+            if cutlass.const_expr(part == 0):
                 scales = promoter.of_stage(state.index)
-            if cutlass.const_expr(part == 0 and self.config.trial & 1):
-                promoter.load_squares(tile, k_tile + 1)
+                promoter.read_squares(tile, k_tile + 1)
             columns = promoter.first_columns(part, state.index)
             warpgroup.wait_group(0)
             is_read = part + 1 == len(self.parts)
@@ -198,7 +186,6 @@ class Consumer:
             promoter.promote(self.acc, product.acc, part, state.index, scales, columns)
         if cutlass.const_expr(promoter.reads_last):
             self.ab_pipeline.consumer_release(state)
-        promoter.advance(tile, k_tile + 1)
 
     @cute.jit
     def multiply(self, tile: WorkTile, state: Any, product: Product) -> Any:

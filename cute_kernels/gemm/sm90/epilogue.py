@@ -91,9 +91,9 @@ class PingPong:
         is_second: whether this is the second warpgroup.
     """
 
-    def __init__(self, is_second: Int32, barrier: int = FIRST_PING_PONG_BARRIER):
-        self.own = barrier + is_second
-        self.other = barrier + 1 - is_second
+    def __init__(self, is_second: Int32):
+        self.own = FIRST_PING_PONG_BARRIER + is_second
+        self.other = FIRST_PING_PONG_BARRIER + 1 - is_second
         self.is_second = is_second
 
     @cute.jit
