@@ -118,7 +118,7 @@ def kernels() -> Iterator[Any]:
         yield "sm_90a", text, directions
 
 
-@pytest.mark.parametrize(("arch", "text", "directions"), kernels())
+@pytest.mark.parametrize(("arch", "text", "directions"), list(kernels()))
 def test_ragged_groups(arch: str, text: str, directions: str) -> None:
     config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
     for case in RAGGED:

@@ -75,6 +75,8 @@ class TileLoader:
         num_items = num_tiles * col_tiles
         # The last group met so far; of the band, the one before it and the first tile with rows.
         band, hint, reach, head = Int32(-1), Int32(0), Int32(0), Int32(0)
+        # Of the group met last: its first tile, its first row and the row after its last.
+        group, origin, start, end = Int32(0), Int32(0), Int32(0), Int32(0)
         while item < num_items:
             band_was = band
             band = item // (self.config.band * col_tiles)
@@ -83,7 +85,12 @@ class TileLoader:
                 hint = reach
                 head = groups.seek(first_tile, hint)[0]
             wanted, col_tile = self.tile_of(item, first_tile, num_tiles, col_tiles)
-            tile, group, first, count = groups.seek(wanted, hint)
+            # Most tiles are of the group of the one before: no look at the ends of groups.
+            tile, first = wanted, start + (wanted - origin) * TILE_ROWS
+            count = cutlass.min(end - first, Int32(TILE_ROWS))
+            if wanted < origin or count <= 0:
+                tile, group, first, count = groups.seek(wanted, hint)
+                origin, start, end = groups.span(group)
             if tile != wanted:
                 item = self.skip(item, step, first_tile, head, col_tiles)
             else:
