@@ -31,6 +31,7 @@ __all__ = [
     "ElementType",
     "Format",
     "SecondLevel",
+    "as_block",
     "check_choice",
     "check_flags",
     "parse",
@@ -225,6 +226,20 @@ class Format(Record, abc.ABC):
         names = self.buffer_names(columnwise)
         level = self.second_level
         return names if level is None else names[: len(names) - len(level.buffers) + 1]
+
+
+def as_block(value: object, choices: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """``value``, rows and columns of a block, as a tuple.
+
+    Raises:
+        TypeError: it is no pair.
+        ValueError: it is none of ``choices``.
+    """
+    if not isinstance(value, (tuple, list)):
+        hint = ": a dtype is given as dtype=" if isinstance(value, torch.dtype) else ""
+        raise TypeError(f"block must be {' or '.join(map(str, choices))}, got {value!r}{hint}")
+    check_choice("block", tuple(value), choices)
+    return tuple(value)
 
 
 F = TypeVar("F", bound=type[Format])
