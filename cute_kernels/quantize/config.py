@@ -173,7 +173,7 @@ class RowsConfig:
             config = cls(
                 fmt.text, problem.dtype, problem.grouping, warps, rows_per_warp=rows, arch=arch
             )
-            if problem.cols <= config.max_cols:
+            if config.can_implement(problem):
                 break
         return config
 
@@ -184,8 +184,8 @@ class RowsConfig:
         fmt = parse(self.format)
         if fmt.is_2d:
             return Support(False, f"{self.format} has blocks of several rows")
-        if fmt.scale is not None and fmt.scale.vec_size > K_MULTIPLE:
-            return Support(False, f"blocks of {self.format} are more than a lane holds")
+        if fmt.scale is not None and fmt.scale.vec_size // K_MULTIPLE * self.rows_per_warp > 32:
+            return Support(False, f"blocks of {self.format} take more lanes than a row has")
         if fmt.takes_scale:
             return Support(False, f"{self.format} takes scales of groups and gives their amaxes")
         supported = _takes(self, problem, fmt.k_multiple)

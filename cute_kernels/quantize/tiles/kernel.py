@@ -135,13 +135,14 @@ class TileQuantizer(AmaxKernels):
             x.iterator, cute.make_layout((rows, cols), stride=(Int64(cols), 1))
         )
         atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, x.element_type)
-        box = cute.tile_to_shape(atom, (TILE_ROWS, self.tile.box_cols), order=(0, 1))
+        rows_at_once = self.loader.box_rows
+        box = cute.tile_to_shape(atom, (rows_at_once, self.tile.box_cols), order=(0, 1))
         line = cute.make_composed_layout(
             atom.inner, 0, cute.make_layout((1, self.tile.box_cols), stride=(self.tile.box_cols, 1))
         )
         op = cpasync.CopyBulkTensorTileG2SOp()
         box_copy, box_source = cpasync.make_tiled_tma_atom(
-            op, matrix, box, (TILE_ROWS, self.tile.box_cols)
+            op, matrix, box, (rows_at_once, self.tile.box_cols)
         )
         line_copy, line_source = cpasync.make_tiled_tma_atom(
             op, matrix, line, (1, self.tile.box_cols)

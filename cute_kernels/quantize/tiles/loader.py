@@ -51,6 +51,9 @@ class Tma(NamedTuple):
 class TileLoader:
     """Finds and loads tiles, see the module."""
 
+    always_seek = False
+    box_rows = TILE_ROWS
+
     def __init__(self, config: TileConfig, tile: TileGeometry):
         self.config = config
         self.tile = tile
@@ -88,6 +91,8 @@ class TileLoader:
             # Most tiles are of the group of the one before: no look at the ends of groups.
             tile, first = wanted, start + (wanted - origin) * TILE_ROWS
             count = cutlass.min(end - first, Int32(TILE_ROWS))
+            if cutlass.const_expr(self.always_seek):
+                count = Int32(0)
             if wanted < origin or count <= 0:
                 tile, group, first, count = groups.seek(wanted, hint)
                 origin, start, end = groups.span(group)
@@ -150,12 +155,16 @@ class TileLoader:
             cute.arch.mbarrier_arrive_and_expect_tx(shared.full + full, size)
         target = shared.tiles + stage * self.config.tile_bytes
         bar = shared.full + full
-        for b in cutlass.range_constexpr(self.tile.num_boxes):
-            col = what.col_tile * TILE_COLS + b * self.tile.box_cols
-            if what.count == TILE_ROWS:
-                self.copy_box(boxes, TILE_ROWS, what.first, col, target + b * BOX_SIZE, bar)
-            else:
-                for r in cutlass.range(what.count, unroll=1):
+        if what.count == TILE_ROWS:
+            for r in cutlass.range_constexpr(0, TILE_ROWS, self.box_rows):
+                for b in cutlass.range_constexpr(self.tile.num_boxes):
+                    col = what.col_tile * TILE_COLS + b * self.tile.box_cols
+                    place = target + (b * BOX_SIZE + r * BOX_BYTES)
+                    self.copy_box(boxes, self.box_rows, what.first + r, col, place, bar)
+        else:
+            for r in cutlass.range(what.count, unroll=1):
+                for b in cutlass.range_constexpr(self.tile.num_boxes):
+                    col = what.col_tile * TILE_COLS + b * self.tile.box_cols
                     place = target + (b * BOX_SIZE + r * BOX_BYTES)
                     self.copy_box(lines, 1, what.first + r, col, place, bar)
 
