@@ -51,8 +51,7 @@ class Tma(NamedTuple):
 class TileLoader:
     """Finds and loads tiles, see the module."""
 
-    always_seek = False
-    box_rows = TILE_ROWS
+    box_rows = 16
 
     def __init__(self, config: TileConfig, tile: TileGeometry):
         self.config = config
@@ -91,8 +90,6 @@ class TileLoader:
             # Most tiles are of the group of the one before: no look at the ends of groups.
             tile, first = wanted, start + (wanted - origin) * TILE_ROWS
             count = cutlass.min(end - first, Int32(TILE_ROWS))
-            if cutlass.const_expr(self.always_seek):
-                count = Int32(0)
             if wanted < origin or count <= 0:
                 tile, group, first, count = groups.seek(wanted, hint)
                 origin, start, end = groups.span(group)
