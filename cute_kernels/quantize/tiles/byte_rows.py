@@ -15,7 +15,13 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 from cute_kernels.device.absmax import absmax_packed, unpack_absmax
 from cute_kernels.device.codecs import Level
 from cute_kernels.device.groups import Grouping
-from cute_kernels.device.memory import load_shared, store_global, store_shared, store_shared_byte
+from cute_kernels.device.memory import (
+    load_shared,
+    store_global,
+    store_global_past_l1,
+    store_shared,
+    store_shared_byte,
+)
 from cute_kernels.device.ptx import select
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.layout.slots import TILE_ROWS
@@ -264,10 +270,10 @@ class ByteRowConverter:
         """Codes of those of a lane's columns that exist, a multiple of 16."""
         half = _HALF_STORE // 4
         if cutlass.const_expr(self.width == _HALF_STORE):
-            store_global(target, words)
+            store_global_past_l1(target, words)
         elif lane.is_wide:
-            store_global(target, words)
+            store_global_past_l1(target, words)
         else:
-            store_global(target, words[:half])
+            store_global_past_l1(target, words[:half])
             if lane.left >= self.width:
-                store_global(target + _HALF_STORE, words[half:])
+                store_global_past_l1(target + _HALF_STORE, words[half:])

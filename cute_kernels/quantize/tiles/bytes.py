@@ -27,8 +27,6 @@ __all__ = ["ByteTiles"]
 class ByteTiles:
     """Converts tiles to codes of eight bits."""
 
-    rows_first = False
-
     def __init__(self, config: TileConfig, codec: ByteCodec, tile: TileGeometry, team: Team):
         self.config = config
         self.team = team
@@ -58,13 +56,10 @@ class ByteTiles:
         if cutlass.const_expr(config.is_2d):
             self.squares.reduce(places.tile, places.squares, part)
             self.team.sync(team)
-        if cutlass.const_expr(config.rowwise and self.rows_first):
-            copy = (out.codes, out.scales)
-            seen = self.rows.convert(groups, cols, level, *copy, what, part, places, seen)
         if cutlass.const_expr(config.columnwise):
             copy = (out.codes_t, out.scales_t)
             seen = self.columns.convert(groups, cols, level, *copy, what, part, places, seen)
-        if cutlass.const_expr(config.rowwise and not self.rows_first):
+        if cutlass.const_expr(config.rowwise):
             copy = (out.codes, out.scales)
             seen = self.rows.convert(groups, cols, level, *copy, what, part, places, seen)
         if cutlass.const_expr(self.columns.is_tiled and config.columnwise):

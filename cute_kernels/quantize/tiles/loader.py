@@ -25,6 +25,7 @@ from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.fakes import dsl_dtype
 from cute_kernels.quantize.tiles.geometry import (
     BOX_BYTES,
+    BOX_ROWS,
     BOX_SIZE,
     TILE_COLS,
     Descriptor,
@@ -50,8 +51,6 @@ class Tma(NamedTuple):
 
 class TileLoader:
     """Finds and loads tiles, see the module."""
-
-    box_rows = 16
 
     def __init__(self, config: TileConfig, tile: TileGeometry):
         self.config = config
@@ -153,11 +152,11 @@ class TileLoader:
         target = shared.tiles + stage * self.config.tile_bytes
         bar = shared.full + full
         if what.count == TILE_ROWS:
-            for r in cutlass.range_constexpr(0, TILE_ROWS, self.box_rows):
+            for r in cutlass.range_constexpr(0, TILE_ROWS, BOX_ROWS):
                 for b in cutlass.range_constexpr(self.tile.num_boxes):
                     col = what.col_tile * TILE_COLS + b * self.tile.box_cols
                     place = target + (b * BOX_SIZE + r * BOX_BYTES)
-                    self.copy_box(boxes, self.box_rows, what.first + r, col, place, bar)
+                    self.copy_box(boxes, BOX_ROWS, what.first + r, col, place, bar)
         else:
             for r in cutlass.range(what.count, unroll=1):
                 for b in cutlass.range_constexpr(self.tile.num_boxes):
