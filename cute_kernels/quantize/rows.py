@@ -14,6 +14,8 @@ Roles:     one loader warp, lane t serves team t | num_teams teams of warps_per_
 Pipeline:  rows, loader -> team: full: one arrival and the rows' bytes; empty: one arrival a warp.
            Rows past the end of the group carry no bytes and, but for a packet's first, no stage.
 
+On an H200, 65536 x 7168 bf16: FP8 with given amaxes 96 % of a copy's rate, FP8Block 94, MXFP8 95.
+
 Counted by perf run counts at 1024 rows of bf16, row-scaled NVFP4: 6.6 PTX instructions an
 element at K = 4096, 6.9 at 7168, 7.4 at 256, 10.1 at 128; 2.00 bytes read.
 """
