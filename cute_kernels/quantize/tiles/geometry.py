@@ -24,8 +24,9 @@ __all__ = [
 
 TILE_COLS = 128
 #: Rows of one copy of a box. The boxes of a tile are loaded in turn: the more rows at a time, the
-#: later what is beside them in memory is asked for. On an H200 1 to 2 % faster than 128 rows.
-BOX_ROWS = 32
+#: later what is beside them in memory is asked for. On an H200 32 rows are 1 to 2 % faster than
+#: 128; sm_100a was not measured, and has the fewest instructions.
+BOX_ROWS = {"sm_90a": 32, "sm_100a": 128}
 #: Bytes of a row in one box, the width of TMA's widest swizzle; and bytes of a box.
 BOX_BYTES = 128
 BOX_SIZE = BOX_BYTES * TILE_ROWS

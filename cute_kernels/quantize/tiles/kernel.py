@@ -44,7 +44,6 @@ from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 from cute_kernels.quantize.levels import LevelWriter
 from cute_kernels.quantize.tiles.bytes import ByteTiles
 from cute_kernels.quantize.tiles.geometry import (
-    BOX_ROWS,
     Descriptor,
     SharedMemory,
     TileGeometry,
@@ -138,13 +137,13 @@ class TileQuantizer(AmaxKernels):
             x.iterator, cute.make_layout((rows, cols), stride=(Int64(cols), 1))
         )
         atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, x.element_type)
-        box = cute.tile_to_shape(atom, (BOX_ROWS, self.tile.box_cols), order=(0, 1))
+        box = cute.tile_to_shape(atom, (self.loader.box_rows, self.tile.box_cols), order=(0, 1))
         line = cute.make_composed_layout(
             atom.inner, 0, cute.make_layout((1, self.tile.box_cols), stride=(self.tile.box_cols, 1))
         )
         op = cpasync.CopyBulkTensorTileG2SOp()
         box_copy, box_source = cpasync.make_tiled_tma_atom(
-            op, matrix, box, (BOX_ROWS, self.tile.box_cols)
+            op, matrix, box, (self.loader.box_rows, self.tile.box_cols)
         )
         line_copy, line_source = cpasync.make_tiled_tma_atom(
             op, matrix, line, (1, self.tile.box_cols)

@@ -55,6 +55,7 @@ class TileLoader:
     def __init__(self, config: TileConfig, tile: TileGeometry):
         self.config = config
         self.tile = tile
+        self.box_rows = BOX_ROWS[config.arch]
 
     @cute.jit
     def load(
@@ -152,11 +153,11 @@ class TileLoader:
         target = shared.tiles + stage * self.config.tile_bytes
         bar = shared.full + full
         if what.count == TILE_ROWS:
-            for r in cutlass.range_constexpr(0, TILE_ROWS, BOX_ROWS):
+            for r in cutlass.range_constexpr(0, TILE_ROWS, self.box_rows):
                 for b in cutlass.range_constexpr(self.tile.num_boxes):
                     col = what.col_tile * TILE_COLS + b * self.tile.box_cols
                     place = target + (b * BOX_SIZE + r * BOX_BYTES)
-                    self.copy_box(boxes, BOX_ROWS, what.first + r, col, place, bar)
+                    self.copy_box(boxes, self.box_rows, what.first + r, col, place, bar)
         else:
             for r in cutlass.range(what.count, unroll=1):
                 for b in cutlass.range_constexpr(self.tile.num_boxes):
