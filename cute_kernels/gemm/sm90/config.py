@@ -22,11 +22,12 @@ from cute_kernels.gemm.problem import (
     GemmConfig,
     GemmGrouping,
     GemmProblem,
+    RowPart,
     TileShape,
 )
-from cute_kernels.gemm.sm90.heuristics import estimated_cycles
+from cute_kernels.gemm.sm90.heuristics import estimated_cycles, pays_for_parts
 from cute_kernels.layout.pieces import DECODED_SCALE
-from cute_kernels.layout.shapes import PIECE_K
+from cute_kernels.layout.shapes import PIECE_K, ceil_div
 
 __all__ = ["SM90_TILES", "WARPGROUP_M", "Sm90GemmConfig", "Sm90Tile"]
 
@@ -86,6 +87,14 @@ SM90_TILES = (
 )
 
 
+_WIDEST = Sm90Tile(128, 256, num_ctas=2, swap_ab=True)
+_DECODED_PARTS = (
+    Sm90Tile(256, 32, swap_ab=True, consumers=4, fitted=True),
+    Sm90Tile(256, 64, swap_ab=True, consumers=4),
+    Sm90Tile(256, 128, num_ctas=2, swap_ab=True),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Sm90GemmConfig(GemmConfig):
     """One variant of the grouped GEMM for sm_90a.
@@ -94,11 +103,14 @@ class Sm90GemmConfig(GemmConfig):
         tile: one of ``SM90_TILES``; the rest as ``GemmConfig``.
         activations: dtype of A where it is plain and B is NVFP4; None if both are of one kind.
         prepacked: B's codes have the order of bits that ``decode`` takes fewer instructions for.
+        part: the row tiles that this kernel takes where several share the product; None if it takes
+            all of them.
     """
 
     tile: Sm90Tile = Sm90Tile(128, 128)
     activations: str | None = None
     prepacked: bool = False
+    part: RowPart | None = None
 
     kernel: ClassVar[str] = "cute_kernels.gemm.sm90.kernel:Sm90Gemm"
     tile_shapes: ClassVar[tuple[TileShape, ...]] = SM90_TILES
@@ -113,6 +125,12 @@ class Sm90GemmConfig(GemmConfig):
                 raise ValueError("activations need FP4 weights of an m_grouped product")
         if self.prepacked and not (self.multiplied == "float16" and self.grouping == "m_grouped"):
             raise ValueError("only FP4 weights that are decoded to fp16 can be prepacked")
+        if self.part is not None:
+            if self.grouping != "m_grouped":
+                raise ValueError("only an m_grouped product has parts")
+            rows = self.part.chunk if self.part.most == self.part.chunk else self.part.most
+            if self.tile.rows < rows or self.tile.rows > self.part.chunk:
+                raise ValueError(f"tiles of {self.tile.rows} rows cannot be those of {self.part}")
 
     @classmethod
     def any_tile(cls, grouping: GemmGrouping) -> Sm90Tile:
@@ -133,6 +151,47 @@ class Sm90GemmConfig(GemmConfig):
     def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
         """What a call costs, by a model of time."""
         return estimated_cycles(self, problem, num_sms)
+
+    @property
+    def rows_taken(self) -> RowPart:
+        """The row tiles of an m_grouped product that this kernel takes."""
+        return self.part or super().rows_taken
+
+    def parts(self, problem: GemmProblem, num_sms: int) -> tuple[Sm90GemmConfig, ...]:
+        """The kernels that share a product among them, in the order in which they run.
+
+        One of them has this configuration's tile. It runs first: where groups are even the others
+        find nothing to do, on SMs that have come to their end.
+        """
+        if self.grouping != "m_grouped" or not pays_for_parts(self, problem, num_sms):
+            return (self,)
+        tiles = {tile.rows: tile for tile in self._part_tiles() if tile.num_ctas <= num_sms}
+        if self.is_decoded and self.tile.rows not in tiles:
+            return (self,)
+        tiles[self.tile.rows] = self.tile
+        mean = ceil_div(problem.rows, problem.groups)
+        if len(tiles) == 1 or self.tile.rows < min(mean, max(tiles)):
+            return (self,)
+        bounds = sorted(tiles, reverse=True)
+        order = sorted(bounds, key=lambda rows: rows != self.tile.rows)
+        least = dict(zip(bounds, [*bounds[1:], 0], strict=True))
+        return tuple(
+            dataclasses.replace(
+                self,
+                tile=tiles[rows],
+                part=RowPart(bounds[0], least[rows], rows, i > 0, i + 1 < len(order)),
+            )
+            for i, rows in enumerate(order)
+        )
+
+    def _part_tiles(self) -> list[Sm90Tile]:
+        """Tiles of parts beside this configuration's.
+
+        What is decoded costs more with each column. What is not waits for memory where groups are
+        small, and gains from wide tiles where they are large.
+        """
+        tiles = _DECODED_PARTS if self.is_decoded else (_WIDEST,)
+        return [t for t in tiles if self.takes(t) and (self.is_decoded or t.rows > self.tile.rows)]
 
     @property
     def instruction_k(self) -> int:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cute_kernels.gemm.problem import GemmProblem
     from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 
-__all__ = ["estimated_cycles"]
+__all__ = ["estimated_cycles", "pays_for_parts"]
 
 #: Multiply-adds of fp16 that one SM does in a cycle.
 _MACS_PER_CYCLE = 2048
@@ -34,6 +34,15 @@ _FILL_CYCLES = 3000
 #: twice the mean. With group sizes by Zipf's law and 16 rows on average 256 x 16 takes 1.6 times
 #: what it takes with equal ones (H200).
 _UNEVEN_GROUPS = 1.07
+#: Cycles of a product that is shared by several kernels, at least: the others cost some even where
+#: they find nothing to do.
+_LEAST_CYCLES_OF_PARTS = 200_000
+
+
+def pays_for_parts(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int) -> bool:
+    """Whether several kernels with tiles of their own should share an m_grouped product."""
+    cycles = estimated_cycles(config, problem, num_sms)
+    return problem.groups > 1 and cycles >= _LEAST_CYCLES_OF_PARTS
 
 
 def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int) -> float:
