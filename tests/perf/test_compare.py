@@ -6,7 +6,7 @@ import pytest
 
 from perf import committed, compare
 from perf.__main__ import main
-from perf.records import Record, write
+from perf.records import Record, pooled, write
 
 COUNT = Record(
     suite="counts",
@@ -99,6 +99,17 @@ def test_gone_and_new():
         }
 
 
+def test_three_runs_say_themselves_how_much_they_differ():
+    """Wide repeats, such as of a GPU at its power limit, whose medians agree."""
+    wide = dataclasses.replace(TIME, spread=30.0, repeats=7)
+    runs = [dataclasses.replace(wide, value=v, commit="a") for v in (99.0, 100.0, 101.0)]
+    worse = [dataclasses.replace(r, value=1.05 * r.value, commit="b", time="9") for r in runs]
+    assert [c.verdict for c in compare.compare(runs[:1], worse[:1])] == ["same"]
+    assert [c.verdict for c in compare.compare(runs, worse)] == ["worse"]
+    assert (pooled(runs).value, pooled(runs).spread, pooled(runs).repeats) == (100.0, 2.0, 3)
+    assert pooled(runs[:2]) == runs[1] and pooled([*runs, worse[0]]) == worse[0]
+
+
 def test_exit_status(tmp_path, capsys):
     paths = [tmp_path / name for name in ("old.jsonl", "same.jsonl", "worse.jsonl", "other.jsonl")]
     write(paths[0], [TIME])
@@ -127,7 +138,27 @@ def test_the_check_of_ci(tmp_path, capsys):
     assert committed.check([better, other], path, partial=False) == 0
 
 
+def test_renewing_keeps_the_history_of_what_changed():
+    was, same, gone = (dataclasses.replace(COUNT, what=what) for what in ("a", "b", "c"))
+    peer = dataclasses.replace(gone, contender="torch")
+    now = [dataclasses.replace(r, commit="d", time="9") for r in (was, same)]
+    now[0] = dataclasses.replace(now[0], value=1)
+    found = committed.renewed([was, same, gone, peer], now)
+    assert found == [was, same, peer, now[0]]
+    assert committed.renewed(found, now) == found
+    # Back to where it was: that is a change, too.
+    back = dataclasses.replace(was, commit="e", time="99")
+    assert committed.renewed(found, [back, same])[-1] is back
+
+
 def test_renewing_is_of_the_whole_record():
     for more in (["--format", "fp8"], ["--backend", "emulated:sm_90a"], ["--full", "--no-peers"]):
         assert main(["run", "counts", "--renew", *more]) == 2
     assert main(["run", "gemm", "--check"]) == 2
+
+
+def test_more_of_a_rate_or_of_a_signal_is_better():
+    for unit in ("TB/s", "TFLOP/s", "dB"):
+        old = dataclasses.replace(TIME, unit=unit)
+        assert verdict(old, {"value": 120.0}) == "better"
+        assert verdict(old, {"value": 80.0}) == "worse"

@@ -1,7 +1,9 @@
 """Running suites: contenders are checked, and only those that are right are measured."""
 
+import dataclasses
 import functools
 import re
+import unittest.mock
 
 import pytest
 import torch
@@ -9,10 +11,10 @@ import torch
 import grouped
 from cute_kernels.capability import UnsupportedError
 from perf.__main__ import main
-from perf.cases import GroupedShape
+from perf.cases import PRODUCTS, GroupedShape
 from perf.contender import Contender, Task, relative_error
 from perf.measure import meter_of
-from perf.measure.base import of_times
+from perf.measure.base import Measurement, of_times
 from perf.measure.emulator import count
 from perf.operands import Operands
 from perf.peers.pytorch import PEER
@@ -21,6 +23,7 @@ from perf.run import Choice, Report, measure_suite, measure_task
 from perf.suites import SUITES, gemm, layer, suite
 from perf.suites.base import Options, element_bytes
 from perf.suites.gemm import Pair
+from perf.suites.quantize import Input, Quantization
 from tests.helpers import has_compiler
 
 CPU = torch.device("cpu")
@@ -57,6 +60,39 @@ def test_who_is_wrong_is_not_timed():
         alone = Task("s", {"rows": 1}, functools.partial(lambda c, copy: [c], ours))
         assert not measure_task(alone, meter, {"kind": "cpu"}, Choice(), report)
         assert report.is_bad
+
+
+def test_who_cannot_be_timed_does_not_disturb_the_others():
+    calls = []
+
+    def prepare():
+        def run():
+            calls.append(1)
+            if len(calls) > 1:
+                raise RuntimeError("not under capture")
+
+        return run
+
+    broken = Contender("broken", "f", prepare, lambda got: 0.0)
+    report = Report()
+    task = Task("s", {}, lambda copy: [contender("right", 0.0), broken])
+    meter = meter_of("reference", "", True, {})
+    found = measure_task(task, meter, {"kind": "cpu"}, Choice(), report)
+    assert [r.contender for r in found] == ["right"]
+    assert report.failed == ["s : broken [f]: RuntimeError: not under capture"]
+
+
+def test_only_times_of_all_the_work_have_a_rate():
+    """On a GPU a step has parts, some of which take no time at all."""
+    meter = meter_of("reference", "", True, {})
+    times = {"time": 2.0, "eager time": 4.0, "GPU time of GEMM": 0.0}
+    found = [[Measurement(what, us, "us", "p") for what, us in times.items()]]
+    task = Task("s", {}, lambda copy: [contender("ours", 0.0)])
+    facts = {"kind": "gpu", "ceilings": {"copy": 1.0}}
+    with unittest.mock.patch.object(meter, "measure", lambda contenders, runs: found):
+        records = measure_task(task, meter, facts, Choice(), Report())
+    assert [r.share("copy") for r in records] == [8e-6 / 2, 8e-6 / 4, None]
+    assert dataclasses.replace(records[0], value=0.0).share("copy") is None
 
 
 def test_contenders_are_chosen_by_name_and_format():
@@ -103,7 +139,12 @@ def test_least_bytes_count_each_input_once():
     work = Operands(SHAPE, 40, "fprop", "17 0 23", CPU)
     # Weights of the group without rows are not read.
     assert work.least_bytes(2, 0.5) == 40 * 32 * 2 + 2 * 64 * 32 * 0.5 + 40 * 64 * 2
+    assert work.least_bytes(2, 0.5, 4) == work.least_bytes(2, 0.5) + 40 * 64 * 2
     assert work.flops == 2 * 40 * 64 * 32
+    # SwiGLU halves the columns; its gradient reads that of the result as well.
+    data, fmt = Input(8, 64, 1, CPU), grouped.FP8()
+    for prologue, moved in (("", 2 + 1), ("swiglu", 2 + 0.5), ("dswiglu", 2 + 1 + 1)):
+        assert Quantization("row", False, prologue).moved(data, fmt) == 8 * 64 * moved
     wgrad = Operands(SHAPE, 40, "wgrad", "balanced", CPU)
     assert wgrad.least_bytes(1, 2) == 40 * 64 + 40 * 32 * 2 + 3 * 64 * 32 * 2
     assert element_bytes(grouped.NVFP4()) == 0.5625
@@ -122,6 +163,8 @@ def test_pairs_fit_products():
     assert row_scaled.fits("dgrad") and not row_scaled.fits("wgrad")
     assert mixed.fits("dgrad") and not mixed.fits("wgrad") and plain.fits("wgrad")
     assert Pair("nvfp4", "nvfp4:block=16x16").text("wgrad") == "nvfp4 x nvfp4"
+    adding = Pair(None, None, accumulates=True)
+    assert [adding.fits(p) for p in PRODUCTS] == [False, False, True]
     assert plain.text("fprop") == "bfloat16" and mixed.text("fprop") == "bfloat16 x nvfp4"
 
 
@@ -147,12 +190,19 @@ def test_gemm_on_the_reference():
             "ours, tokens quantized too",
             "nvfp4:row_scaled x nvfp4",
         ) in who or product != "fprop"
+        assert (("ours, accumulating", "fp8 x fp8") in who) == (product == "wgrad")
+        moved = {r.contender: r.bytes for r in found if r.format == "bfloat16"}
+        if product == "wgrad":
+            # Its fp32 is read and written, where the others write bf16.
+            assert moved["ours, accumulating"] - moved["ours"] == 6 * 3 * 64 * 32
 
 
 def test_quantize_on_the_reference():
-    records, _ = run("quantize", r"directions=row\+column amax=given|op=amax", backend="reference")
+    chosen = r"directions=row\+column amax=given|op=amax|op=dswiglu.*=row "
+    records, _ = run("quantize", chosen, backend="reference")
     who = {(r.case["op"], r.case.get("directions"), r.format) for r in records}
     assert {("quantize", "row+column", "nvfp4"), ("amax", None, "bfloat16")} < who
+    assert ("dswiglu+quantize", "row", "mxfp8") in who
     assert {r.error for r in records if r.case["op"] == "quantize"} == {0.0}
     assert {r.kind for r in records} == {"cpu"} and all(r.commit and r.machine for r in records)
 
