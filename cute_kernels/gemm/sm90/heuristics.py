@@ -40,9 +40,10 @@ _LEAST_CYCLES_OF_PARTS = 200_000
 
 
 def pays_for_parts(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int) -> bool:
-    """Whether several kernels with tiles of their own should share an m_grouped product."""
-    cycles = estimated_cycles(config, problem, num_sms)
-    return problem.groups > 1 and cycles >= _LEAST_CYCLES_OF_PARTS
+    """Whether several kernels, each with a tile of its own, should share a product."""
+    if problem.grouping != "m_grouped" or problem.groups == 1:
+        return False
+    return estimated_cycles(config, problem, num_sms) >= _LEAST_CYCLES_OF_PARTS
 
 
 def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int) -> float:
