@@ -96,14 +96,12 @@ class RowPart:
         least: this part's tiles have more rows than that,
         most: and at most that many.
         follows: it comes after another part, and starts on the SMs that are done with that one.
-        leads: another part comes after it.
     """
 
     chunk: int
     least: int
     most: int
     follows: bool = False
-    leads: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

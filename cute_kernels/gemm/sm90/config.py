@@ -30,7 +30,8 @@ from cute_kernels.gemm.problem import (
     RowPart,
     TileShape,
 )
-from cute_kernels.gemm.sm90.heuristics import estimated_cycles, pays_for_parts
+from cute_kernels.gemm.sm90.heuristics import estimated_cycles
+from cute_kernels.gemm.sm90.parts import parts_of
 from cute_kernels.layout.pieces import DECODED_SCALE
 from cute_kernels.layout.shapes import PIECE_K
 
@@ -98,11 +99,6 @@ SM90_TILES = (
     Sm90Tile(128, 256),
     Sm90Tile(128, 256, num_ctas=2),
 )
-
-
-#: Tiles of the kernels that share a product of operands that are decoded, each of 256 rows of M.
-#: What decoding a tile costs does not depend on its columns, what multiplying it costs does.
-_PART_TILES = tuple(t for t in SM90_TILES if t.m == 256 and (t.fitted or t.n in (64, 96, 128)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,31 +181,8 @@ class Sm90GemmConfig(GemmConfig):
         return self.part or super().rows_taken
 
     def parts(self, problem: GemmProblem, num_sms: int) -> tuple[Sm90GemmConfig, ...]:
-        """The kernels that share a product among them, in the order in which they run.
-
-        That with this configuration's tile takes the groups of the mean size and runs first: where
-        groups are even the others find nothing to do, on SMs that have come to their end.
-
-        Operands that are not decoded have one kernel: small groups wait for memory whatever their
-        tile, while large ones multiply. A kernel of 128 x 256 for large groups beside another one
-        took 0 to 10% longer than both in one kernel (H200).
-        """
-        tiles = {tile.rows: tile for tile in _PART_TILES if tile.num_ctas <= num_sms}
-        if not self.is_decoded or self.tile != tiles.get(self.tile.rows):
-            return (self,)
-        if not pays_for_parts(self, problem, num_sms):
-            return (self,)
-        bounds = sorted(tiles, reverse=True)
-        least = dict(zip(bounds, [*bounds[1:], 0], strict=True))
-        order = sorted(bounds, key=lambda rows: rows != self.tile.rows)
-        return tuple(
-            dataclasses.replace(
-                self,
-                tile=tiles[rows],
-                part=RowPart(bounds[0], least[rows], rows, i > 0, i + 1 < len(order)),
-            )
-            for i, rows in enumerate(order)
-        )
+        """The kernels that share a product among them, in the order in which they run."""
+        return parts_of(self, problem, num_sms)
 
     @property
     def instruction_k(self) -> int:

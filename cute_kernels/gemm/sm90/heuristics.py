@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cute_kernels.gemm.problem import GemmProblem
     from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 
-__all__ = ["estimated_cycles", "pays_for_parts"]
+__all__ = ["estimated_cycles"]
 
 #: Bits of operand M times rows of operand N that one SM multiplies in a cycle.
 _BITS_PER_CYCLE = 2048 * 16
@@ -34,16 +34,6 @@ _FILL_CYCLES = 3000
 #: twice the mean. With group sizes by Zipf's law and 16 rows on average 256 x 16 takes 1.6 times
 #: what it takes with equal ones (H200).
 _UNEVEN_GROUPS = 1.07
-#: Cycles of a product that is shared by several kernels, at least: the others cost some even where
-#: they find nothing to do.
-_LEAST_CYCLES_OF_PARTS = 200_000
-
-
-def pays_for_parts(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int) -> bool:
-    """Whether several kernels, each with a tile of its own, should share a product."""
-    if problem.grouping != "m_grouped" or problem.groups == 1:
-        return False
-    return estimated_cycles(config, problem, num_sms) >= _LEAST_CYCLES_OF_PARTS
 
 
 def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int) -> float:

@@ -229,7 +229,7 @@ class Sm90Gemm:
         shared = self.allocate_stages(smem, layouts)
         pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
 
-        if cutlass.const_expr(config.rows_taken.leads):
+        if cutlass.const_expr(config.part is not None):
             # The next part's CTAs take the places of this one's: each needs a whole SM.
             cute.arch.griddepcontrol_launch_dependents()
         tiles = TileReader(ring, barriers.tiles)

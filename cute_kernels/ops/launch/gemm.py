@@ -145,9 +145,7 @@ def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmCon
         raise UnsupportedError(str(error)) from None
 
 
-def _runner(
-    op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: Launcher
-) -> Runner:
+def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: Launcher) -> Runner:
     prepare = None
     if isinstance(config, Sm90GemmConfig):
         prepare = sm90_preparation(op, config, launch)
@@ -161,8 +159,10 @@ def _runner(
 
     @functools.cache
     def kernels(accumulate: bool, zero_tail: bool) -> list[Callable[..., object]]:
-        options = {"accumulate": accumulate, "zero_tail": zero_tail}
-        return [launch.kernel(dataclasses.replace(part, **options)) for part in parts]
+        return [
+            launch.kernel(dataclasses.replace(part, accumulate=accumulate, zero_tail=zero_tail))
+            for part in parts
+        ]
 
     def run(
         op: GroupedGemm,
