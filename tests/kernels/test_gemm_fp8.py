@@ -289,6 +289,16 @@ def test_memory_of_every_tile_fits(config: Sm90GemmConfig, tile: Sm90Tile) -> No
         assert used <= 227 * 1024 - 2048
 
 
+@pytest.mark.parametrize(
+    "rows_each, tile, swapped",
+    [(1, "256x8", True), (128, "128x256", False), (4096, "128x256x2", False)],
+)
+def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: str, swapped: bool) -> None:
+    problem = GemmProblem("fp8_block", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
+    chosen = choose_config(BLOCK, problem, 132).tile
+    assert (name_of(chosen), chosen.swap_ab) == (tile, swapped)
+
+
 def test_rows_of_scales_must_be_addressable() -> None:
     for m in (16, 24, 20):
         problem = GemmProblem("fp8_block", "k_grouped", "float32", 4, 512, 64, m=m)
