@@ -158,12 +158,12 @@ def test_every_code_and_scale(config: Sm90GemmConfig, device: str) -> None:
     assert_same_bytes(product.run(2, device), product.expected(), any_nan=True)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@pytest.mark.parametrize("mode", MODES[2:], ids=MODE_IDS[2:])
 def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
     # One or two CTAs and more stages than fit, so that every ring is gone through again.
     for product, num_sms in (
         (m_grouped(FAST, [33, 0, 5], 24, 1056, tail=11), 1),
-        (m_grouped(FAST_ALL, [130, 0, 5], 24, 656, tail=1), 2),
+        (m_grouped(FAST_ALL, [5, 0, 130], 24, 528, tail=1), 2),
         (m_grouped(SPLIT, [130, 5], 24, 1040, tail=1), 1),
         (m_grouped(BLOCK, [17, 0, 5], 24, 1056, tail=1), 1),
         (m_grouped(BLOCK_ALL, [257, 0, 5], 24, 656, tail=1), 2),
