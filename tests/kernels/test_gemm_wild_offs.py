@@ -10,7 +10,6 @@ import torch
 
 from tests.helpers import ends
 from tests.kernels import test_gemm_fp8 as fp8
-from tests.kernels import test_gemm_fp8 as fp8
 from tests.kernels import test_gemm_nvfp4 as sm100
 from tests.kernels import test_gemm_plain as sm100_plain
 from tests.kernels import test_gemm_sm90 as sm90
@@ -46,12 +45,11 @@ CONFIGS = {
     ),
     "sm_90a bf16": sm90.PLAIN,
     "sm_90a w4a16": sm90.W4A16,
-    "sm_90a fp8_block": dataclasses.replace(fp8.UNSWAPPED, zero_tail=True),
+    "sm_90a fp8_block zeroed tail": dataclasses.replace(fp8.UNSWAPPED, zero_tail=True),
     "sm_90a squares x rows": fp8.TURNED,
     "sm_90a wgrad": sm90.WGRAD_ADD,
     "sm_90a fp8_block": fp8.BLOCK,
     "sm_90a fp8_block unswapped": fp8.UNSWAPPED,
-    "sm_90a fp8_block wgrad": fp8.WGRADS["rows x squares"],
     "sm_90a rows x squares wgrad": fp8.WGRADS["rows x squares"],
     "sm_90a bf16 wgrad": sm90.PLAIN_WGRAD,
     "sm_100a nvfp4": sm100.FPROP_ALL,
