@@ -250,6 +250,8 @@ _CONTENDERS = (
     Column("NVFP4", _time(contender="ours", format=_ROW_SCALED)),
     Column("NVFP4, prepacked", _time(contender="ours, prepacked", format=_ROW_SCALED)),
     Column("W4A16", _time(contender="ours", format="bfloat16 x nvfp4")),
+    Column("FP8", _time(contender="ours", format="fp8 x fp8")),
+    Column("FP8Block", _time(contender="ours", format="fp8_block x fp8_block:block=128x128")),
     Column("bf16", _time(contender="ours", format="bfloat16")),
     Column("torch, bf16", _time(contender="torch", format="bfloat16")),
     Column("torch, FP8 rowwise", _time(contender="torch", format="fp8 rowwise")),
@@ -283,7 +285,7 @@ _UNEVEN = Table(
         for n in (16, 128)
         for routing, text in _ROUTED.items()
     ),
-    tuple(column for column in _CONTENDERS if column.title != "W4A16"),
+    tuple(c for c in _CONTENDERS if c.title not in ("W4A16", "FP8", "FP8Block")),
     _UP,
     "Microseconds.",
 )
@@ -303,8 +305,14 @@ _LAYER = Table(
     ),
     (
         _step("torch, bf16", contender="torch", format="BF16"),
-        *(_step(name, contender="ours", format=name) for name in ("BF16", "NVFP4RowScaled")),
-        _step("weight kept", contender="ours, weight kept", format="NVFP4RowScaled"),
+        *(
+            _step(name, contender="ours", format=name)
+            for name in ("BF16", "NVFP4RowScaled", "FP8Block")
+        ),
+        *(
+            _step(f"{name}, weight kept", contender="ours, weight kept", format=name)
+            for name in ("NVFP4RowScaled", "FP8Block")
+        ),
     ),
     {**_H200, "suite": "layer", "model": "DeepSeek-V3", "pass": "forward+backward"},
     "Milliseconds.",
