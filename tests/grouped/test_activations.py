@@ -57,21 +57,18 @@ def test_into_a_tensor_that_there_is(fmt):
 
 
 def test_groups_that_have_shapes_of_their_own(fmt):
-    shapes = [(5, 64), (0, 32), (9, 128)]
+    shapes, flat = [(5, 64), (0, 32), (9, 128)], [5, 64, 0, 32, 9, 128]
     elements = sum(m * n for m, n in shapes)
-    x, grad = sample(1, 2 * elements + 3).flatten(), sample(1, elements // 2).flatten()
-    got = grouped.quantize(x, fmt, shapes=shapes, activation="swiglu")
-    parts = x[: 2 * elements].split([2 * m * n for m, n in shapes])
-    halves = [p.view(m, 2 * n) for p, (m, n) in zip(parts, shapes, strict=True)]
-    made = [activate(part.float(), SWIGLU).flatten() for part in halves]
-    want = grouped.quantize(stored(fmt, torch.cat(made)), fmt, shapes=shapes)
-    assert got.member_shapes == want.member_shapes
-    assert_all_same(got.rowwise, want.rowwise)
-    # Backward: the gradient of the second half of such an x, into the tensor that there is.
-    y, options = x[:elements], {"shapes": shapes, "activation": "swiglu", "grad": grad}
-    out = grouped.quantize(torch.zeros_like(y), fmt, shapes=shapes)
-    grouped.quantize(y, fmt, **options, out=out)
-    assert_all_same(grouped.quantize(y, fmt, **options).rowwise, out.rowwise)
+    # Shapes are those of the result: forward x has twice as many columns.
+    for x, grad in ((sample(2 * elements + 3), None), (sample(elements), sample(elements // 2))):
+        options = {"activation": "swiglu", "grad": grad}
+        got = grouped.quantize(x, fmt, shapes=shapes, **options)
+        want = ops.grouped_quantize(x, fmt.text, **options, shapes=flat)
+        assert got.member_shapes == tuple(shapes)
+        assert_all_same(got.rowwise, want)
+        out = grouped.quantize(torch.zeros_like(got), fmt, shapes=shapes)
+        grouped.quantize(x, fmt, shapes=shapes, **options, out=out)
+        assert_all_same(out.rowwise, want)
 
 
 def test_parameters_of_the_clamped_one(fmt):
