@@ -88,7 +88,7 @@ def test_every_recipe_trains(tmp_path):
             assert least < min(run["snr_db"].values()) <= max(run["snr_db"].values()) < 36
 
 
-def test_table(everything):
+def test_table_and_files(everything):
     out, printed, results = everything
     lines = printed.splitlines()
     for run in results["runs"]:
@@ -101,10 +101,6 @@ def test_table(everything):
     assert f"{results['unigram_entropy']:.3f}" in printed
     for name in ("results.json", "loss.csv", "loss.png"):
         assert str(out / name) in printed
-
-
-def test_files(everything):
-    out, _, results = everything
     with (out / "loss.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
