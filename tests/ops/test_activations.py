@@ -47,6 +47,10 @@ def texts(records):
     return {"argvalues": records, "ids": [r.text for r in records]}
 
 
+each_format = pytest.mark.parametrize("fmt", **texts(FORMATS))
+each_way = each("backward", [False, True], ids=["forward", "backward"])
+
+
 def case(act, rows, dtype, backward, cols=K):
     """x and grad, of ``cols`` columns of elements."""
     if backward:
@@ -87,9 +91,9 @@ def test_which_formats_truncate():
     assert truncating == {"nvfp4": True, "mxfp8": True, "fp8_block": True, "fp8": False}
 
 
-@each("backward", [False, True], ids=["forward", "backward"])
+@each_way
 @pytest.mark.parametrize("act", **texts(EVERY))
-@pytest.mark.parametrize("fmt", **texts(FORMATS))
+@each_format
 def test_codes_of_every_activation(fmt, act, backward):
     x, grad = case(act, (150,), BF16, backward)
     x[-3:] = torch.nan
@@ -104,7 +108,7 @@ def test_codes_of_every_activation(fmt, act, backward):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("fmt", **texts(FORMATS))
+@each_format
 def test_directions_dtypes_and_groups(fmt, directions, dtype):
     dtype = DTYPES[dtype]
     for act, backward in itertools.product(SOME, (False, True)):
@@ -126,11 +130,14 @@ def test_truncation_makes_a_difference():
         assert not got[0].view(torch.uint8).equal(differs[0].view(torch.uint8))
 
 
-@pytest.mark.parametrize("fmt", **texts(FORMATS))
-def test_many_groups(fmt):
-    offs = many_groups()
-    x, grad = case(SOME[1], (int(offs[-1]) + 5,), BF16, backward=True)
-    check(fmt, SOME[1], x, grad, offs)
+@each_format
+def test_many_groups_and_strided_inputs(fmt):
+    act, offs = SOME[1], many_groups()
+    check(fmt, act, *case(act, (int(offs[-1]) + 5,), BF16, backward=True), offs)
+    x, grad = case(act, (2 * 45,), BF16, backward=True)
+    x, grad = x[::2], grad.mT.contiguous().mT[::2]
+    assert not x.is_contiguous() and not grad.is_contiguous()
+    check(fmt, act, x, grad, offsets((30, 15)))
 
 
 @pytest.mark.parametrize("fmt", **texts([f for f in FORMATS if f.level(columnwise=True)]))
@@ -164,7 +171,7 @@ def test_given_scale():
     assert_same_bytes(got[amax], ops.grouped_amax(elements, offs))
 
 
-@pytest.mark.parametrize("fmt", **texts(FORMATS))
+@each_format
 def test_written_in_place(fmt):
     for act, backward in itertools.product(SOME, (False, True)):
         x, grad = case(act, (45,), BF16, backward)
@@ -182,36 +189,27 @@ def test_written_in_place(fmt):
         assert (codes[43:] == 0xA5).all() and not (codes[:43] == 0xA5).all()
 
 
-@pytest.mark.parametrize("fmt", **texts(FORMATS))
-def test_strided_inputs(fmt):
-    act = SOME[1]
-    x, grad = case(act, (2 * 45,), BF16, backward=True)
-    x, grad = x[::2], grad.mT.contiguous().mT[::2]
-    assert not x.is_contiguous() and not grad.is_contiguous()
-    check(fmt, act, x, grad, offsets((30, 15)))
+def split(flat, shapes):
+    """The matrices that lie one behind the other."""
+    parts = flat[: sum(m * n for m, n in shapes)].split([m * n for m, n in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-@pytest.mark.parametrize("fmt", **texts(FORMATS))
+@each_format
 def test_groups_that_have_shapes_of_their_own(fmt):
     shapes = [(5, 128), (0, 64), (130, 192)]  # of x
+    count = sum(m * n for m, n in shapes)
     for act, backward in itertools.product(SOME, (False, True)):
-        count = sum(m * n for m, n in shapes)
         x = torch.cat([sample(count), torch.full((7,), torch.nan).to(BF16)])
         of_grad = [(m, act.width(n)) for m, n in shapes]
-        result = shapes if backward else of_grad
-        flat = list(itertools.chain.from_iterable(result))
         grad = sample(sum(m * n for m, n in of_grad)) if backward else None
+        grads = split(grad, of_grad) if backward else [None] * len(shapes)
+        members = [made(act, *both) for both in zip(split(x, shapes), grads, strict=True)]
+        elements = stored(fmt, torch.cat([t.flatten() for t in members]), BF16)
         arguments = (fmt.text, None, None, True, True)
-        got = ops.grouped_quantize(x, *arguments, activation=act.text, grad=grad, shapes=flat)
-        members, start, of_start = [], 0, 0
-        for (m, n), (_, k) in zip(shapes, of_grad, strict=True):
-            part = x[start : start + m * n].view(m, n)
-            g = grad[of_start : of_start + m * k].view(m, k) if backward else None
-            members.append(stored(fmt, made(act, part, g), BF16))
-            start, of_start = start + m * n, of_start + m * k
-        flat_members = torch.cat([t.flatten() for t in members])
-        want = ops.grouped_quantize(flat_members, *arguments, shapes=flat)
-        assert_all_same(got, want)
+        options = {"shapes": [*itertools.chain(*(shapes if backward else of_grad))]}
+        got = ops.grouped_quantize(x, *arguments, activation=act.text, grad=grad, **options)
+        assert_all_same(got, ops.grouped_quantize(elements, *arguments, **options))
 
 
 # dbias
@@ -224,7 +222,7 @@ def tree_sum(tile):
     return tile[0]
 
 
-@each("backward", [False, True], ids=["forward", "backward"])
+@each_way
 @pytest.mark.parametrize("act", **texts(EVERY))
 def test_dbias_sums_exact_elements_in_order(act, backward):
     splits = (131, 0, 1, 300)
@@ -366,14 +364,3 @@ def test_opcheck(arguments, options):
     opcheck(ops.grouped_dbias.default, dbias, options)
     out = poisoned(ops.grouped_dbias(*dbias, **options))
     opcheck(ops.grouped_dbias_out.default, dbias, options | {"dbias": out})
-
-
-def test_has_no_derivative():
-    x = X.clone().requires_grad_()
-    grad = sample(8, K).requires_grad_()
-    for leaf, other in ((x, grad.detach()), (x.detach(), grad)):
-        codes = ops.grouped_quantize(leaf, "fp8", OFFS, activation="silu", grad=other)
-        sums = ops.grouped_dbias(leaf, OFFS, "silu", other)
-        for result in (codes[1], sums):
-            with pytest.raises(RuntimeError, match="has no derivative"):
-                result.sum().backward()
