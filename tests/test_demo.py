@@ -1,7 +1,5 @@
 """The demo: its model, its measurements, and the whole program at a tiny size."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses
@@ -12,7 +10,6 @@ import math
 import runpy
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,12 +20,9 @@ import grouped
 from grouped.demo import __main__ as command
 from grouped.demo import report
 from grouped.demo import train as training
-from grouped.demo.data import Batch, Corpus, load_corpus, sample_batch, unigram_entropy
+from grouped.demo.data import Corpus, load_corpus, sample_batch, unigram_entropy
 from grouped.demo.model import LanguageModel, MixtureOfExperts, ModelConfig
 from grouped.demo.train import ExpertLoad, Run, TrainConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RECIPES = ("BF16", "NVFP4", "NVFP4RowScaled")
 STEPS = 3
@@ -40,7 +34,7 @@ TINY = (
 )
 
 
-def run_demo(out: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+def run_demo(out, *arguments):
     """Exit status, standard output and results.json of a tiny run."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -49,7 +43,7 @@ def run_demo(out: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+def everything(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo") / "new" / "folder"
     # Another order than the one that they run in.
     status, printed, results = run_demo(out, "--plot", "always", "--recipe", *reversed(RECIPES))
@@ -57,7 +51,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dic
     return out, printed, results
 
 
-def test_results(everything: tuple[Path, str, dict[str, Any]]) -> None:
+def test_results(everything):
     _, _, results = everything
     runs = {run["recipe"]: run for run in results["runs"]}
     assert tuple(runs) == RECIPES
@@ -80,7 +74,7 @@ def test_results(everything: tuple[Path, str, dict[str, Any]]) -> None:
         assert all(15 < ratio < 25 for ratio in runs[name]["snr_db"].values())
 
 
-def test_every_recipe_trains(tmp_path: Path) -> None:
+def test_every_recipe_trains(tmp_path):
     sizes = ("--intermediate", "64", "--steps", "2")
     status, printed, results = run_demo(tmp_path, "--recipe", "all", "--plot", "never", *sizes)
     assert status == 0
@@ -94,7 +88,7 @@ def test_every_recipe_trains(tmp_path: Path) -> None:
             assert least < min(run["snr_db"].values()) <= max(run["snr_db"].values()) < 36
 
 
-def test_table(everything: tuple[Path, str, dict[str, Any]]) -> None:
+def test_table_and_files(everything):
     out, printed, results = everything
     lines = printed.splitlines()
     for run in results["runs"]:
@@ -107,10 +101,6 @@ def test_table(everything: tuple[Path, str, dict[str, Any]]) -> None:
     assert f"{results['unigram_entropy']:.3f}" in printed
     for name in ("results.json", "loss.csv", "loss.png"):
         assert str(out / name) in printed
-
-
-def test_files(everything: tuple[Path, str, dict[str, Any]]) -> None:
-    out, _, results = everything
     with (out / "loss.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
@@ -119,9 +109,7 @@ def test_files(everything: tuple[Path, str, dict[str, Any]]) -> None:
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_seed_fixes_the_losses(
-    everything: tuple[Path, str, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_seed_fixes_the_losses(everything, tmp_path):
     _, _, results = everything
     arguments = ("--plot", "never", "--recipe", "NVFP4RowScaled")
     _, printed, again = run_demo(tmp_path, *arguments)
@@ -136,18 +124,18 @@ def test_a_seed_fixes_the_losses(
     assert other["runs"][0]["start_loss"] != run["start_loss"]
 
 
-def test_batches_come_from_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[torch.Tensor] = []
+def test_batches_come_from_the_seed_alone(monkeypatch):
+    seen = []
     corpus = load_corpus()
 
-    def record(*arguments: Any) -> Batch:
+    def record(*arguments):
         inputs, targets = sample_batch(*arguments)
         seen.append(inputs)
         return inputs, targets
 
     monkeypatch.setattr(training, "sample_batch", record)
 
-    def batches(recipe: str, seed: int) -> torch.Tensor:
+    def batches(recipe, seed):
         seen.clear()
         training.train(recipe, corpus, SMALL, TrainConfig(steps=2, batch=1, seed=seed))
         return torch.stack(seen)
@@ -158,7 +146,7 @@ def test_batches_come_from_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> No
     assert (first == other).all(-1).flatten().tolist() == [True, False, False]
 
 
-def test_learns() -> None:
+def test_learns():
     corpus = load_corpus()
     config = TrainConfig(steps=120, batch=8)
     run = training.train("BF16", corpus, dataclasses.replace(SMALL, context=32), config)
@@ -166,47 +154,46 @@ def test_learns() -> None:
     assert run.end_loss < unigram_entropy(corpus.held_out) - 0.2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--steps", "0"), "steps must be positive, got 0"),
-        (("--batch", "-1"), "batch must be positive, got -1"),
-        (("--hidden", "40"), "hidden must be a multiple of 16, got 40"),
-        (("--intermediate", "8"), "intermediate must be a multiple of 16, got 8"),
-        (("--recipe", "MXFP8"), "intermediate must be a multiple of 32 for MXFP8, got 48"),
-        (("--heads", "5"), "heads must divide hidden = 32, got 5"),
-        (("--top-k", "9"), "top_k must be at most experts = 4, got 9"),
-        (("--context", "1000000"), "context must be less than the"),
-        (("--learning-rate", "nan"), "learning_rate must be positive, got nan"),
-        (("--seed", "-1"), "seed must be in [0, 2**63), got -1"),
-        (("--threads", "0"), "threads must be positive, got 0"),
-        (("--device", "abacus"), "device 'abacus' cannot be used"),
-        (("--device", "meta"), "device must be cpu or cuda, got meta"),
-        (("--recipe", "FP3"), "invalid choice: 'FP3'"),
-    ],
-)
-def test_bad_arguments(
-    arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def assert_refused(capsys, message, *arguments):
     with pytest.raises(SystemExit) as stop:
-        command.main([*TINY, "--out", str(tmp_path), *arguments])
+        command.main([*TINY, *arguments])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+REFUSED = {
+    "--steps 0": "steps must be positive, got 0",
+    "--batch -1": "batch must be positive, got -1",
+    "--hidden 40": "hidden must be a multiple of 16, got 40",
+    "--intermediate 8": "intermediate must be a multiple of 16, got 8",
+    "--recipe MXFP8": "intermediate must be a multiple of 32 for MXFP8, got 48",
+    "--heads 5": "heads must divide hidden = 32, got 5",
+    "--top-k 9": "top_k must be at most experts = 4, got 9",
+    "--context 1000000": "context must be less than the",
+    "--learning-rate nan": "learning_rate must be positive, got nan",
+    "--seed -1": "seed must be in [0, 2**63), got -1",
+    "--threads 0": "threads must be positive, got 0",
+    "--device abacus": "device 'abacus' cannot be used",
+    "--device meta": "device must be cpu or cuda, got meta",
+    "--recipe FP3": "invalid choice: 'FP3'",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_bad_arguments(arguments, tmp_path, capsys):
+    assert_refused(capsys, REFUSED[arguments], "--out", str(tmp_path), *arguments.split())
     assert not list(tmp_path.iterdir())
 
 
-def test_out_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_is_a_file(tmp_path, capsys):
     (tmp_path / "taken").touch()
-    with pytest.raises(SystemExit) as stop:
-        command.main([*TINY, "--out", str(tmp_path / "taken")])
-    assert stop.value.code == 2
-    assert "--out" in capsys.readouterr().err
+    assert_refused(capsys, "--out", "--out", str(tmp_path / "taken"))
 
 
-def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted(tmp_path, monkeypatch):
     rate = TrainConfig.learning_rate_at
 
-    def interrupt(config: TrainConfig, step: int) -> float:
+    def interrupt(config, step):
         if step == 2:
             raise KeyboardInterrupt
         return rate(config, step)
@@ -221,8 +208,8 @@ def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "loss.png").exists()
 
 
-def test_interrupted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> float:
+def test_interrupted_twice(monkeypatch):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(training, "_evaluate", interrupt)
@@ -231,10 +218,8 @@ def test_interrupted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.table([run]).splitlines()[-1].count("n/a") == 9
 
 
-def test_unsupported_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: object) -> None:
+def test_unsupported_recipe(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
         raise cute_kernels.UnsupportedError("no kernel of it")
 
     monkeypatch.setattr("grouped.nn.linear.quantize_weight", refuse)
@@ -246,31 +231,23 @@ def test_unsupported_recipe(
     assert "BF16 " in printed
 
 
-def test_without_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_matplotlib(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "can_plot", lambda: False)
     status, printed, _ = run_demo(tmp_path, "--recipe", "BF16", "--steps", "1")
     assert status == 0 and "max/mean" in printed and "loss.png" not in printed
-    assert "pip install 'grouped-kernels[demo]'" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        command.main([*TINY, "--out", str(tmp_path), "--plot", "always"])
-    assert stop.value.code == 2
-    assert "pip install 'grouped-kernels[demo]'" in capsys.readouterr().err
+    advice = "pip install 'grouped-kernels[demo]'"
+    assert advice in capsys.readouterr().err
+    assert_refused(capsys, advice, "--out", str(tmp_path), "--plot", "always")
 
 
-def test_without_tqdm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_tqdm(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     _, _, results = run_demo(tmp_path, "--recipe", "BF16", "--plot", "never")
     expected = f"BF16 3/3 loss {results['runs'][0]['losses'][-1]:.3f}\n"
     assert capsys.readouterr().err.endswith(expected)
 
 
-def test_runs_as_a_module(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_as_a_module(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["grouped.demo", "--help"])
     with pytest.raises(SystemExit) as stop, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the module is imported already
@@ -279,14 +256,14 @@ def test_runs_as_a_module(
     assert "--recipe" in capsys.readouterr().out
 
 
-def test_unigram_entropy() -> None:
+def test_unigram_entropy():
     data = torch.tensor(list(b"aabc"), dtype=torch.uint8)
     # p = 1/2, 1/4, 1/4
     assert unigram_entropy(data) == pytest.approx(1.5 * math.log(2))
     assert unigram_entropy(data[:2]) == 0
 
 
-def test_batches() -> None:
+def test_batches():
     corpus = load_corpus()
     assert len(corpus.held_out) == pytest.approx(len(corpus.train) / 9, rel=0.1)
     inputs, targets = sample_batch(corpus.train, 5, 7, torch.Generator().manual_seed(0))
@@ -308,7 +285,7 @@ def test_batches() -> None:
 
 # Not with NVFP4: a group's second-level scale comes from all of its tokens, later ones too.
 @pytest.mark.parametrize("recipe", [grouped.recipes.BF16(), grouped.recipes.NVFP4RowScaled()])
-def test_model_is_causal(recipe: grouped.recipes.Recipe) -> None:
+def test_model_is_causal(recipe):
     torch.manual_seed(0)
     config = dataclasses.replace(SMALL, layers=2)
     model = LanguageModel(config, recipe).requires_grad_(False)
@@ -320,7 +297,7 @@ def test_model_is_causal(recipe: grouped.recipes.Recipe) -> None:
     assert (before[:, 9:] - after[:, 9:]).abs().amax(-1).min() > 1e-4
 
 
-def test_mixture_of_experts_is_a_loop_over_experts() -> None:
+def test_mixture_of_experts_is_a_loop_over_experts():
     torch.manual_seed(0)
     moe = MixtureOfExperts(SMALL, grouped.recipes.BF16()).requires_grad_(False)
     x = torch.randn(37, SMALL.hidden)
@@ -345,7 +322,7 @@ def test_mixture_of_experts_is_a_loop_over_experts() -> None:
     torch.testing.assert_close(balance, 4 * (share * probability.mean(0)).sum())
 
 
-def test_gradients_reach_all_parameters() -> None:
+def test_gradients_reach_all_parameters():
     torch.manual_seed(0)
     model = LanguageModel(SMALL, grouped.recipes.NVFP4())
     output = model(torch.randint(256, (4, 16)))
@@ -354,7 +331,7 @@ def test_gradients_reach_all_parameters() -> None:
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
 
 
-def test_learning_rate() -> None:
+def test_learning_rate():
     config = TrainConfig(steps=100, learning_rate=1.0)
     rates = [config.learning_rate_at(step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
@@ -364,12 +341,12 @@ def test_learning_rate() -> None:
     assert [TrainConfig(steps=n).held_out_batches for n in (1, 19, 20, 1000)] == [1, 1, 2, 8]
 
 
-def test_expert_load() -> None:
+def test_expert_load():
     load = ExpertLoad.of(torch.tensor([[4, 0, 2, 2], [3, 3, 6, 0]]))
     assert load == ExpertLoad(max_over_mean=2.0, idle=2)
 
 
-def test_the_last_step_is_inspected_and_more_on_request(tmp_path: Path) -> None:
+def test_the_last_step_is_inspected_and_more_on_request(tmp_path):
     path, other = tmp_path / "numerics.jsonl", "MXFP8"
     path.write_text("of an earlier run")
     sizes = ("--intermediate", "64", "--steps", "20", "--plot", "never")
@@ -379,11 +356,8 @@ def test_the_last_step_is_inspected_and_more_on_request(tmp_path: Path) -> None:
     assert f", {path}\n" in printed and {line["run"] for line in lines} == {"BF16", other}
     assert sorted({line["step"] for line in lines}) == list(range(1, 20, 2))
     last = [e for e in lines if (e["run"], e["step"], e["direction"]) == (other, 19, "rowwise")]
-    for name, role in (
-        ("weights", "weight"),
-        ("activations", "input"),
-        ("gradients", "grad_output"),
-    ):
+    roles = {"weights": "weight", "activations": "input", "gradients": "grad_output"}
+    for name, role in roles.items():
         totals = [(sum(e["signal"]), sum(e["noise"])) for e in last if e["role"] == role]
         ratios = [10 * math.log10(signal / noise) for signal, noise in totals]
         assert len(ratios) == 2  # gate_up and down

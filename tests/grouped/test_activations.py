@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import grouped
 from cute_kernels.activations import Activation
@@ -21,98 +20,63 @@ def fmt(request):
     return request.param
 
 
-def assert_same(got, want):
-    assert got.shape == want.shape and got.dtype == want.dtype and got.format == want.format
-    assert_same_buffers(bytes_of(got), bytes_of(want))
-
-
 def stored(fmt, elements):
     """What quantizes to the same codes without an activation."""
     return elements.to(BF16) if fmt.truncates else elements
 
 
-@each("activation", ["swiglu", SWIGLU], ids=["name", "record"])
-def test_forward(fmt, activation):
-    x = sample(40, 128)
-    got = grouped.quantize(x, fmt, offs=OFFS, activation=activation, columnwise=True)
-    assert got.shape == (40, 64) and got.dtype == BF16
-    elements = activate(x.float(), SWIGLU)
-    want = grouped.quantize(stored(fmt, elements), fmt, offs=OFFS, columnwise=True)
-    for name in ("rowwise", "columnwise"):
-        assert_all_same(getattr(got, name), getattr(want, name))
-    a, b = x[:37].double().chunk(2, -1)
-    exact = F.silu(a) * b
-    assert (got.dequantize()[:37] - exact).norm() <= 0.2 * exact.norm()
-
-
-def test_backward_and_dbias(fmt):
-    x, grad = sample(40, 128), sample(40, 64)
+@each("rows", [(40,), (3, 20)], ids=["ragged", "uniform"])
+@each("backward", [False, True])
+def test_codes_and_dbias_of_the_elements(fmt, backward, rows):
+    x, grad = sample(*rows, 128), sample(*rows, 64) if backward else None
+    offs = torch.tensor(OFFS, dtype=torch.int32) if len(rows) == 1 else None
     got, dbias = grouped.quantize(
-        x, fmt, offs=OFFS, activation=SWIGLU, grad=grad, columnwise=True, dbias=True
+        x, fmt, offs=offs, activation="swiglu", grad=grad, columnwise=True, dbias=True
     )
-    elements = activate_gradient(x.float(), grad.float(), SWIGLU)
-    assert got.shape == x.shape
-    want = grouped.quantize(stored(fmt, elements), fmt, offs=OFFS, columnwise=True)
-    assert_same_bytes(got.rowwise.codes, want.rowwise.codes)
-    assert_same_bytes(got.columnwise.codes, want.columnwise.codes)
+    if backward:
+        elements = activate_gradient(x.float(), grad.float(), SWIGLU)
+    else:
+        elements = activate(x.float(), SWIGLU)
+    want = grouped.quantize(stored(fmt, elements), fmt, offs=offs, columnwise=True)
+    assert got.shape == elements.shape and got.dtype == BF16
+    assert_all_same((*got.rowwise, *got.columnwise), (*want.rowwise, *want.columnwise))
     # Summed in fp32 from what is not rounded, and rounded once.
-    assert dbias.dtype == BF16 and dbias.shape == (3, 128)
-    offs = torch.tensor(OFFS, dtype=torch.int32)
     assert_same_bytes(dbias, ops.grouped_dbias(elements, offs).to(BF16))
-    assert not dbias[1].any()
-
-
-def test_uniform_groups(fmt):
-    x = sample(3, 20, 128)
-    got, dbias = grouped.quantize(x, fmt, activation="swiglu", columnwise=True, dbias=True)
-    assert got.shape == (3, 20, 64) and dbias.shape == (3, 64)
-    elements = activate(x.float(), SWIGLU)
-    want = grouped.quantize(stored(fmt, elements), fmt, columnwise=True)
-    assert_same_bytes(got.rowwise.codes, want.rowwise.codes)
-    torch.testing.assert_close(dbias, elements.sum(1).to(BF16), rtol=2e-2, atol=1e-2)
+    assert dbias[1].any() == (offs is None)
 
 
 def test_into_a_tensor_that_there_is(fmt):
     x, grad = sample(40, 128), sample(40, 64)
     for options in ({"activation": "swiglu"}, {"activation": "swiglu", "grad": grad}):
         want = grouped.quantize(x, fmt, offs=OFFS, columnwise=True, **options)
-        out = grouped.quantize(
-            torch.zeros(want.shape, dtype=BF16), fmt, offs=[1, 2, 40], columnwise=True
-        )
-        got = grouped.quantize(x, fmt, offs=OFFS, columnwise=True, out=out, **options)
-        assert got is out
-        assert_same_bytes(got.dequantize()[:37], want.dequantize()[:37])
-        assert_same_bytes(got.columnwise.codes[:0], want.columnwise.codes[:0])
-        columns = (t.dequantize(direction="columnwise")[:37] for t in (got, want))
-        assert_same_bytes(*columns)
+        out = grouped.quantize(torch.zeros_like(want), fmt, offs=[1, 2, 40], columnwise=True)
+        assert grouped.quantize(x, fmt, offs=OFFS, columnwise=True, out=out, **options) is out
+        for way in ("rowwise", "columnwise"):
+            got, exact = (t.dequantize(direction=way)[:37] for t in (out, want))
+            assert_same_bytes(got, exact)
 
 
 def test_groups_that_have_shapes_of_their_own(fmt):
-    shapes = [(5, 64), (0, 32), (9, 128)]
+    shapes, flat = [(5, 64), (0, 32), (9, 128)], [5, 64, 0, 32, 9, 128]
     elements = sum(m * n for m, n in shapes)
-    x, grad = sample(1, 2 * elements + 3).flatten(), sample(1, elements // 2).flatten()
-    got = grouped.quantize(x, fmt, shapes=shapes, activation="swiglu")
-    parts = x[: 2 * elements].split([2 * m * n for m, n in shapes])
-    halves = [p.view(m, 2 * n) for p, (m, n) in zip(parts, shapes, strict=True)]
-    made = [activate(part.float(), SWIGLU) for part in halves]
-    want = grouped.quantize(stored(fmt, torch.cat([t.flatten() for t in made])), fmt, shapes=shapes)
-    assert got.member_shapes == want.member_shapes
-    assert_all_same(got.rowwise, want.rowwise)
-    # Backward: the gradient of the second half of such an x, into the tensor that there is.
-    y = x[:elements]
-    got = grouped.quantize(y, fmt, shapes=shapes, activation="swiglu", grad=grad)
-    out = grouped.quantize(torch.zeros_like(y), fmt, shapes=shapes)
-    grouped.quantize(y, fmt, shapes=shapes, activation="swiglu", grad=grad, out=out)
-    assert_all_same(got.rowwise, out.rowwise)
-    with pytest.raises(ValueError, match="dbias has no meaning with shapes"):
-        grouped.quantize(x, fmt, shapes=shapes, activation="swiglu", dbias=True)
+    # Shapes are those of the result: forward x has twice as many columns.
+    for x, grad in ((sample(2 * elements + 3), None), (sample(elements), sample(elements // 2))):
+        options = {"activation": "swiglu", "grad": grad}
+        got = grouped.quantize(x, fmt, shapes=shapes, **options)
+        want = ops.grouped_quantize(x, fmt.text, **options, shapes=flat)
+        assert got.member_shapes == tuple(shapes)
+        assert_all_same(got.rowwise, want)
+        out = grouped.quantize(torch.zeros_like(got), fmt, shapes=shapes)
+        grouped.quantize(x, fmt, shapes=shapes, **options, out=out)
+        assert_all_same(out.rowwise, want)
 
 
 def test_parameters_of_the_clamped_one(fmt):
     x = sample(40, 128)
     act = Activation("clamped_swiglu", limit=0.5)
     got = grouped.quantize(x, fmt, offs=OFFS, activation="clamped_swiglu:limit=0.5")
-    assert_same(got, grouped.quantize(x, fmt, offs=OFFS, activation=act))
+    want = grouped.quantize(x, fmt, offs=OFFS, activation=act)
+    assert_same_buffers(bytes_of(got), bytes_of(want))
     other = grouped.quantize(x, fmt, offs=OFFS, activation="clamped_swiglu")
     assert not got.dequantize()[:37].equal(other.dequantize()[:37])
 
@@ -138,23 +102,24 @@ def test_compiled_once_for_all_token_counts():
     torch._dynamo.reset()
 
 
+X = sample(40, 128)
+
+
 @each(
     ("options", "error", "match"),
     [
         ({"activation": 3}, TypeError, "activation must be a name such as 'swiglu' or a grouped"),
         ({"activation": "swish"}, ValueError, "activation must be one of gelu, silu"),
+        (
+            {"activation": "swiglu", "out": grouped.quantize(X, grouped.NVFP4(), offs=OFFS)},
+            ValueError,
+            "out was made with another shape",
+        ),
     ],
 )
 def test_refused(options, error, match):
     with pytest.raises(error, match=match):
-        grouped.quantize(sample(40, 128), grouped.NVFP4(), offs=OFFS, **options)
-
-
-def test_out_has_the_shape_of_the_result():
-    x = sample(40, 128)
-    out = grouped.quantize(x, grouped.NVFP4(), offs=OFFS)
-    with pytest.raises(ValueError, match="out was made with another shape"):
-        grouped.quantize(x, grouped.NVFP4(), offs=OFFS, activation="swiglu", out=out)
+        grouped.quantize(X, grouped.NVFP4(), offs=OFFS, **options)
 
 
 def test_gradients_do_not_pass():

@@ -1,5 +1,6 @@
 """``grouped.debug.inspect``: its numbers against NumPy's, and that looking changes nothing."""
 
+import contextlib
 import copy
 import json
 import math
@@ -60,6 +61,10 @@ def train(layer, x, dy, function=None, **options):
     return y.detach(), x.grad
 
 
+def by_copy(lens):
+    return {(r["role"], r["direction"]): r for r in lens.records()}
+
+
 def groups_of(x):
     x = x.detach().double().numpy()
     return list(x) if x.ndim == 3 else [x[a:b] for a, b in zip([0, *ENDS], ENDS, strict=False)]
@@ -104,20 +109,13 @@ def expected(x, q, columnwise):
         else:
             copied, limit = decoded(q, g, columnwise)
             copied, limit = copied[: len(a)], limit[: len(a)] * HEADROOM[q.format.element.name]
-        signal, noise = (a**2).sum(), ((a - copied) ** 2).sum()
-        lists.append(
-            {
-                "rows": len(a),
-                "signal": signal,
-                "noise": noise,
-                "snr_db": 10 * math.log10(signal / noise) if signal and noise else None,
-                "saturated": ((abs(a) > limit) & (limit > 0)).mean() if len(a) else None,
-                "underflow": ((a != 0) & (copied == 0)).mean() if len(a) else None,
-                "amax": abs(a).max(initial=0),
-                "nonfinite": 0,
-                "nonfinite_copy": 0,
-            }
-        )
+        entry = {"rows": len(a), "nonfinite": 0, "nonfinite_copy": 0, "amax": abs(a).max(initial=0)}
+        entry["signal"] = signal = (a**2).sum()
+        entry["noise"] = noise = ((a - copied) ** 2).sum()
+        entry["snr_db"] = 10 * math.log10(signal / noise) if signal and noise else None
+        entry["saturated"] = ((abs(a) > limit) & (limit > 0)).mean() if len(a) else None
+        entry["underflow"] = ((a != 0) & (copied == 0)).mean() if len(a) else None
+        lists.append(entry)
     return {name: [entry[name] for entry in lists] for name in lists[0]}
 
 
@@ -130,7 +128,7 @@ def test_against_numpy(name):
         layer.scaling.input_scale.fill_(2**-6), layer.scaling.grad_output_scale.fill_(2**16)
     with inspect(layer) as lens:
         train(layer, x, dy)
-    found = {(r["role"], r["direction"]): r for r in lens.records()}
+    found = by_copy(lens)
     assert len(found) == (6 if recipe.is_quantized else 3)
     seen = {"input": x, "weight": layer.weight, "grad_output": dy}
     for (role, direction), record in found.items():
@@ -167,10 +165,7 @@ def test_results_keep_their_bits(name, frozen):
         layer, (x, dy) = layer_of(EVERY[name]), operands()
         layer.requires_grad_(not frozen)
         lens = inspect(layer)
-        if look:
-            with lens:
-                y, dx = train(layer, x, dy)
-        else:
+        with lens if look else contextlib.nullcontext():
             y, dx = train(layer, x, dy)
         state = layer.scaling.state_dict().values() if layer.scaling else ()
         return lens, [y, dx, torch.get_rng_state(), *state, *(p.grad for p in layer.parameters())]
@@ -179,12 +174,9 @@ def test_results_keep_their_bits(name, frozen):
     for a, b in zip(seen, plain, strict=True):
         assert_same_bytes(a, b) if b is not None else None
     # Which copies there are depends on what is asked for.
-    directions = {r["direction"] for r in lens.records() if r["role"] == "input"}
-    assert directions == {"rowwise"} | ({"columnwise"} if lens_has_both(name, frozen) else set())
-
-
-def lens_has_both(name, frozen):
-    return EVERY[name].is_quantized and not frozen
+    assert ("input", "rowwise") in by_copy(lens)
+    has_both = EVERY[name].is_quantized and not frozen
+    assert (("input", "columnwise") in by_copy(lens)) == has_both
 
 
 @each(("name", "backend"), [("row-scaled", "emulated:sm_90a"), ("nvfp4", "emulated:sm_100a")])
@@ -258,14 +250,14 @@ def test_microbatches_and_checkpointing(reentrant):
     for x, dy in batches:
         with inspect(layer) as alone:
             train(layer, x, dy)
-        parts.append({(r["role"], r["direction"]): r for r in alone.records()})
+        parts.append(by_copy(alone))
     for r in first:
         a, b = (part[r["role"], r["direction"]] for part in parts)
         if r["role"] != "weight":
             assert r["noise"] == pytest.approx(
-                [u + v for u, v in zip(a["noise"], b["noise"], strict=True)]
+                [*map(sum, zip(a["noise"], b["noise"], strict=True))]
             )
-            assert r["amax"] == [max(u, v) for u, v in zip(a["amax"], b["amax"], strict=True)]
+            assert r["amax"] == [*map(max, a["amax"], b["amax"])]
     lens.clear()
     assert lens.records() == []
 
@@ -275,19 +267,17 @@ GIVEN = ("quantized", "prepacked", "w4a16")
 
 @each("kind", ["kept", "discrete", "delayed wgrad", "eval", *GIVEN])
 def test_kinds_of_weights(kind):
-    discrete = {"single_parameter": kind != "discrete", "delay_wgrad": kind == "delayed wgrad"}
-    layer, (x, dy) = layer_of(recipes.NVFP4(), **discrete), operands()
-    options, whole = {}, layer.weight if kind != "discrete" else None
-    want = BOTH | WEIGHT
+    kinds = {"single_parameter": kind != "discrete", "delay_wgrad": kind == "delayed wgrad"}
+    layer, (x, dy) = layer_of(recipes.NVFP4(), **kinds), operands()
+    options, want = {}, BOTH | WEIGHT
     if kind == "kept":
         train(layer, x, dy, is_first_microbatch=True)
         options["is_first_microbatch"] = False
     if kind in GIVEN:
-        q = grouped.quantize(whole.detach(), WEIGHT_FORMAT, columnwise=True)
+        q = grouped.quantize(layer.weight.detach(), WEIGHT_FORMAT, columnwise=True)
         q = q.prepack() if kind == "prepacked" else q
         layer.weight = nn.Parameter(q, requires_grad=False)
-        columns = {key: v for key, v in BOTH.items() if key[1] == "rowwise"}
-        want = columns | WEIGHT
+        want = {key: v for key, v in BOTH.items() if key[1] == "rowwise"} | WEIGHT
         if kind == "w4a16":
             layer.recipe = recipes.BF16()
     with inspect(layer) as lens:
@@ -302,9 +292,8 @@ def test_kinds_of_weights(kind):
     assert totals(lens) == want
     with inspect(layer_of(recipes.NVFP4())) as usual:
         train(next(iter(usual._layers.values())), x, dy)
-    same = {(r["role"], r["direction"]): r for r in usual.records()}
     for r in lens.records():
-        other = same[r["role"], r["direction"]]
+        other = by_copy(usual)[r["role"], r["direction"]]
         if r["role"] == "weight" and kind in GIVEN:
             assert r["second_level"] == other["second_level"] and r["snr_db"] == [None] * 3
             decoded = layer.weight.dequantize(torch.float32, r["direction"])
@@ -329,8 +318,7 @@ def test_plain_copies(dtype):
         assert w["snr_db"][0] == pytest.approx(20 * math.log10((1 + 2**-9) * 2**9))
 
 
-def test_compiled():
-    torch._dynamo.reset()
+def test_compiled(fresh_dynamo):
     layer, (x, dy) = layer_of(recipes.NVFP4()), operands()
     function = torch.compile(layer, backend="aot_eager")
     whole = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -344,7 +332,6 @@ def test_compiled():
     assert totals(lens) == BOTH | WEIGHT
     assert_all_same(seen, plain)
     train(layer, x, dy, whole)
-    torch._dynamo.reset()
 
 
 @each("name", ["nvfp4", "row-scaled", "mxfp8", "fp8-block", "fp8", "bf16"])

@@ -47,25 +47,33 @@ def assert_near(got, want, dtype):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=TOLERANCE[dtype] * scale)
 
 
+def check_gradients(product, exact, *shapes, dtype):
+    """Operands whose gradients, like the product, are near those of the exact one."""
+    operands = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    inputs = [doubled(t) for t in operands]
+    out, want = product(*operands), exact(*inputs)
+    dy = torch.randn(out.shape).to(dtype)
+    out.backward(dy)
+    want.backward(dy.double())
+    assert_near(out.detach(), want.detach(), dtype)
+    for got, wanted in zip(operands, inputs, strict=True):
+        assert_near(got.grad, wanted.grad, dtype)
+    return operands
+
+
 @each("dtype", DTYPES)
 @each("transpose_b", [False, True])
 @each("splits", SPLITS, ids=str)
 def test_m_grouped_gemm(splits, transpose_b, dtype):
-    groups, tail = len(splits), 4
-    a = torch.randn(sum(splits) + tail, 12).to(dtype).requires_grad_()
-    shape = (12, 7) if transpose_b else (7, 12)
-    b = torch.randn(groups, *shape).to(dtype).requires_grad_()
-    bias = torch.randn(groups, 7).to(dtype).requires_grad_()
+    groups, tail, offs = len(splits), 4, offsets(splits)
     alpha = torch.rand(groups) + 0.5
-    out = ops.m_grouped_gemm(a, b, offsets(splits), bias, alpha, transpose_b)
-    dy = torch.randn(out.shape).to(dtype)
-    out.backward(dy)
-    inputs = [doubled(t) for t in (a, b, bias)]
-    want = exact_m_grouped(inputs[0], inputs[1], splits, inputs[2], alpha, transpose_b, tail)
-    want.backward(dy.double())
-    assert_near(out.detach(), want.detach(), dtype)
-    for got, exact in zip((a, b, bias), inputs, strict=True):
-        assert_near(got.grad, exact.grad, dtype)
+    a, b, _ = check_gradients(
+        lambda a, b, bias: ops.m_grouped_gemm(a, b, offs, bias, alpha, transpose_b),
+        lambda a, b, bias: exact_m_grouped(a, b, splits, bias, alpha, transpose_b, tail),
+        *((sum(splits) + tail, 12), (groups, 12, 7) if transpose_b else (groups, 7, 12)),
+        (groups, 7),
+        dtype=dtype,
+    )
     assert not a.grad[sum(splits) :].any()
     assert not b.grad[torch.tensor(splits) == 0].any()
 
@@ -73,19 +81,13 @@ def test_m_grouped_gemm(splits, transpose_b, dtype):
 @each("dtype", DTYPES)
 @each("splits", SPLITS, ids=str)
 def test_k_grouped_gemm(splits, dtype):
-    groups, tail = len(splits), 4
-    a = torch.randn(sum(splits) + tail, 6).to(dtype).requires_grad_()
-    b = torch.randn(sum(splits) + tail, 10).to(dtype).requires_grad_()
-    alpha = torch.rand(groups) + 0.5
-    out = ops.k_grouped_gemm(a, b, offsets(splits), alpha)
-    dw = torch.randn(out.shape).to(dtype)
-    out.backward(dw)
-    inputs = [doubled(t) for t in (a, b)]
-    want = exact_k_grouped(*inputs, splits, alpha, tail)
-    want.backward(dw.double())
-    assert_near(out.detach(), want.detach(), dtype)
-    for got, exact in zip((a, b), inputs, strict=True):
-        assert_near(got.grad, exact.grad, dtype)
+    rows, alpha, offs = sum(splits) + 4, torch.rand(len(splits)) + 0.5, offsets(splits)
+    check_gradients(
+        lambda a, b: ops.k_grouped_gemm(a, b, offs, alpha),
+        lambda a, b: exact_k_grouped(a, b, splits, alpha, 4),
+        *((rows, 6), (rows, 10)),
+        dtype=dtype,
+    )
 
 
 @each("wanted", [(0,), (1,), (2,), (0, 2)], ids=str)
@@ -134,36 +136,6 @@ def test_alpha_has_no_derivative(name):
         out.sum().backward()
 
 
-def test_quantized_ops_refuse_to_differentiate():
-    x, offs = sample(8, 32, dtype=torch.float32).requires_grad_(), offsets((5, 3))
-    q = ops.grouped_quantize(x, "nvfp4", offs)
-    with pytest.raises(RuntimeError, match=r"grouped_quantize has no derivative"):
-        q[2].sum().backward()
-    for name, arguments in (("grouped_amax", (x, offs)), ("grouped_dbias", (x, offs))):
-        with pytest.raises(RuntimeError, match=f"{name} has no derivative"):
-            getattr(ops, name)(*arguments).sum().backward()
-    w = ops.grouped_quantize(sample(2, 16, 32), "nvfp4")
-    bias = torch.zeros(2, 16, requires_grad=True)
-    y = ops.m_grouped_gemm(*m_grouped_arguments([t.detach() for t in q], w, offs, bias))
-    with pytest.raises(RuntimeError, match="m_grouped_gemm of quantized operands has no deriv"):
-        y.sum().backward()
-
-
-@each("wanted", ["a", "bias", "b_scales", "alpha"])
-def test_a_plain_operand_beside_a_quantized_one_has_no_derivative(wanted):
-    arguments = arguments_of("w4a16")
-    y = ops.m_grouped_gemm(**require_gradient(arguments, wanted))
-    with pytest.raises(RuntimeError, match="m_grouped_gemm of quantized operands has no deriv"):
-        y.sum().backward()
-
-
-def test_products_of_quantized_rows_have_no_derivative():
-    arguments = require_gradient(arguments_of("nvfp4 wgrad"), "a_scales")
-    y = ops.k_grouped_gemm(**arguments)
-    with pytest.raises(RuntimeError, match="k_grouped_gemm of quantized operands has no deriv"):
-        y.sum().backward()
-
-
 #: Calls: of which op, and their operands that could require gradients, of lists the last tensor.
 OUT_FORMS = {
     "plain": ("m_grouped_gemm", ("a", "b", "bias", "alpha")),
@@ -176,6 +148,8 @@ OUT_FORMS = {
     "dequantize": ("grouped_dequantize", ("scales",)),
     "amax": ("grouped_amax", ("x",)),
     "dbias": ("grouped_dbias", ("dy",)),
+    "quantized activation": ("grouped_quantize", ("x", "grad")),
+    "dbias of an activation": ("grouped_dbias", ("dy", "grad")),
 }
 OPERANDS = [(call, operand) for call, (_, operands) in OUT_FORMS.items() for operand in operands]
 
@@ -198,6 +172,8 @@ def arguments_of(call):
         "dequantize": dequantize_arguments(codes[:3], "nvfp4", 8, torch.float32, offs),
         "amax": (x, offs),
         "dbias": (x, offs),
+        "quantized activation": (x, "nvfp4", offs, *(None, True, False, None, None), "silu", x + 1),
+        "dbias of an activation": (x, offs, "silu", x + 1),
     }
     fields = getattr(ops, OUT_FORMS[call][0]).default._schema.arguments
     return {f.name: value for f, value in zip(fields, per_call[call], strict=False)}
@@ -228,6 +204,15 @@ def label_of(arguments, operand):
 def outputs_of(name, arguments):
     """Zeros for the out form."""
     return outputs_like(name, getattr(ops, name)(**arguments), torch.zeros_like)
+
+
+@each(("case", "operand"), [(c, operand) for c, operand in OPERANDS if "plain" not in c])
+def test_what_has_no_derivative_says_so(case, operand):
+    name, arguments = OUT_FORMS[case][0], require_gradient(arguments_of(case), operand)
+    results = tensors(getattr(ops, name)(**arguments))
+    result = next(t for t in results if t.requires_grad)
+    with pytest.raises(RuntimeError, match=f"{name} (of quantized operands )?has no derivative"):
+        result.sum().backward()
 
 
 @each(("case", "operand"), OPERANDS)

@@ -41,6 +41,15 @@ def traced(monkeypatch):
     return count
 
 
+@pytest.fixture
+def on_disk(traced):
+    """``traced`` after a kernel was compiled that memory does not hold."""
+    compile_kernel(SPEC, SM90)
+    forget_kernels()
+    traced()
+    return traced
+
+
 def object_path(spec=SPEC, arch=SM90):
     return cache.default_cache().root / f"{cache.cache_key(spec, arch).name}.o"
 
@@ -70,8 +79,7 @@ def test_kernels_are_named_after_their_variant():
     assert b"_sm_90a_kernel_" not in object_path(Scale(3.0), SM100).read_bytes()
 
 
-def test_who_waited_for_another_process_does_not_compile(traced, monkeypatch):
-    compile_kernel(SPEC, SM90)
+def test_who_waited_for_another_process_does_not_compile(on_disk, monkeypatch):
     marker = object_path().with_suffix(".json")
     held = marker.rename(marker.with_suffix(".held"))
 
@@ -81,31 +89,23 @@ def test_who_waited_for_another_process_does_not_compile(traced, monkeypatch):
         yield
 
     monkeypatch.setattr(cache.DiskCache, "lock", lock_after_another)
-    forget_kernels()
-    traced()
     compile_kernel(SPEC, SM90)
-    assert traced() == 0
+    assert on_disk() == 0
 
 
-def test_what_does_not_load_is_compiled_again(traced):
-    compile_kernel(SPEC, SM90)
+def test_what_does_not_load_is_compiled_again(on_disk):
     disk, key = cache.default_cache(), cache.cache_key(SPEC, SM90)
     disk.store(key, {"o": b"complete, but not an object file"})
-    forget_kernels()
-    traced()
     with pytest.warns(RuntimeWarning, match="compiled anew"):
         compile_kernel(SPEC, SM90)
-    assert traced() == 1
+    assert on_disk() == 1
     forget_kernels()
     compile_kernel(SPEC, SM90)
-    assert traced() == 0
+    assert on_disk() == 0
 
 
-def test_what_was_hashed_is_what_is_loaded(traced, monkeypatch):
+def test_what_was_hashed_is_what_is_loaded(on_disk, monkeypatch):
     """Someone exchanges the object file right after it was read."""
-    compile_kernel(SPEC, SM90)
-    forget_kernels()
-    traced()
     load = cache.DiskCache.load
 
     def load_and_exchange(self, key):
@@ -115,30 +115,24 @@ def test_what_was_hashed_is_what_is_loaded(traced, monkeypatch):
 
     monkeypatch.setattr(cache.DiskCache, "load", load_and_exchange)
     assert callable(compile_kernel(SPEC, SM90))
-    assert traced() == 0
+    assert on_disk() == 0
 
 
 @each("damage", [lambda data: data[:-100], lambda data: b"\0" + data[1:]])
-def test_a_damaged_object_is_compiled_again(traced, damage):
-    compile_kernel(SPEC, SM90)
+def test_a_damaged_object_is_compiled_again(on_disk, damage):
     path = object_path()
     good = path.read_bytes()
     path.write_bytes(damage(good))
-    forget_kernels()
-    traced()
     compile_kernel(SPEC, SM90)
-    assert traced() == 1
+    assert on_disk() == 1
     assert len(object_path().read_bytes()) == len(good)
 
 
 @each("what", ["_source_digest", "installed_versions"])
-def test_after_a_change_of_sources_or_versions_all_is_compiled_again(traced, monkeypatch, what):
-    compile_kernel(SPEC, SM90)
-    forget_kernels()
-    traced()
+def test_after_a_change_of_sources_or_versions_all_is_compiled_again(on_disk, monkeypatch, what):
     monkeypatch.setattr(cache, what, lambda *module: "changed" if module else ("changed-1",))
     compile_kernel(SPEC, SM90)
-    assert traced() == 1
+    assert on_disk() == 1
 
 
 def test_the_disk_cache_can_be_turned_off(traced, monkeypatch, tmp_path):
@@ -150,13 +144,17 @@ def test_the_disk_cache_can_be_turned_off(traced, monkeypatch, tmp_path):
     assert not (tmp_path / "kernels").exists()
 
 
-def test_without_a_folder_to_write_kernels_still_run(traced, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "file" / "kernels"))
-    with pytest.warns(RuntimeWarning, match="not kept on disk") as caught:
+def assert_two_kernels_warn_once(message):
+    with pytest.warns(RuntimeWarning, match=message) as caught:
         assert callable(compile_kernel(SPEC, SM90))
         assert callable(compile_kernel(SPEC, SM100))
     assert len(caught) == 1
+
+
+def test_without_a_folder_to_write_kernels_still_run(traced, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "file" / "kernels"))
+    assert_two_kernels_warn_once("not kept on disk")
     assert traced() == 2
 
 
@@ -167,11 +165,16 @@ def test_a_kernel_that_cannot_be_exported_still_runs(monkeypatch):
         raise RuntimeError("no exporter")
 
     monkeypatch.setattr(TVMFFIJitCompiledFunctionBase, "export_to_c", fail)
-    with pytest.warns(RuntimeWarning, match="export failed.*no exporter") as caught:
-        assert callable(compile_kernel(SPEC, SM90))
-        assert callable(compile_kernel(SPEC, SM100))
-    assert len(caught) == 1
+    assert_two_kernels_warn_once("export failed.*no exporter")
     assert not is_on_disk(SPEC, SM90)
+
+
+def run_together(functions):
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def test_threads_compile_a_kernel_once(traced):
@@ -182,11 +185,7 @@ def test_threads_compile_a_kernel_once(traced):
         start.wait()
         kernels.append(compile_kernel(SPEC, SM90))
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together([ask] * 4)
     assert len(kernels) == 4 and len(set(kernels)) == 1
     assert traced() == 1
 
@@ -251,14 +250,7 @@ def test_without_the_dsl_the_reason_is_raised(monkeypatch):
 def test_processes_that_compile_together_compile_once(traced):
     answers = []
     with Worker() as first, Worker() as second:
-        threads = [
-            threading.Thread(target=lambda w=worker: answers.append(w.compile(SPEC, SM90)))
-            for worker in (first, second)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_together([lambda w=w: answers.append(w.compile(SPEC, SM90)) for w in (first, second)])
         assert sorted(answers) == [False, True]
         assert is_on_disk(SPEC, SM90)
         assert traced() == 0
