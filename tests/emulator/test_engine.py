@@ -281,24 +281,23 @@ def test_unwritable_cache_directory(monkeypatch, tmp_path):
     shutil.rmtree(other)
 
 
-def test_a_cache_directory_that_others_write(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{}", "not kept in {}/emulator: .*chmod go-w"),  # others may write it
+        ("~nosuchuser/kernels", "~nosuchuser/kernels.*home directory"),
+    ],
+)
+def test_a_cache_directory_that_cannot_be_used(monkeypatch, tmp_path, given, message):
     (tmp_path / "emulator").mkdir()
     (tmp_path / "emulator").chmod(0o775)
     (tmp_path / "private").mkdir()
-    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", given.format(tmp_path))
+    monkeypatch.setattr(settings, "_warned", set())
     monkeypatch.setattr(compilation.tempfile, "gettempdir", lambda: str(tmp_path / "private"))
-    with pytest.warns(RuntimeWarning, match=f"not kept in {tmp_path}/emulator: .*chmod go-w"):
+    with pytest.warns(RuntimeWarning, match=message.format(tmp_path)):
         directory = compilation.cache_directory()
     assert directory == tmp_path / "private" / f"cute_kernels-{os.getuid()}" / "emulator"
-
-
-def test_a_cache_directory_of_an_unknown_user(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", "~nosuchuser/kernels")
-    monkeypatch.setattr(settings, "_warned", set())
-    monkeypatch.setattr(compilation.tempfile, "gettempdir", lambda: str(tmp_path))
-    with pytest.warns(RuntimeWarning, match="~nosuchuser/kernels.*home directory"):
-        directory = compilation.cache_directory()
-    assert directory == tmp_path / f"cute_kernels-{os.getuid()}" / "emulator"
 
 
 def test_another_source_is_another_library(monkeypatch, tmp_path):
