@@ -102,14 +102,14 @@ fence.proxy.async.shared::cta; bar.sync 0;
 """
 
 
-def _store(target: np.ndarray, box, at, body=STORE, fill=FILL, dummy=None) -> None:
+def _store(target: np.ndarray, box, at, body=STORE, fill=FILL) -> None:
     words = int(np.prod(box))
     run(
         SETUP.format(smem=4 * words)
         + fill.format(words=words)
         + f"mov.b32 %r30, {at[0]}; mov.b32 %r31, {at[1]};"
         + body,
-        np.zeros(1) if dummy is None else dummy,
+        np.zeros(1),
         emulator.tensor_map(target, box),
     )
 
