@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 
 from cute_kernels import emulator
 
@@ -19,6 +22,11 @@ WAIT{n}: mbarrier.try_wait.parity.shared::cta.b64 %q15, [{bar}], {parity};
 
 def wait(bar: str, parity: object = 0, n: object = 0) -> str:
     return WAIT.format(bar=bar, parity=parity, n=n)
+
+
+def fails(match: str) -> Any:
+    """The emulator raises an error that says so."""
+    return pytest.raises(emulator.EmulatorError, match=match)
 
 
 def module(body: str, args: tuple[object, ...], name: str, target: str) -> str:

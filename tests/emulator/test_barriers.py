@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cute_kernels import emulator
-from tests.emulator.ptx import run, store_words, wait
+from tests.emulator.ptx import fails, run, store_words, wait
 
 INIT = """.shared .align 8 .b64 bar; mov.u32 %r0, bar; setp.eq.u32 %q0, %t, 0;
 @%q0 mbarrier.init.shared::cta.b64 [%r0], {count}; bar.sync 0;"""
@@ -42,7 +42,7 @@ def test_barrier_reductions(op):
 def test_differing_thread_counts():
     body = """shr.u32 %r0, %t, 5; setp.eq.u32 %q0, %r0, 0;
     @%q0 bar.sync 1, 64; @!%q0 bar.sync 1, 96;"""
-    with pytest.raises(emulator.EmulatorError, match="differs from the"):
+    with fails("differs from the"):
         run(body, block=96)
 
 
@@ -58,7 +58,7 @@ def test_deadlock_names_every_warp():
 
 def test_deadlock_on_an_mbarrier():
     body = INIT.format(count=2) + "@%q0 mbarrier.arrive.shared::cta.b64 _, [%r0];" + wait("%r0")
-    with pytest.raises(emulator.EmulatorError, match=r"waits for mbarrier at shared offset \d+"):
+    with fails(r"waits for mbarrier at shared offset \d+"):
         run(body)
     run(body.replace("@%q0 mbarrier.arrive", "mbarrier.arrive").replace("], 2", "], 32"))
 
@@ -75,7 +75,7 @@ def test_polling_for_nothing(limit, message):
         "SPIN: mbarrier.test_wait.parity.shared::cta.b64 %q1, [%r0], 0; @!%q1 bra SPIN;"
     )
     with emulator.options(**limit):
-        with pytest.raises(emulator.EmulatorError, match=message):
+        with fails(message):
             run(body)
         run(body.replace("SPIN:", "@%q0 mbarrier.arrive.shared::cta.b64 _, [%r0]; SPIN:"))
 
@@ -141,7 +141,7 @@ def test_wrong_arrive_count(count, message):
         + "@%q0 mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r0], 16;"
         + wait("%r0")
     )
-    with pytest.raises(emulator.EmulatorError, match=message):
+    with fails(message):
         run(body.replace("{count}", str(count)))
     run(body.replace("{count}", "32"))
 
@@ -151,14 +151,14 @@ def test_uninitialised_mbarrier(mode):
     body = INIT.format(count=32) + "mbarrier.arrive.shared::cta.b64 %d0, [%r0];" + wait("%r0")
     with emulator.options(mode=mode):
         run(body)
-        with pytest.raises(emulator.EmulatorError, match="not initialised"):
+        with fails("not initialised"):
             run(body.replace("@%q0 mbarrier.init.shared::cta.b64 [%r0], 32;", ""))
 
 
 def test_no_complete_must_not_complete():
     body = INIT.format(count=2) + "@%q0 mbarrier.arrive.noComplete.shared::cta.b64 %d0, [%r0], 1;"
     run(body)
-    with pytest.raises(emulator.EmulatorError, match="noComplete"):
+    with fails("noComplete"):
         run(body.replace("], 2;", "], 1;"))
 
 
@@ -185,7 +185,7 @@ def test_exited_cta_is_out_of_reach():
     setp.eq.u32 %q0, %r2, 1; @%q0 bra DONE; mov.b32 %r5, 0;
     SPIN: add.u32 %r5, %r5, 1; setp.lt.u32 %q1, %r5, 30000; @%q1 bra SPIN;
     mapa.shared::cluster.u32 %r4, %r0, 1; st.shared::cluster.b32 [%r4], %r2; DONE:{wait}"""
-    with pytest.raises(emulator.EmulatorError, match="CTA rank 1, which has exited"):
+    with fails("CTA rank 1, which has exited"):
         run(body.format(wait=""), grid=2, cluster=2)
     stay = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
     run(body.format(wait=stay), grid=2, cluster=2)

@@ -15,7 +15,7 @@ import pytest
 from cute_kernels import emulator
 from cute_kernels.emulator import compilation
 from cute_kernels.host import settings
-from tests.emulator.ptx import run, store_words
+from tests.emulator.ptx import fails, run, store_words
 
 ADD_ONE = """mul.wide.u32 %d0, %t, 4; add.u64 %d1, %p0, %d0; ld.global.b32 %r0, [%d1];
 add.u32 %r0, %r0, %p1; st.global.b32 [%d1], %r0;"""
@@ -43,7 +43,7 @@ def test_arguments():
     ],
 )
 def test_invalid_launches(launch, message):
-    with pytest.raises(emulator.EmulatorError, match=message):
+    with fails(message):
         run("", **launch)
     run("")  # the engine works on
 
@@ -62,9 +62,9 @@ def test_watched_memory():
     x, y = np.zeros(32, np.uint32), np.zeros(32, np.uint32)
     emulator.watch(x)
     run(ADD_ONE, x, 1)
-    with pytest.raises(emulator.EmulatorError, match="global load out of bounds"):
+    with fails("global load out of bounds"):
         run(ADD_ONE, y, 1)
-    with pytest.raises(emulator.EmulatorError, match="124 of 128|bytes past the end"):
+    with fails("124 of 128|bytes past the end"):
         run(ADD_ONE.replace("[%d1]", "[%d1+4]"), x, 1)
     emulator.watch(y)
     run(ADD_ONE, y, 1)
@@ -74,18 +74,18 @@ def test_watched_memory():
 
 def test_misaligned_and_null():
     x = np.zeros(64, np.uint32)
-    with pytest.raises(emulator.EmulatorError, match="misaligned 4-byte load"):
+    with fails("misaligned 4-byte load"):
         run(ADD_ONE.replace("[%d1]", "[%d1+2]"), x, 1)
-    with pytest.raises(emulator.EmulatorError, match="null or tiny pointer"):
+    with fails("null or tiny pointer"):
         run("mov.b64 %d0, 16; ld.global.b32 %r0, [%d0];")
 
 
 def test_shared_out_of_bounds():
     body = ".shared .align 4 .b8 s[128]; mov.u32 %r0, s; ld.shared.b32 %r1, [%r0+{}];"
     run(body.format(124))
-    with pytest.raises(emulator.EmulatorError, match="shared access out of bounds"):
+    with fails("shared access out of bounds"):
         run(body.format(128))
-    with pytest.raises(emulator.EmulatorError, match="shared access out of bounds"):
+    with fails("shared access out of bounds"):
         run(body.format(-4))
 
 
@@ -145,7 +145,7 @@ def test_data_races_between_warps():
         assert "data race on shared offset" in str(error.value)
         assert "by warp 1 of CTA rank 0 (PTX line" in str(error.value)
         # A barrier that the reader does not wait at orders nothing.
-        with pytest.raises(emulator.EmulatorError, match="data race"):
+        with fails("data race"):
             run(body.format(barrier="bar.arrive 1, 128;"), block=64)
     run(body.format(barrier=""), block=64)
 
@@ -157,7 +157,7 @@ def test_write_after_read_race():
     @%q0 st.shared.b32 [%r0], %t;"""
     with emulator.options(races=True):
         run(body.format(barrier="bar.sync 0;"), block=64)
-        with pytest.raises(emulator.EmulatorError, match="not ordered"):
+        with fails("not ordered"):
             run(body.format(barrier=""), block=64)
 
 
@@ -170,7 +170,7 @@ def test_relaxed_arrival_orders_nothing():
     ld.shared.b32 %r2, [%r1]; DONE:"""
     with emulator.options(races=True):
         run(body.format(how=""), block=64)
-        with pytest.raises(emulator.EmulatorError, match="data race"):
+        with fails("data race"):
             run(body.format(how=".relaxed.cta"), block=64)
 
 
@@ -281,24 +281,23 @@ def test_unwritable_cache_directory(monkeypatch, tmp_path):
     shutil.rmtree(other)
 
 
-def test_a_cache_directory_that_others_write(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{}", "not kept in {}/emulator: .*chmod go-w"),  # others may write it
+        ("~nosuchuser/kernels", "~nosuchuser/kernels.*home directory"),
+    ],
+)
+def test_a_cache_directory_that_cannot_be_used(monkeypatch, tmp_path, given, message):
     (tmp_path / "emulator").mkdir()
     (tmp_path / "emulator").chmod(0o775)
     (tmp_path / "private").mkdir()
-    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", given.format(tmp_path))
+    monkeypatch.setattr(settings, "_warned", set())
     monkeypatch.setattr(compilation.tempfile, "gettempdir", lambda: str(tmp_path / "private"))
-    with pytest.warns(RuntimeWarning, match=f"not kept in {tmp_path}/emulator: .*chmod go-w"):
+    with pytest.warns(RuntimeWarning, match=message.format(tmp_path)):
         directory = compilation.cache_directory()
     assert directory == tmp_path / "private" / f"cute_kernels-{os.getuid()}" / "emulator"
-
-
-def test_a_cache_directory_of_an_unknown_user(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", "~nosuchuser/kernels")
-    monkeypatch.setattr(settings, "_warned", set())
-    monkeypatch.setattr(compilation.tempfile, "gettempdir", lambda: str(tmp_path))
-    with pytest.warns(RuntimeWarning, match="~nosuchuser/kernels.*home directory"):
-        directory = compilation.cache_directory()
-    assert directory == tmp_path / f"cute_kernels-{os.getuid()}" / "emulator"
 
 
 def test_another_source_is_another_library(monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cute_kernels import emulator
-from tests.emulator.ptx import registers, run, store_words, wait
+from tests.emulator.ptx import fails, registers, run, store_words, wait
 from tests.emulator.test_memory import _aligned
 from tests.reference.tensor_core_kernels import tcgen05, wgmma
 
@@ -42,7 +42,7 @@ def test_wgmma_of_negated_operands():
 
 def test_wgmma_needs_a_proxy_fence():
     a, b, c = _integers(64, 16), _integers(8, 16), torch.zeros(64, 8)
-    with pytest.raises(emulator.EmulatorError, match=r"wgmma A reads .* no fence.proxy.async"):
+    with fails(r"wgmma A reads .* no fence.proxy.async"):
         wgmma(a, b, c, (("fence.proxy.async.shared::cta;", ""),))
 
 
@@ -122,7 +122,7 @@ def test_missing_wait_for_the_tensor_core():
         tcgen05(*operands, edits=edits)
     with (
         emulator.options(races=True),
-        pytest.raises(emulator.EmulatorError, match="data race on tensor memory column"),
+        fails("data race on tensor memory column"),
     ):
         tcgen05(*operands, edits=edits)
 
@@ -182,7 +182,7 @@ def test_copy_to_tensor_memory():
 
 def test_leaked_tensor_memory():
     run(ALLOCATE + RELEASE, block=128)
-    with pytest.raises(emulator.EmulatorError, match="exits holding 64 columns"):
+    with fails("exits holding 64 columns"):
         run(ALLOCATE, block=128)
 
 
@@ -200,7 +200,7 @@ def test_leaked_tensor_memory():
     ],
 )  # fmt: skip
 def test_tensor_memory_faults(ptx, message):
-    with pytest.raises(emulator.EmulatorError, match=message):
+    with fails(message):
         run(ALLOCATE + ptx + RELEASE, block=128)
 
 
@@ -215,5 +215,5 @@ def test_tensor_memory_faults(ptx, message):
 )
 def test_mma_faults(dtype, acc, flags, message):
     a = torch.zeros(128, 32).to(dtype)
-    with pytest.raises(emulator.EmulatorError, match=message):
+    with fails(message):
         tcgen05(a, a[:16], torch.zeros(128, 16).to(acc), flags=flags)

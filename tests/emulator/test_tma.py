@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cute_kernels import emulator
-from tests.emulator.ptx import run, wait
+from tests.emulator.ptx import fails, run, wait
 from tests.emulator.test_memory import _aligned
 
 SETUP = """.shared .align 1024 .b8 s[{smem}]; .shared .align 8 .b64 bar; mov.u32 %r0, s;
@@ -102,14 +102,14 @@ fence.proxy.async.shared::cta; bar.sync 0;
 """
 
 
-def _store(target: np.ndarray, box, at, body=STORE, fill=FILL, dummy=None) -> None:
+def _store(target: np.ndarray, box, at, body=STORE, fill=FILL) -> None:
     words = int(np.prod(box))
     run(
         SETUP.format(smem=4 * words)
         + fill.format(words=words)
         + f"mov.b32 %r30, {at[0]}; mov.b32 %r31, {at[1]};"
         + body,
-        np.zeros(1) if dummy is None else dummy,
+        np.zeros(1),
         emulator.tensor_map(target, box),
     )
 
@@ -270,12 +270,12 @@ def _replace(field: str, value: str) -> None:
 )
 def test_replaced_fields_are_checked(field, good, bad, message):
     _replace(field, good)
-    with pytest.raises(emulator.EmulatorError, match=message):
+    with fails(message):
         _replace(field, bad)
 
 
 def test_a_replaced_field_is_one_of_the_format():
-    with pytest.raises(emulator.EmulatorError, match="not modelled: tensormap.replace"):
+    with fails("not modelled: tensormap.replace"):
         _replace("global_stride", "4, 16")
 
 
@@ -285,7 +285,7 @@ def test_a_misaligned_tensor_map_in_memory():
     tensor_map[0] += 8
     body = SETUP.format(smem=256) + LOAD.format(rank=2, coordinates="0, 0")
     address = f"global address {tensor_map[0]:#x} is not a multiple of 16 bytes"
-    with pytest.raises(emulator.EmulatorError, match=address):
+    with fails(address):
         run(body, tensor_map.tobytes())
 
 
@@ -298,7 +298,7 @@ def test_a_tensor_map_that_a_kernel_makes():
     assert out[0] == array.ctypes.data + 32
     bad = array.ctypes.data + 8
     message = f"made by the kernel: the global address {bad:#x} is not a multiple of 16 bytes"
-    with pytest.raises(emulator.EmulatorError, match=message):
+    with fails(message):
         run(body.format(8), array, out)
 
 
@@ -310,7 +310,7 @@ def test_long_strides_of_a_tensor_map():
     )
     assert (_load(tall, (1, 32), (0, 0)) == row).all()
     emulator.watch(row)
-    with pytest.raises(emulator.EmulatorError, match=f"{row.ctypes.data + stride:#x}"):
+    with fails(f"{row.ctypes.data + stride:#x}"):
         _load(tall, (1, 32), (0, 1))
 
 
@@ -332,7 +332,7 @@ def test_load_out_of_bounds_of_the_allocation():
     _load_zeros(array)
     emulator.unwatch()
     emulator.watch(array[:4])
-    with pytest.raises(emulator.EmulatorError, match="TMA load out of bounds"):
+    with fails("TMA load out of bounds"):
         _load_zeros(array)
 
 
@@ -349,7 +349,7 @@ def test_load_out_of_bounds_of_the_allocation():
 )
 def test_faulty_loads(fault, message):
     _load_zeros()
-    with pytest.raises(emulator.EmulatorError, match=message):
+    with fails(message):
         _load_zeros(**fault)
 
 
@@ -371,11 +371,11 @@ def test_missing_proxy_fence():
     target = _aligned(np.zeros((8, 8), np.int32))
     _store(target, (8, 8), (0, 0))
     unfenced = FILL.replace("fence.proxy.async.shared::cta;", "")
-    with pytest.raises(emulator.EmulatorError, match=r"TMA store reads .* no fence.proxy.async"):
+    with fails(r"TMA store reads .* no fence.proxy.async"):
         _store(target, (8, 8), (0, 0), fill=unfenced)
     # A fence of global memory orders no shared memory.
     only_global = FILL.replace("async.shared::cta", "async.global")
-    with pytest.raises(emulator.EmulatorError, match="no fence.proxy.async"):
+    with fails("no fence.proxy.async"):
         _store(target, (8, 8), (0, 0), fill=only_global)
     with emulator.options(check_fences=False):
         _store(target, (8, 8), (0, 0), fill=unfenced)
@@ -384,7 +384,7 @@ def test_missing_proxy_fence():
 def test_exit_under_a_pending_store():
     target = _aligned(np.zeros((8, 8), np.int32))
     unwaited = STORE.replace("@%q0 cp.async.bulk.wait_group.read 0;", "")
-    with pytest.raises(emulator.EmulatorError, match="exits while a bulk store still reads"):
+    with fails("exits while a bulk store still reads"):
         _store(target, (8, 8), (0, 0), unwaited)
 
 
@@ -407,7 +407,7 @@ def test_ring_of_stores(mode):
     with emulator.options(mode=mode, races=True):
         run(body.replace("{pending}", "1"), source, target)
         assert (target == source).all()
-        with pytest.raises(emulator.EmulatorError, match="after a read by a bulk store of warp 0"):
+        with fails("after a read by a bulk store of warp 0"):
             run(body.replace("{pending}", "2"), source, target)
 
 
@@ -425,6 +425,6 @@ def test_missing_wait_is_seen():
         assert (out == array).all()
     with (
         emulator.options(races=True),
-        pytest.raises(emulator.EmulatorError, match="data race on shared offset"),
+        fails("data race on shared offset"),
     ):
         run(head + dump + WAIT, tensor_map, out)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import reference
+from cute_kernels import emulator, reference
 from cute_kernels.formats import NVFP4, Format, FP8Block
 from cute_kernels.gemm.problem import GemmArguments
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
@@ -20,9 +20,11 @@ from cute_kernels.layout.prepack import prepack
 from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime import architecture, compile_kernel
-from tests.helpers import DTYPES, offsets
+from tests.helpers import DTYPES, assert_same_bytes, offsets
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from cute_kernels.gemm.problem import GemmConfig
     from cute_kernels.layout.buffers import BufferSpec
 
@@ -224,6 +226,17 @@ class Product:
         run(self.a.read(), self.b.read(), groups, out, **options)
         return out
 
+    def check(
+        self,
+        num_sms: int = NUM_SMS,
+        device: str = "cpu",
+        want: Tensor | None = None,
+        any_nan: bool = False,
+    ) -> None:
+        """The kernel's output has the bits of the reference, or of ``want``."""
+        want = self.expected() if want is None else want
+        assert_same_bytes(self.run(num_sms, device), want, any_nan=any_nan)
+
     def tensors(self) -> list[Tensor | None]:
         """Both operands' tensors."""
         return [getattr(x, n) for x in (self.a, self.b) for n in PARTS]
@@ -234,8 +247,8 @@ def m_grouped(
     sizes: list[int],
     n: int,
     k: int,
-    *,
     tail: int = 0,
+    *,
     columnwise_b: bool = False,
     seed: int = 0,
 ) -> Product:
@@ -266,7 +279,7 @@ def m_grouped(
 
 
 def k_grouped(
-    config: GemmConfig, sizes: list[int], m: int, n: int, *, tail: int = 0, seed: int = 0
+    config: GemmConfig, sizes: list[int], m: int, n: int, tail: int = 0, *, seed: int = 0
 ) -> Product:
     """Two ragged operands over their rows (wgrad)."""
     offs, rows = offsets(sizes), sum(sizes) + tail
@@ -278,6 +291,35 @@ def k_grouped(
         a, b = _plain(config, x, rows - tail), _plain(config, y, rows - tail)
     before, alpha = _before(config, len(sizes), m, n), _alpha(config, len(sizes), seed)
     return Product(config, a, b, offs, rows, before, alpha=alpha)
+
+
+def product_of(config: GemmConfig, sizes: list[int], n: int, k: int, tail: int = 0) -> Product:
+    """``m_grouped``, or ``k_grouped`` with as many columns: those of A first."""
+    if config.grouping == "k_grouped":
+        return k_grouped(config, sizes, k, n, tail)
+    return m_grouped(config, sizes, n, k, tail)
+
+
+def check_zeroed_tails(config: GemmConfig, device: str = "cpu", modes: Any = ({},)) -> None:
+    """Rows of the tail become zeros, whatever the scales of A say of them."""
+    config = dataclasses.replace(config, zero_tail=True)
+    for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
+        product = m_grouped(config, sizes, 72, 96, tail)
+        if config.row_scaled:
+            product.a.amax[sum(sizes) :] = float("nan")
+        want = product.expected()
+        want[sum(sizes) :] = 0.0
+        for mode in modes:
+            with emulator.options(**mode):
+                product.check(2, device, want)
+
+
+def check_modes(mode: dict[str, object], products: Iterable[tuple[Product, int]]) -> None:
+    """Each on so many CTAs, its events in the order of a mode."""
+    for product, num_sms in products:
+        want = product.expected()
+        with emulator.options(**mode):
+            product.check(num_sms, want=want)
 
 
 def _plain(config: GemmConfig, x: Tensor, live: int | None = None) -> Operand:

@@ -20,7 +20,15 @@ from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 from grouped.nn import GroupedLinear
 from tests.helpers import assert_same_bytes, offsets, sample
-from tests.kernels.gemm_support import SHAPES, WGRAD_SHAPES, Product, k_grouped, m_grouped
+from tests.kernels.gemm_support import (
+    SHAPES,
+    WGRAD_SHAPES,
+    Product,
+    check_modes,
+    check_zeroed_tails,
+    k_grouped,
+    m_grouped,
+)
 from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.test_gemm_sm90 import DEVICES, K_TILES, M_TILES, name_of
 
@@ -120,24 +128,20 @@ def wild(product: Product) -> Product:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("config", FPROPS.values(), ids=FPROPS)
 def test_fprop(config: Sm90GemmConfig, shape: str, device: str) -> None:
-    sizes, n, k, tail = SHAPES[shape]
-    product = m_grouped(config, sizes, n, k, tail=tail)
-    assert_same_bytes(product.run(device=device), product.expected())
+    m_grouped(config, *SHAPES[shape]).check(device=device)
 
 
 @pytest.mark.parametrize("k", [16, 144, 272])
 @pytest.mark.parametrize("config", FPROPS.values(), ids=FPROPS)
 def test_dgrad_reads_a_columnwise_copy(config: Sm90GemmConfig, k: int, device: str) -> None:
     product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
-    assert_same_bytes(product.run(device=device), product.expected())
+    product.check(device=device)
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES)
 @pytest.mark.parametrize("config", WGRADS.values(), ids=WGRADS)
 def test_wgrad(config: Sm90GemmConfig, shape: str, device: str) -> None:
-    sizes, m, n, tail = WGRAD_SHAPES[shape]
-    product = k_grouped(config, sizes, m, n, tail=tail)
-    assert_same_bytes(product.run(device=device), product.expected())
+    k_grouped(config, *WGRAD_SHAPES[shape]).check(device=device)
 
 
 @pytest.mark.parametrize("config", [FAST, BLOCK_ALL], ids=["fast", "block"])
@@ -149,19 +153,19 @@ def test_every_tile(config: Sm90GemmConfig, tile: Sm90Tile, device: str) -> None
         return
     config = dataclasses.replace(config, tile=tile, out_dtype="float32")
     product = wild(m_grouped(config, [20, 0, 5, tile.n + 1], 136, 160, tail=11))
-    assert_same_bytes(product.run(tile.num_ctas, device), product.expected(), any_nan=True)
+    product.check(tile.num_ctas, device, any_nan=True)
 
 
 @pytest.mark.parametrize("config", WGRADS.values(), ids=WGRADS)
 def test_every_code_and_scale(config: Sm90GemmConfig, device: str) -> None:
     product = wild(k_grouped(config, [130, 0, 40], 136, 72))
-    assert_same_bytes(product.run(2, device), product.expected(), any_nan=True)
+    product.check(2, device, any_nan=True)
 
 
 @pytest.mark.parametrize("mode", MODES[2:], ids=MODE_IDS[2:])
 def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
     # One or two CTAs and more stages than fit, so that every ring is gone through again.
-    for product, num_sms in (
+    products = (
         (m_grouped(FAST, [33, 0, 5], 24, 1056, tail=11), 1),
         (m_grouped(FAST_ALL, [5, 0, 130], 24, 528, tail=1), 2),
         (m_grouped(SPLIT, [130, 5], 24, 1040, tail=1), 1),
@@ -169,20 +173,13 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
         (m_grouped(BLOCK_ALL, [257, 0, 5], 24, 656, tail=1), 2),
         (m_grouped(UNSWAPPED, [257, 0, 5], 24, 656, tail=1), 2),
         (k_grouped(WGRAD, [100, 0, 5, 800], 8, 136), 1),
-    ):
-        want = product.expected()
-        with emulator.options(**mode):
-            assert_same_bytes(product.run(num_sms), want)
+    )
+    check_modes(mode, products)
 
 
 @pytest.mark.parametrize("config", [FAST, BLOCK, UNSWAPPED], ids=["fast", "block", "unswapped"])
 def test_the_tail_can_be_zeroed(config: Sm90GemmConfig, device: str) -> None:
-    config = dataclasses.replace(config, zero_tail=True, bias_dtype="float32")
-    for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
-        product = m_grouped(config, sizes, 72, 96, tail=tail)
-        want = product.expected()
-        want[sum(sizes) :] = 0.0
-        assert_same_bytes(product.run(2, device), want)
+    check_zeroed_tails(dataclasses.replace(config, bias_dtype="float32"), device)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +207,7 @@ def test_partial_sums_are_promoted_in_order() -> None:
     assert product.b.scales is not None and product.a.scales is not None
     product.a.scales.mul_(1 + 2**-20)
     product.b.scales.mul_(3)
-    assert_same_bytes(product.run(2), product.expected())
+    product.check(2)
     fast, split = (m_grouped(dataclasses.replace(SPLIT, split=s), [40], 16, 1024) for s in (0, 1))
     assert not torch.equal(fast.run(2), split.run(2))
 
@@ -220,7 +217,7 @@ def test_more_groups_than_a_window_of_the_scheduler() -> None:
     sizes[3::100] = [1, 2, 9, 130, 1, 0, 1, 3, 1, 1, 17]
     for config in (FAST, UNSWAPPED):
         product = m_grouped(config, sizes, 8, 32, tail=2)
-        assert_same_bytes(product.run(2), product.expected())
+        product.check(2)
 
 
 @pytest.mark.parametrize("fmt", [grouped.FP8Block(), grouped.FP8()], ids=["block", "group"])

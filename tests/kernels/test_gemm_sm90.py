@@ -12,7 +12,6 @@ import pickle
 import pytest
 import torch
 
-from cute_kernels import emulator
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
@@ -22,10 +21,12 @@ from tests.helpers import assert_same_bytes
 from tests.kernels.gemm_support import (
     SHAPES,
     WGRAD_SHAPES,
-    Product,
+    check_modes,
+    check_zeroed_tails,
     compiled,
     k_grouped,
     m_grouped,
+    product_of,
 )
 from tests.kernels.op_support import MODE_IDS, MODES, array_of, check_touched
 
@@ -100,16 +101,14 @@ def device(request: pytest.FixtureRequest) -> str:
     ids=["row-scaled", "all", "fitted", "cluster", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
 )
 def test_fprop(config: Sm90GemmConfig, shape: str, device: str) -> None:
-    sizes, n, k, tail = SHAPES[shape]
-    product = m_grouped(config, sizes, n, k, tail=tail)
-    assert_same_bytes(product.run(device=device), product.expected())
+    m_grouped(config, *SHAPES[shape]).check(device=device)
 
 
 @pytest.mark.parametrize("k", [32, 144, 320])
 @pytest.mark.parametrize("config", [FPROP, W4A16], ids=["nvfp4", "w4a16"])
 def test_dgrad_reads_a_columnwise_copy(config: Sm90GemmConfig, k: int, device: str) -> None:
     product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
-    assert_same_bytes(product.run(device=device), product.expected())
+    product.check(device=device)
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES)
@@ -117,9 +116,7 @@ def test_dgrad_reads_a_columnwise_copy(config: Sm90GemmConfig, k: int, device: s
     "config", [WGRAD, WGRAD_ADD, WGRAD_16], ids=["overwrite", "accumulate", "16 bits"]
 )
 def test_wgrad(config: Sm90GemmConfig, shape: str, device: str) -> None:
-    sizes, m, n, tail = WGRAD_SHAPES[shape]
-    product = k_grouped(config, sizes, m, n, tail=tail)
-    assert_same_bytes(product.run(device=device), product.expected())
+    k_grouped(config, *WGRAD_SHAPES[shape]).check(device=device)
 
 
 @pytest.mark.parametrize("shape", ["one row", "whole tiles", "tails"])
@@ -127,12 +124,7 @@ def test_wgrad(config: Sm90GemmConfig, shape: str, device: str) -> None:
     "config", [PLAIN, PLAIN_DGRAD, PLAIN_WGRAD], ids=["fprop", "dgrad", "wgrad"]
 )
 def test_plain_operands(config: Sm90GemmConfig, shape: str, device: str) -> None:
-    sizes, n, k, tail = SHAPES[shape]
-    if config.grouping == "k_grouped":
-        product = k_grouped(config, sizes, k, n, tail=tail)
-    else:
-        product = m_grouped(config, sizes, n, k, tail=tail)
-    assert_same_bytes(product.run(device=device), product.expected())
+    product_of(config, *SHAPES[shape]).check(device=device)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,13 +140,13 @@ def test_every_tile(tile: Sm90Tile, kind: str, device: str) -> None:
         m_grouped(config, [100, 0, 5, tile.n + 1], 264, 288, tail=11),
         m_grouped(config, [1, 8, 9, 33], 72, 48),
     ):
-        assert_same_bytes(product.run(tile.num_ctas, device), product.expected())
+        product.check(tile.num_ctas, device)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
     # One or two CTAs and more stages than fit, so that every ring is gone through again.
-    for product, num_sms in (
+    products = (
         (m_grouped(FPROP, [70, 0, 5], 264, 1056, tail=11), 1),
         (m_grouped(FPROP_ALL, [1, 140], 136, 160, tail=1), 2),
         (m_grouped(PLAIN, [33, 0, 5], 136, 328, tail=1), 1),
@@ -164,10 +156,8 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
         (k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
         (m_grouped(CLUSTER, [260, 0, 5], 264, 144, tail=11), 2),
         (k_grouped(WGRAD_16, [5, 0, 200], 136, 264), 1),
-    ):
-        want = product.expected()
-        with emulator.options(**mode):
-            assert_same_bytes(product.run(num_sms), want)
+    )
+    check_modes(mode, products)
 
 
 @pytest.mark.parametrize("tile", [M_TILES["256x32"], M_TILES["256x128x2"]], ids=name_of)
@@ -175,14 +165,7 @@ def test_the_tail_can_be_zeroed(tile: Sm90Tile, device: str) -> None:
     config = Sm90GemmConfig(
         "nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16", tile=tile
     )
-    config = dataclasses.replace(config, zero_tail=True)
-    for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
-        product = m_grouped(config, sizes, 72, 96, tail=tail)
-        assert product.a.amax is not None
-        product.a.amax[sum(sizes) :] = float("nan")
-        want = product.expected()
-        want[sum(sizes) :] = 0.0
-        assert_same_bytes(product.run(2, device), want)
+    check_zeroed_tails(config, device)
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, 7])
@@ -191,7 +174,7 @@ def test_bits_do_not_depend_on_the_grid(num_sms: int, device: str) -> None:
         m_grouped(FPROP, [100, 0, 128, 5, 200], 136, 64, tail=11),
         k_grouped(WGRAD, [100, 0, 128, 5], 136, 136),
     ):
-        assert_same_bytes(product.run(num_sms, device), product.expected())
+        product.check(num_sms, device)
 
 
 def contracted(values: torch.Tensor) -> torch.Tensor:
@@ -250,7 +233,7 @@ def test_extreme_weights_and_activations(dtype: str, device: str) -> None:
     bits = torch.randint(-(2**15), 2**15, product.a.codes.shape, generator=generator)
     wild = bits.to(torch.int16).view(product.a.codes.dtype)
     product.a.codes.copy_(torch.where(wild.isfinite(), wild, torch.zeros_like(wild)))
-    assert_same_bytes(product.run(device=device), product.expected())
+    product.check(device=device)
 
 
 @pytest.mark.parametrize("tile", ["256x32", "128x256x2"])
@@ -274,7 +257,7 @@ def test_values_of_every_magnitude_stay_exact(device: str) -> None:
     for operand, bytes_ in ((product.a, (0x01, 0x7E)), (product.b, (0x7E, 0x01))):
         assert operand.scales is not None
         operand.scales[..., 0::4], operand.scales[..., 1::4] = bytes_
-    assert_same_bytes(product.run(device=device), product.expected())
+    product.check(device=device)
 
 
 def test_configurations_are_keys_that_survive_pickling() -> None:
@@ -331,19 +314,3 @@ def test_products_keep_to_their_tiles() -> None:
         dataclasses.replace(WGRAD, tile=M_TILES["128x128"])
     with pytest.raises(ValueError, match="tile"):
         dataclasses.replace(FPROP, tile=K_TILES["128x128"])
-
-
-def test_grouped_equals_each_group_alone(device: str) -> None:
-    config = dataclasses.replace(PLAIN, bias_dtype=None)
-    sizes = [100, 0, 37]
-    product = m_grouped(config, sizes, 40, 192)
-    got, start = product.run(device=device), 0
-    for group, rows in enumerate(sizes):
-        if rows:
-            part, one = slice(start, start + rows), slice(group, group + 1)
-            a = dataclasses.replace(product.a, codes=product.a.codes[part].clone())
-            b = dataclasses.replace(product.b, codes=product.b.codes[one].clone())
-            offs = torch.tensor([rows], dtype=torch.int32)
-            alone = Product(config, a, b, offs, rows, product.before[part])
-            assert_same_bytes(got[part], alone.run(device=device))
-        start += rows

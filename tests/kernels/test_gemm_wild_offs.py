@@ -10,10 +10,9 @@ import torch
 
 from tests.helpers import ends
 from tests.kernels import test_gemm_fp8 as fp8
-from tests.kernels import test_gemm_nvfp4 as sm100
-from tests.kernels import test_gemm_plain as sm100_plain
 from tests.kernels import test_gemm_sm90 as sm90
-from tests.kernels.gemm_support import k_grouped, m_grouped
+from tests.kernels import test_gemm_sm100 as sm100
+from tests.kernels.gemm_support import product_of
 from tests.kernels.op_support import watching
 
 if TYPE_CHECKING:
@@ -56,19 +55,15 @@ CONFIGS = {
     "sm_100a zeroed tail": dataclasses.replace(
         sm100.FPROP_FP32, zero_tail=True, tile=sm100.TILED["swapped 128x32"].tile
     ),
-    "sm_100a bf16": sm100_plain.FPROP,
+    "sm_100a bf16": sm100.PLAIN,
     "sm_100a wgrad": sm100.WGRAD_ADD,
-    "sm_100a bf16 wgrad": sm100_plain.WGRAD,
+    "sm_100a bf16 wgrad": sm100.PLAIN_WGRAD,
 }
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_wild_end_rows_do_no_harm(config: GemmConfig) -> None:
-    sizes, tail = [130, 10, 60], 11
-    if config.grouping == "k_grouped":
-        product = k_grouped(config, sizes, 40, 72, tail=tail)
-    else:
-        product = m_grouped(config, sizes, 72, 96, tail=tail)
+    product = product_of(config, [130, 10, 60], 72, 96, 11)
     # Storage of the buffers alone: that is what is watched.
     out = product.before.clone()
     prepared = product.prepared(out, 2)
@@ -81,10 +76,7 @@ def test_wild_end_rows_do_no_harm(config: GemmConfig) -> None:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_rows_that_no_group_has_stay(config: GemmConfig) -> None:
     """End rows that are not above 0, or all empty groups: nothing to write; zeros in wgrad."""
-    if config.grouping == "k_grouped":
-        product = k_grouped(config, [0, 0, 0], 40, 72, tail=200)
-    else:
-        product = m_grouped(config, [0, 0, 0], 72, 96, tail=200)
+    product = product_of(config, [0, 0, 0], 72, 96, 200)
     keeps = config.accumulate or config.grouping == "m_grouped" and not config.zero_tail
     want = product.before if keeps else 0
     for offs in (ends(0, 0, 0), WILD["negative"], WILD["smallest"]):

@@ -344,16 +344,14 @@ def _write_columnwise(
 # ---------------------------------------------------------------------------- decoding, GEMM
 
 
-def row_values(
-    result: Quantized,
-    groups: list[Group],
-    cols: int,
-    factor: Callable[[np.float32, int, int], np.float32] = lambda scale, row, group: scale,
-) -> np.ndarray:
-    """Code times block scale of the rowwise copy, (T, K); rows of the tail are 0.
+#: What codes are multiplied by, of a scale, its row and its group.
+Factor: TypeAlias = "Callable[[np.float32, int, int], np.float32]"
 
-    ``factor`` makes of a scale, its row and its group what codes are multiplied by.
-    """
+
+def row_values(
+    result: Quantized, groups: list[Group], cols: int, factor: Factor = lambda scale, *_: scale
+) -> np.ndarray:
+    """Code times block scale of the rowwise copy, (T, K); rows of the tail are 0."""
     blocks = 4 * ceil_div(cols, 64)
     out = np.zeros((result.codes.shape[0], cols), f32)
     for i, group in enumerate(groups):
@@ -367,28 +365,39 @@ def row_values(
     return out
 
 
-def dequantize_rowwise(
-    result: Quantized, groups: list[Group], cols: int, row_scaled: bool
+def dequantize(
+    result: Quantized,
+    groups: list[Group],
+    cols: int,
+    *,
+    row_scaled: bool = False,
+    columnwise: bool = False,
+    bound: float = 448.0,
 ) -> np.ndarray:
-    """fl(code * fl(fl(scale * g) * fl(1 / 2688))), fp32 (T, K); rows of the tail are 0."""
+    """fl(code * fl(fl(scale * g) * fl(1 / (6 * bound)))), fp32 (T, K); rows of the tail are 0."""
 
     def factor(scale: np.float32, row: int, group: int) -> np.float32:
-        return (scale * result.amax[row if row_scaled else group]) * RCP_2688
+        per_group = result.amax_t if columnwise else result.amax
+        level = result.amax[row] if row_scaled and not columnwise else per_group[group]
+        return (scale * level) * f32(1 / (6 * bound))
 
-    return row_values(result, groups, cols, factor)
+    return (column_values if columnwise else row_values)(result, groups, cols, factor)
 
 
-def column_values(result: Quantized, groups: list[Group], cols: int) -> np.ndarray:
+def column_values(
+    result: Quantized, groups: list[Group], cols: int, factor: Factor = lambda scale, *_: scale
+) -> np.ndarray:
     """Code times block scale of the columnwise copy of ragged input, (T, K) as the input lies."""
     codes_t, scales_t = result.codes_t[0], result.scales_t[0]
     blocks = codes_t.shape[1] // 8
     out = np.zeros((result.codes.shape[0], cols), f32)
-    for group in groups:
+    for i, group in enumerate(groups):
         for r in range(group.end - group.start):
             for k in range(cols):
                 byte = scales_t[scale_byte(k, 8 * group.tile + r // 16, blocks)]
                 code = codes_t[k, 64 * group.tile + r // 2] >> 4 * (r % 2) & 15
-                out[group.start + r, k] = f32(e2m1_value(int(code))) * f32(e4m3_value(int(byte)))
+                scale = factor(f32(e4m3_value(int(byte))), group.start + r, i)
+                out[group.start + r, k] = f32(e2m1_value(int(code))) * scale
     return out
 
 

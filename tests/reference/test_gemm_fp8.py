@@ -72,6 +72,31 @@ each_fp8 = pytest.mark.parametrize("pair", FP8_KINDS.values(), ids=FP8_KINDS)
 each_way = pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
 
 
+def multiply(pair, a, b, offs, bias=None, alpha=None, transpose_b=False):
+    """The product of operands of a pair of formats, in fp32."""
+    texts = {"a_format": pair[0], "b_format": pair[1]}
+    options = (bias, alpha, transpose_b, F32)
+    return ops.m_grouped_gemm(*m_grouped_arguments(a, b, offs, *options, **texts))
+
+
+def wgrad_of(pair, copies, offs):
+    texts = {"a_format": pair[0], "b_format": pair[1]}
+    return ops.k_grouped_gemm(*k_grouped_arguments(*copies, offs, None, F32, **texts))
+
+
+def columnwise(pair, tensors, offs):
+    """Columnwise copies, A's and B's."""
+    return [quantized(x, f, offs, columnwise=True) for x, f in zip(tensors, pair, strict=True)]
+
+
+def columns_of(pair, copies, group, start, end):
+    """The oracle's operands of wgrad."""
+    return [
+        fp8_oracle.member(text, copy, group, end - start, start, True)
+        for text, copy in zip(pair, copies, strict=True)
+    ]
+
+
 def spans(splits):
     return [(end - rows, end) for rows, end in zip(splits, end_rows(splits), strict=True)]
 
@@ -126,10 +151,7 @@ class Wgrad:
     def __init__(self, pair, splits, n=32, k=64, *, tail=2):
         self.pair, self.splits, self.offs = pair, splits, offsets(splits)
         self.tensors = [sample(sum(splits) + tail, cols) / 8 for cols in (n, k)]
-        self.copies = [
-            quantized(x, text, self.offs, columnwise=True)
-            for x, text in zip(self.tensors, pair, strict=True)
-        ]
+        self.copies = columnwise(pair, self.tensors, self.offs)
 
     def arguments(self, alpha=None, dtype=F32):
         texts = {"a_format": self.pair[0], "b_format": self.pair[1]}
@@ -146,13 +168,7 @@ class Wgrad:
     def members(self):
         for g, (start, end) in enumerate(spans(self.splits)):
             if start < end:
-                yield (
-                    g,
-                    *(
-                        fp8_oracle.member(text, copy, g, end - start, start, True)
-                        for text, copy in zip(self.pair, self.copies, strict=True)
-                    ),
-                )
+                yield g, *columns_of(self.pair, self.copies, g, start, end)
 
 
 def acc_and_factor(a, b):
@@ -175,11 +191,7 @@ def scaled(acc, factor, alpha=None):
     return acc if factor is None else acc * factor
 
 
-@each_way
-@each_pair
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_m_grouped_against_fp64(pair, transpose_b, dtype):
-    case = Product(pair, (37, 0, 130, 1), transpose_b=transpose_b)
+def check_against_fp64(case, dtype=F32):
     a, b = case.decoded()
     got = case.run(None, None, dtype)
     assert got.dtype == dtype
@@ -191,16 +203,18 @@ def test_m_grouped_against_fp64(pair, transpose_b, dtype):
     assert not got[sum(case.splits) :].any()
 
 
+@each_way
+@each_pair
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_m_grouped_against_fp64(pair, transpose_b, dtype):
+    check_against_fp64(Product(pair, (37, 0, 130, 1), transpose_b=transpose_b), dtype)
+
+
 @each_kind
 @each_way
 @pytest.mark.parametrize("splits", SPLITS_OF_GEMM.values(), ids=SPLITS_OF_GEMM)
 def test_every_split_against_fp64(pair, transpose_b, splits):
-    case = Product(pair, splits, transpose_b=transpose_b)
-    a, b = case.decoded()
-    got = case.run()
-    for g, (start, end) in enumerate(spans(splits)):
-        want, size = a[start:end] @ b[g].T, a[start:end].abs() @ b[g].T.abs()
-        assert_within_bound(got[start:end], want, size, case.depth)
+    check_against_fp64(Product(pair, splits, transpose_b=transpose_b))
 
 
 @each_pair
@@ -272,9 +286,7 @@ def test_groups_equal_calls_of_their_own(pair, transpose_b):
         one, whole = slice(g, g + 1), ends(end - start)
         a = quantized(case.x[start:end], pair[0], whole)
         b = quantized(case.w[one], pair[1], columnwise=transpose_b)
-        texts = {"a_format": pair[0], "b_format": pair[1]}
-        options = (bias[one], alpha[one], transpose_b, F32)
-        want = ops.m_grouped_gemm(*m_grouped_arguments(a, b, whole, *options, **texts))
+        want = multiply(pair, a, b, whole, bias[one], alpha[one], transpose_b)
         assert_same_bytes(got[start:end], want)
 
 
@@ -284,13 +296,8 @@ def test_wgrad_groups_equal_calls_of_their_own(pair):
     got = case.run()
     for g, (start, end) in enumerate(spans(case.splits)):
         whole = ends(end - start)
-        copies = [
-            quantized(x[start:end], text, whole, columnwise=True)
-            for x, text in zip(case.tensors, pair, strict=True)
-        ]
-        texts = {"a_format": pair[0], "b_format": pair[1]}
-        want = ops.k_grouped_gemm(*k_grouped_arguments(*copies, whole, None, F32, **texts))
-        assert_same_bytes(got[g : g + 1], want)
+        copies = columnwise(pair, [x[start:end] for x in case.tensors], whole)
+        assert_same_bytes(got[g : g + 1], wgrad_of(pair, copies, whole))
 
 
 @each_kind
@@ -300,10 +307,9 @@ def test_1500_groups(pair):
     rows = int(offs[-1])
     x, w = sample(rows, 32), sample(len(offs), 16, 32)
     a, b = quantized(x, pair[0], offs), quantized(w, pair[1])
-    texts = {"a_format": pair[0], "b_format": pair[1]}
-    got = ops.m_grouped_gemm(*m_grouped_arguments(a, b, offs, out_dtype=F32, **texts))
-    copies = [quantized(x, text, offs, columnwise=True) for text in pair]
-    wgrad = ops.k_grouped_gemm(*k_grouped_arguments(*copies, offs, None, F32, **texts))
+    got = multiply(pair, a, b, offs)
+    copies = columnwise(pair, (x, x), offs)
+    wgrad = wgrad_of(pair, copies, offs)
     start = 0
     for g, end in enumerate(offs.tolist()):
         if g % 97 == 0 or end - start > 2:
@@ -311,11 +317,7 @@ def test_1500_groups(pair):
             pairs.append(fp8_oracle.member(pair[1], b, g, 16))
             if start < end:
                 assert_same_bytes(got[start:end], scaled(*acc_and_factor(*pairs)), f"group {g}")
-                columns = [
-                    fp8_oracle.member(text, copy, g, end - start, start, True)
-                    for text, copy in zip(pair, copies, strict=True)
-                ]
-                want = scaled(*acc_and_factor(*columns))
+                want = scaled(*acc_and_factor(*columns_of(pair, copies, g, start, end)))
                 assert_same_bytes(wgrad[g], want, f"wgrad of group {g}")
             else:
                 assert not wgrad[g].any()
@@ -345,14 +347,8 @@ def test_out_leaves_tail_and_empty_groups_alone(pair, accumulate):
 
 
 def poison(copy, text, columnwise, rows, live_tiles):
-    """Everything in the buffers of a ragged tensor that belongs to no group becomes NaN.
-
-    Args:
-        copy: codes, and block scales if there are any; a second level has one number a group.
-        text: the format.
-        columnwise: the direction.
-        rows: how many rows belong to groups, the first ones.
-        live_tiles: the slot tiles that belong to groups.
+    """Everything of a ragged copy that belongs to no group, neither to the first ``rows`` nor to
+    slots in ``live_tiles``, becomes NaN; a second level has one number a group.
     """
     fmt, (codes, *rest) = parse(text), [t.clone() for t in copy]
     dead = torch.ones(codes.shape[columnwise and fmt.columnwise == "transposed"] // 128 + 9).bool()
@@ -394,8 +390,7 @@ def test_nan_stays_in_its_row_and_group(pair):
     rows = case.run().isnan()
     assert rows[1].all() and not rows[0].any() and not rows[2:].any()
     copy = quantized(x, pair[0], case.offs, columnwise=True)
-    texts = {"a_format": pair[0], "b_format": pair[0]}
-    got = ops.k_grouped_gemm(*k_grouped_arguments(copy, copy, case.offs, None, F32, **texts))
+    got = wgrad_of([pair[0]] * 2, [copy, copy], case.offs)
     assert got[0, 5].isnan().all() and got[0, :, 5].isnan().all()
     assert got.isnan().sum() == 2 * case.depth - 1
 
@@ -448,15 +443,10 @@ def test_garbage_offsets_act_as_their_clamped_values(pair, rows):
     x, w = sample(40, 32), sample(2, 32, 32)
     given = ends(*rows)
     legal = given.clamp(0, 40).cummax(0).values.int()
-    b, texts = quantized(w, pair[1]), {"a_format": pair[0], "b_format": pair[1]}
-    results = []
-    for offs in (given, legal):
-        a = quantized(x, pair[0], legal)
-        columns = [quantized(x, text, legal, columnwise=True) for text in pair]
-        fprop = ops.m_grouped_gemm(*m_grouped_arguments(a, b, offs, **texts))
-        results.append((fprop, ops.k_grouped_gemm(*k_grouped_arguments(*columns, offs, **texts))))
-    for got, want in zip(*results, strict=True):
-        assert_same_bytes(got, want)
+    a, b = quantized(x, pair[0], legal), quantized(w, pair[1])
+    copies = columnwise(pair, (x, x), legal)
+    assert_same_bytes(multiply(pair, a, b, given), multiply(pair, a, b, legal))
+    assert_same_bytes(wgrad_of(pair, copies, given), wgrad_of(pair, copies, legal))
 
 
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)

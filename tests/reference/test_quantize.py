@@ -50,8 +50,6 @@ TEXTS = [*NVFP4, *RULES]
 every_format = pytest.mark.parametrize("text", TEXTS)
 every_nvfp4 = pytest.mark.parametrize("text", NVFP4)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-#: Formats and directions of which an oracle says what they decode to.
-DECODED = [*((text, False) for text in TEXTS), *((text, True) for text in RULES)]
 
 
 def buffer_names(text, rowwise=True, columnwise=True):
@@ -67,7 +65,7 @@ def quantize(x, text, offs=None, rowwise=True, columnwise=True, amax=None):
 
 
 def expected(x, text, offs, fill=0, amax=None):
-    """The oracle's buffers by name, as the op returns them, and the values of ``DECODED``."""
+    """The oracle's buffers by name, as the op returns them, and the values that they decode to."""
     if text in NVFP4:
         return expected_nvfp4(x, text, offs, fill, amax)
     return expected_blocks(x, text, offs, fill)
@@ -79,7 +77,10 @@ def expected_nvfp4(x, text, offs, fill, amax):
     found, q, groups = oracle.buffers(x.float().numpy(), rows, **options)
     if rows is not None and len(x):
         by_row = "row_scaled" in NVFP4[text]
-        found["values"] = oracle.dequantize_rowwise(q, groups, x.shape[-1], by_row)
+        for name, columnwise in (("values", False), ("values_t", True)):
+            found[name] = oracle.dequantize(
+                q, groups, x.shape[-1], row_scaled=by_row, columnwise=columnwise
+            )
     return {name: torch.from_numpy(array) for name, array in found.items()}
 
 
@@ -225,7 +226,8 @@ def decoded(buffers, text, columnwise, rows, dtype, offs):
 
 
 @every_dtype
-@pytest.mark.parametrize(("text", "columnwise"), DECODED)
+@every_format
+@pytest.mark.parametrize("columnwise", [False, True])
 def test_dequantize(text, columnwise, dtype):
     x, offs = weird_values(205, 160, torch.float32), offsets((19, 0, 41, 130, 0))
     buffers, values = quantize(x, text, offs), "values_t" if columnwise else "values"
@@ -316,25 +318,3 @@ def test_dequantize_uniform_is_dequantize_of_each_member(text):
         got = values(x, None)
         for g in range(3):
             assert_same_bytes(got[g], values(x[g], whole))
-
-
-@every_dtype
-@pytest.mark.parametrize("text", ["nvfp4", "nvfp4:block=16x16"])
-def test_dequantize_columnwise(text, dtype):
-    """Against the rowwise copy of the transposed group, which the columnwise copy equals."""
-    splits = (19, 0, 140)
-    x = sample(sum(splits) + 5, 48)
-    offs = offsets(splits)
-    q = ops.grouped_quantize(x, text, offs, rowwise=False, columnwise=True)
-    got = ops.grouped_dequantize(*dequantize_arguments(q, text, x.shape[0], dtype, offs, True))
-    start = 0
-    for end in offs.tolist():
-        if end == start:
-            continue
-        rows = end - start
-        turned = torch.nn.functional.pad(x[start:end], (0, 0, 0, -rows % 16)).T
-        member = ops.grouped_quantize(turned, text, ends(48))
-        want = ops.grouped_dequantize(*dequantize_arguments(member, text, 48, dtype, ends(48)))
-        assert_same_bytes(got[start:end], want.T[:rows])
-        start = end
-    assert not got[start:].any()

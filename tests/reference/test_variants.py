@@ -222,27 +222,14 @@ def test_dequantize(variant, columnwise, uniform):
         x, variant.text, offs, None, not columnwise, columnwise, None, variant.seed
     )
     groups, _ = oracle.uniform_groups(2, 35) if uniform else oracle.ragged_groups(offs.tolist(), 75)
-    bound = fmt.e4m3_max
-    want = np.zeros((x.flatten(0, -2).shape[0], 32), np.float32)
     codes, scales, amax = (t.contiguous().numpy() for t in copy)
-    amax = amax.reshape(-1)
     if uniform and columnwise:
         codes, scales = np.concatenate(codes, 1), np.concatenate(scales, 1)
-    for g, group in enumerate(groups):
-        for r in range(group.end - group.start):
-            for k in range(32):
-                slot = 128 * group.tile + r
-                if columnwise:
-                    at = oracle.scale_byte(k, slot // 16, codes.shape[-1] // 8)
-                    code, level = codes[k, slot // 2] >> 4 * (slot % 2) & 15, amax[g]
-                else:
-                    at = oracle.scale_byte(slot, k // 16, 4)
-                    byte = codes.reshape(-1, 16)[group.start + r, k // 2]
-                    code = byte >> 4 * (k % 2) & 15
-                    level = amax[group.start + r] if variant.flags == ROWS else amax[g]
-                factor = np.float32(oracle.e4m3_value(int(scales.reshape(-1)[at]))) * level
-                factor = factor * np.float32(1 / (6 * bound))
-                want[group.start + r, k] = np.float32(oracle.e2m1_value(int(code))) * factor
+    codes, scales, amax = codes.reshape(-1, codes.shape[-1]), scales.ravel(), amax.ravel()
+    rows = np.zeros((x.shape[:-1].numel(), 16)) if columnwise else codes
+    held = oracle.Quantized(rows, scales, amax, [codes], [scales], amax)
+    options = {"row_scaled": variant.flags == ROWS, "columnwise": columnwise}
+    want = oracle.dequantize(held, groups, 32, bound=fmt.e4m3_max, **options)
     arguments = dequantize_arguments(
         copy, variant.text, x.shape[-2], torch.float32, offs, columnwise
     )

@@ -1,4 +1,4 @@
-"""The grouped NVFP4 GEMM of sm_100a, bit for bit against the tensor-core reference."""
+"""The grouped GEMM of sm_100a, bit for bit against the tensor-core reference."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from tests.kernels.gemm_support import (
     SHAPES,
     WGRAD_SHAPES,
     Product,
+    check_modes,
+    check_zeroed_tails,
     k_grouped,
     m_grouped,
+    product_of,
 )
-from tests.kernels.op_support import MODE_IDS, MODES, array_of, check_touched, watching
+from tests.kernels.op_support import MODE_IDS, MODES, array_of, check_touched
 
 FPROP = Sm100GemmConfig("nvfp4", row_scaled=True)
 FPROP_ALL = Sm100GemmConfig(
@@ -45,6 +48,33 @@ TILED = {
     ),
 }
 
+PLAIN = Sm100GemmConfig("bfloat16", bias_dtype="bfloat16")
+PLAIN_FEW_ROWS = dataclasses.replace(
+    PLAIN, bias_dtype=None, transpose_b=True, tile=Sm100Tile(128, 32, swap_ab=True)
+)
+PLAIN_DGRAD = Sm100GemmConfig(
+    "float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=Sm100Tile(256, 256, 2)
+)
+PLAIN_WGRAD = Sm100GemmConfig(
+    "bfloat16", "k_grouped", out_dtype="float32", accumulate=True, tile=Sm100Tile(256, 128, 2)
+)
+#: (rows of each group, N, K, rows of the tail), K not in blocks.
+PLAIN_SHAPES = {
+    "one row": ([1], 8, 8, 0),
+    "whole tiles": ([128, 256], 128, 128, 0),
+    "tails": ([100, 0, 128, 5, 200], 136, 200, 11),
+}
+
+
+@pytest.mark.parametrize("shape", PLAIN_SHAPES)
+@pytest.mark.parametrize(
+    "config",
+    [PLAIN, PLAIN_FEW_ROWS, PLAIN_DGRAD, PLAIN_WGRAD],
+    ids=["fprop", "few rows", "dgrad", "wgrad"],
+)
+def test_plain_operands(config: Sm100GemmConfig, shape: str) -> None:
+    product_of(config, *PLAIN_SHAPES[shape]).check()
+
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
@@ -53,24 +83,20 @@ TILED = {
     ids=["row-scaled", "all", "fp32", "partial"],
 )
 def test_fprop(config: Sm100GemmConfig, shape: str) -> None:
-    sizes, n, k, tail = SHAPES[shape]
-    product = m_grouped(config, sizes, n, k, tail=tail)
-    assert_same_bytes(product.run(), product.expected())
+    m_grouped(config, *SHAPES[shape]).check()
 
 
 @pytest.mark.parametrize("k", [32, 144, 320])
 @pytest.mark.parametrize("config", [FPROP, TILED["256x256 partial"]], ids=["direct", "partial"])
 def test_dgrad_reads_a_columnwise_copy(config: Sm100GemmConfig, k: int) -> None:
     product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
-    assert_same_bytes(product.run(), product.expected())
+    product.check()
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES)
 @pytest.mark.parametrize("config", [WGRAD, WGRAD_ADD], ids=["overwrite", "accumulate"])
 def test_wgrad(config: Sm100GemmConfig, shape: str) -> None:
-    sizes, m, n, tail = WGRAD_SHAPES[shape]
-    product = k_grouped(config, sizes, m, n, tail=tail)
-    assert_same_bytes(product.run(), product.expected())
+    k_grouped(config, *WGRAD_SHAPES[shape]).check()
 
 
 def tiled_products(name: str) -> list[tuple[Product, int]]:
@@ -94,7 +120,7 @@ TAILS = [1, 15, 16, 17, 0, 31, 33, 95, 97, 112, 127, 128, 129, 0, 160, 240, 241,
 def test_tails_of_every_length(name: str) -> None:
     # One cluster works on partial and whole tiles by turns.
     product = m_grouped(TILED[name], TAILS, 264, 96, tail=3)
-    assert_same_bytes(product.run(product.config.tile.num_ctas), product.expected())
+    product.check(product.config.tile.num_ctas)
 
 
 @pytest.mark.parametrize("name", ["256x256 partial", "128x128 partial"])
@@ -109,13 +135,13 @@ def test_no_two_accesses_of_shared_memory_want_the_same_bank(name: str) -> None:
 def test_tails_add_to_the_output_of_two_ctas() -> None:
     config = dataclasses.replace(FPROP_ALL, tile=TILED["256x256 partial"].tile)
     product = m_grouped(config, [300, 0, 70, 256], 392, 160, tail=5)
-    assert_same_bytes(product.run(4), product.expected())
+    product.check(4)
 
 
 @pytest.mark.parametrize("name", TILED)
 def test_every_tile(name: str) -> None:
     for product, num_sms in tiled_products(name):
-        assert_same_bytes(product.run(num_sms), product.expected())
+        product.check(num_sms)
 
 
 def test_wgrad_of_an_empty_group_is_zero_or_untouched() -> None:
@@ -124,7 +150,7 @@ def test_wgrad_of_an_empty_group_is_zero_or_untouched() -> None:
     # Neither a negative factor nor an infinite one makes it anything else.
     product = k_grouped(WGRAD_SCALED, [4, 0, 0, 9], 8, 16)
     product.alpha[1], product.a.amax[2] = -1.0, float("inf")
-    assert_same_bytes(product.run(), product.expected())
+    product.check()
     product = k_grouped(WGRAD_ADD, [4, 0], 8, 16)
     product.before[1, 0, 0] = float("nan")
     assert_same_bytes(product.run()[1], product.before[1])
@@ -137,7 +163,7 @@ def test_more_than_a_thousand_groups() -> None:
     # It accumulates, so a tile that is worked on twice shows.
     for tile in (FPROP_ALL.tile, TILED["128x128 partial"].tile):
         product = m_grouped(dataclasses.replace(FPROP_ALL, tile=tile), sizes, 8, 32)
-        assert_same_bytes(product.run(), product.expected())
+        product.check()
 
 
 @pytest.mark.parametrize(
@@ -150,15 +176,8 @@ def test_more_than_a_thousand_groups() -> None:
     ids=str,
 )
 def test_the_tail_can_be_zeroed(tile: Sm100Tile) -> None:
-    config = dataclasses.replace(FPROP_FP32, zero_tail=True, tile=tile)
-    for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
-        product = m_grouped(config, sizes, 72, 96, tail=tail)
-        product.a.amax[sum(sizes) :] = float("nan")
-        want = product.expected()
-        want[sum(sizes) :] = 0.0
-        for mode in ({}, MODES[1], MODES[-1]):
-            with emulator.options(**mode):
-                assert_same_bytes(product.run(2), want)
+    config = dataclasses.replace(FPROP_FP32, tile=tile)
+    check_zeroed_tails(config, modes=({}, MODES[1], MODES[-1]))
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, 7])
@@ -168,13 +187,13 @@ def test_bits_do_not_depend_on_the_grid(num_sms: int) -> None:
         m_grouped(TILED["128x128 partial"], [100, 0, 128, 5, 200], 136, 64, tail=11),
         k_grouped(WGRAD, [100, 0, 128, 5], 136, 136),
     ):
-        assert_same_bytes(product.run(num_sms), product.expected())
+        product.check(num_sms)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
     # One or two CTAs, so that every ring of stages is gone through more than once.
-    for product, num_sms in (
+    products = (
         (m_grouped(FPROP, [70, 0, 5], 264, 288, tail=11), 1),
         (m_grouped(FPROP_ALL, [1, 140], 136, 32, tail=1), 2),
         (k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
@@ -182,44 +201,10 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
         tiled_products("256x256 partial")[0],
         (m_grouped(TILED["128x128 partial"], [128, 150, 0, 33], 136, 288, tail=1), 1),
         tiled_products("swapped 128x32")[1],
-    ):
-        want = product.expected()
-        with emulator.options(**mode):
-            assert_same_bytes(product.run(num_sms), want)
-
-
-def test_grouped_equals_each_group_alone() -> None:
-    sizes = [100, 0, 37, 130]
-    product = m_grouped(FPROP_FP32, sizes, 40, 192)
-    got, start = product.run(), 0
-    for group, rows in enumerate(sizes):
-        if rows == 0:
-            continue
-        slot = start // 128 + group
-        part, one = slice(start, start + rows), slice(group, group + 1)
-        a = dataclasses.replace(
-            product.a,
-            codes=product.a.codes[part].clone(),
-            scales=product.a.scales[slot : slot + rows // 128 + 1].clone(),
-            amax=product.a.amax[part].clone(),
-        )
-        b = dataclasses.replace(
-            product.b,
-            codes=product.b.codes[one],
-            scales=product.b.scales[one],
-            amax=product.b.amax[one],
-        )
-        alone = Product(
-            FPROP_FP32,
-            a,
-            b,
-            torch.tensor([rows], dtype=torch.int32),
-            rows,
-            product.before[part],
-            bias=product.bias[one],
-        )
-        assert_same_bytes(got[part], alone.run())
-        start += rows
+        (m_grouped(PLAIN, [70, 0, 5], 136, 456, tail=1), 1),
+        (k_grouped(PLAIN_WGRAD, [100, 0, 5, 400], 8, 136, tail=1), 2),
+    )
+    check_modes(mode, products)
 
 
 @pytest.mark.parametrize(
@@ -244,17 +229,7 @@ def test_only_rows_of_groups_are_touched(config: Sm100GemmConfig) -> None:
 def test_end_rows_past_the_buffer_are_clamped() -> None:
     product = m_grouped(FPROP, [10, 20], 16, 32)
     product.offs = torch.tensor([10, 2**31 - 1], dtype=torch.int32)
-    assert_same_bytes(product.run(), product.expected())
-
-
-@pytest.mark.parametrize("ends", [[30, 10, 20], [-5, 2**31 - 1, -(2**31)]], ids=["falling", "wild"])
-@pytest.mark.parametrize("config", [FPROP, TILED["256x256 partial"]], ids=["direct", "partial"])
-def test_end_rows_that_break_the_rules_do_no_harm(config: Sm100GemmConfig, ends: list[int]) -> None:
-    product = m_grouped(config, [10, 10, 10], 16, 32)
-    product.offs = torch.tensor(ends, dtype=torch.int32)
-    out = product.before.clone()
-    with watching(*product.tensors(), product.offs, out):
-        product.run_into(out)
+    product.check()
 
 
 @pytest.mark.parametrize("config", [FPROP, TILED["swapped 128x64"]], ids=["direct", "swapped"])
@@ -306,4 +281,4 @@ def test_ragged_groups_multiply_little_but_their_rows(seed: int | None) -> None:
 def test_a_slice_of_deepseek_v3() -> None:
     sizes, n, k = [37, 150, 299, 0, 80, 212, 5, 266], 512, 7168
     product = m_grouped(chosen_for(sizes, n, k, NUM_SMS), sizes, n, k)
-    assert_same_bytes(product.run(), product.expected())
+    product.check()
