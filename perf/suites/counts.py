@@ -112,11 +112,10 @@ def _product(meter: Meter, options: Options, shape: GroupedShape, product: str, 
 
     def contenders(copy: int) -> list[Contender]:
         work = Operands(shape, rows, product, sizes, meter.device, options.seed, copy)
-        pairs = [pair for pair in _PAIRS if pair.fits(product)]
+        pairs = [pair for pair in _PAIRS if pair.fits(product)][: 1 if options.full else None]
         found = [gemm.ours(pair, work, meter) for pair in pairs]
-        if options.full and meter.arch == "sm_100a":
-            chosen = gemm.ours(_PAIRS[0], work, meter)
-            found += [_forced(chosen, name, tile) for name, tile in _TILES.items()]
+        if options.full:
+            found += [_forced(found[0], name, tile) for name, tile in _TILES.items()]
         return [*found, *options.competing(meter, lambda peer: peer.products(work))]
 
     case = {**shape.case, "rows": rows, "product": product, "routing": sizes}

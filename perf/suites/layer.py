@@ -250,7 +250,9 @@ def _ours(work: LayerWork, recipe: grouped.recipes.Recipe, kept: bool, meter: Me
             linear.weight.copy_(weight)
     call: dict[str, bool] = {}
     if not work.backward:
-        module.eval()
+        # As in serving: the weight is quantized once, here.
+        with torch.no_grad():
+            module.eval()(work.x, work.offs)
     elif kept:
         module(work.x.detach().clone().requires_grad_(), work.offs, is_first_microbatch=True)
         call["is_first_microbatch"] = False
