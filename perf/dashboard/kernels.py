@@ -40,7 +40,11 @@ class Kernel:
 def kernel_of(record: Record) -> Kernel | None:
     """The kernel of ours that a record measures; None of peers, of layers and of calls."""
     case = record.case
-    if not record.contender.startswith("ours") or record.suite not in ("counts", "quantize", "gemm"):
+    if not record.contender.startswith("ours") or record.suite not in (
+        "counts",
+        "quantize",
+        "gemm",
+    ):
         return None
     if "op" in case:
         amax = f"amax {case['amax']}" if "amax" in case else ""

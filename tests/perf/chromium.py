@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through a pair of pipes by its DevTools protocol: no driver, no port."""
+"""A headless Chromium, driven through pipes by its DevTools protocol: no driver, no port."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import shutil
 import subprocess
 import tempfile
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 #: None, or why there is no browser.
 MISSING = None if any(map(shutil.which, NAMES)) else f"none of {', '.join(NAMES)} is on the PATH"
 
 _OPTIONS = (
-    "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars --no-first-run"
-    " --force-device-scale-factor=1 --remote-debugging-pipe --disable-background-networking --mute-audio"
+    "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars"
+    " --no-first-run --force-device-scale-factor=1 --remote-debugging-pipe"
+    " --disable-background-networking --mute-audio"
 )
 _SECONDS = 20.0
 _KEYS = {"Tab": 9, "Enter": 13, "Space": 32, "End": 35, "Home": 36}

@@ -1,8 +1,9 @@
 """Made-up records for the tests of the dashboard: one of each kind, with known regressions."""
 
 import dataclasses
+import functools
 
-from perf.records import Record
+from perf.records import RESULTS, Record, load
 
 OLD, NEW = ("aaaaaaa", "2026-11-01T00:00:00+00:00"), ("bbbbbbb", "2026-11-02T00:00:00+00:00")
 TOKENS = (1, 16, 128)
@@ -67,3 +68,9 @@ RECORDS = [*_products(), *_others()]
 def current():
     """The records of the new commit."""
     return [record for record in RECORDS if record.commit == NEW[0]]
+
+
+@functools.cache
+def all_committed():
+    """Those of the repository, read once."""
+    return load(RESULTS)

@@ -19,8 +19,8 @@ from perf.dashboard.page import VENDORED, page
 from perf.dashboard.past import past
 from perf.dashboard.payload import payload
 from perf.dashboard.roofs import roofs_of
-from perf.records import RESULTS, load, read, write
-from tests.perf.dashboard_records import NEW, OLD, RECORDS, current
+from perf.records import RESULTS, read, write
+from tests.perf.dashboard_records import NEW, OLD, RECORDS, all_committed, current
 
 BADGE = RESULTS.parent.parent / "docs" / "badge.svg"
 
@@ -54,7 +54,9 @@ def test_no_record_can_end_the_element_that_it_is_in():
     evil = "</script><script>alert(1)</script><!-- @@script@@"
     text = page([dataclasses.replace(RECORDS[0], note=evil, contender=evil)])
     assert text.count("<script") == page(RECORDS[:1]).count("<script")
-    found = re.search(r'<script type="application/json" id="records">(.*?)</script>', text, re.S)
+    found = re.search(
+        r'<script type="application/json" id="records">(.*?)</script>', text, re.DOTALL
+    )
     assert evil in json.loads(found[1])["texts"]
 
 
@@ -68,10 +70,17 @@ def unpacked(data):
         numbers = (*row[7:11], *work, {} if row[12] is None else data["ceilings"][row[12]])
         texts = (data["texts"][row[1]], data["texts"][row[2]])
         case = json.dumps(data["cases"][row[3]], sort_keys=True)
-        yield (*names, *texts, case, data["runs"][row[6]]["commit"], *numbers[:-1], str(numbers[-1]))
+        yield (
+            *names,
+            *texts,
+            case,
+            data["runs"][row[6]]["commit"],
+            *numbers[:-1],
+            str(numbers[-1]),
+        )
 
 
-@pytest.mark.parametrize("records", [RECORDS, load(RESULTS)], ids=["made", "committed"])
+@pytest.mark.parametrize("records", [RECORDS, all_committed()], ids=["made", "committed"])
 def test_all_newest_numbers_are_in_the_page(records):
     wanted, found = {}, list(unpacked(payload(records)))
     for r in sorted(records, key=lambda record: record.time):
@@ -102,7 +111,12 @@ def test_history_says_what_compare_says():
 
 
 def test_steps_of_a_thing():
-    times = [(100, "a" * 12, "1"), (102, "a" * 7, "2"), (101, "b" * 12 + "-dirty", "3"), (120, "", "4")]
+    times = [
+        (100, "a" * 12, "1"),
+        (102, "a" * 7, "2"),
+        (101, "b" * 12 + "-dirty", "3"),
+        (120, "", "4"),
+    ]
     made = [
         dataclasses.replace(RECORDS[0], value=value, spread=0.0, commit=commit, time=time)
         for value, commit, time in times
@@ -121,7 +135,7 @@ def test_kernels():
         "gemm nvfp4:row_scaled x nvfp4, fprop",
         "gemm nvfp4:row_scaled x nvfp4, fprop, prepacked",
     }
-    committed = {kernel_of(record) for record in load(RESULTS)} - {None}
+    committed = {kernel_of(record) for record in all_committed()} - {None}
     assert len({kernel.slug for kernel in committed}) == len(committed)
     assert all(re.fullmatch(r"[a-z0-9-]+", kernel.slug) for kernel in committed)
 
@@ -146,13 +160,13 @@ def test_the_badge_says_what_the_records_say():
     assert (gpu, found) == ("NVIDIA H200", pytest.approx([2.0, 2.0, 2.0]))
     assert "NVFP4 grouped GEMM: 2.0x torch bf16 on H200 (2.0x to 2.0x, 3 cases)" in badge(RECORDS)
     assert "not measured yet" in badge([r for r in RECORDS if r.kind != "gpu"])
-    rates = speedups(load(RESULTS))[1]
-    assert f"{statistics.median(rates):.1f}x torch bf16" in badge(load(RESULTS))
+    rates = speedups(all_committed())[1]
+    assert f"{statistics.median(rates):.1f}x torch bf16" in badge(all_committed())
 
 
 def test_the_badge_of_the_readme_is_of_the_committed_records():
     told = "python -m perf dashboard --badge docs/badge.svg"
-    assert BADGE.read_text() == badge(load(RESULTS)), f"renew it: {told}"
+    assert BADGE.read_text() == badge(all_committed()), f"renew it: {told}"
 
 
 def test_publish(tmp_path, capsys):

@@ -52,8 +52,8 @@ function tokensOf(c) {
 const tokensText = (c) => `${short(tokensOf(c))} token${tokensOf(c) === 1 ? "" : "s"}`;
 
 const CASE_TEXTS = {
-  experts: (v) => `${v} experts`,
-  groups: (v) => `${v} groups`,
+  experts: (v) => `${v} expert${v === 1 ? "" : "s"}`,
+  groups: (v) => `${v} group${v === 1 ? "" : "s"}`,
   rows: (v, c) => (c.experts ? `${tokensText(c)} an expert` : `${v} rows`),
   cols: (v) => `${v} columns`,
   n: (v) => `N ${v}`,
@@ -99,7 +99,9 @@ const quantityOf = (thing) => (thing.protocol ? `${thing.what}, ${thing.protocol
 /** Names of quantities, the one that is looked at most first. */
 function quantitiesOf(things) {
   const groups = [...groupBy(things, quantityOf)];
-  return groups.sort((a, b) => quantityRank(a[1][0]) - quantityRank(b[1][0]) || b[1].length - a[1].length).map(([name]) => name);
+  const ours = (group) => group.filter((t) => t.contender.startsWith("ours")).length;
+  groups.sort(([, a], [, b]) => quantityRank(a[0]) - quantityRank(b[0]) || ours(b) - ours(a) || b.length - a.length);
+  return groups.map(([name]) => name);
 }
 
 function contenderOrder(a, b) {

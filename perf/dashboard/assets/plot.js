@@ -7,9 +7,12 @@ const COLORS = 10;
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** The place of each contender among the colours, the same on all pages: who races most comes first. */
+const isOurs = (name) => Number(name.startsWith("ours"));
+const timesOf = (things) => things.filter((t) => t.what === "time").length;
+
+/** The place of each contender among the colours, the same on all pages: ours first, then who races most. */
 const COLOR_OF = new Map([...groupBy(THINGS.filter((t) => t.unit in FACTORS), (t) => t.series)]
-  .sort((a, b) => b[1].filter((t) => t.what === "time").length - a[1].filter((t) => t.what === "time").length || natural(a[0], b[0]))
+  .sort(([a, as], [b, bs]) => as[0].variant - bs[0].variant || isOurs(b) - isOurs(a) || timesOf(bs) - timesOf(as) || natural(a, b))
   .map(([name], i) => [name, i]));
 
 /** Give the series of a plot different looks. */
@@ -22,7 +25,7 @@ function dress(series) {
     taken.add(place);
     one.color = `--c${place % COLORS}`;
     one.dash = [[], [6, 4], [2, 3], [9, 3, 2, 3]][Math.floor(place / COLORS) % 4];
-    one.shape = one.name.startsWith("ours") ? "circle" : SHAPES[1 + (place % 3)];
+    one.shape = isOurs(one.name) ? "circle" : SHAPES[1 + (place % 3)];
   }
 }
 
@@ -102,7 +105,7 @@ function drawRoofName(u, roof, px) {
 /** Round numbers of a logarithmic axis, fewer of them over many decades. */
 function logTicks(low, high) {
   const decades = Math.log10(high / low);
-  const steps = decades > 3.5 ? [1] : decades > 1.2 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 6, 7, 8];
+  const steps = decades > 4.2 ? [1] : decades > 1.2 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 6, 7, 8];
   const ticks = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) {
     for (const step of steps) ticks.push(Number((step * 10 ** power).toPrecision(3)));
@@ -181,8 +184,8 @@ function makePointer(spec, holder, readout) {
     u.over.append(ring);
     ring.hidden = false;
     ring.style.transform = `translate(${u.valToPos(point.x, "x")}px, ${u.valToPos(point.y, "y")}px)`;
-    readout.replaceChildren(h("strong", null, one.name), ` ${point.label}: ${point.text}`,
-      point.note ? ` (${point.note})` : null, point.href ? [" ", h("a", { href: point.href, tabindex: "-1" }, "details")] : null);
+    const note = point.note ? ` (${point.note})` : "";
+    readout.replaceChildren(h("strong", null, one.name), ` ${point.label}: ${point.text}${note} `, h("a", { href: point.href }, "details"));
   };
   const near = (event) => {
     const box = spec.u.over.getBoundingClientRect();
@@ -198,7 +201,7 @@ function makePointer(spec, holder, readout) {
   const key = (event) => {
     const series = all();
     if (!series.length) return;
-    if (event.key === "Enter" && current && current.point.href) location.hash = current.point.href.slice(1);
+    if (event.key === "Enter" && current) location.hash = current.point.href.slice(1);
     const step = { ArrowRight: 1, ArrowLeft: -1, Home: -1e9, End: 1e9 }[event.key];
     const turn = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (!step && !turn) return;
@@ -269,14 +272,23 @@ function plotFigure(spec) {
   };
   new ResizeObserver(draw).observe(holder);
   const legend = h("ul", { class: "legend", "aria-label": "Series" });
+  const toggleAll = () => {
+    const hide = shown.every((one) => !one.hidden);
+    for (const one of shown) one.hidden = hide;
+    fillLegend();
+    legend.lastChild.firstChild.focus();
+    draw();
+  };
   const fillLegend = () => legend.replaceChildren(...spec.series.map((one) => h("li", null, h("button", {
     type: "button", "aria-pressed": String(!one.hidden),
     onclick: (e) => {
       one.hidden = !one.hidden;
       e.currentTarget.setAttribute("aria-pressed", String(!one.hidden));
+      if (shown.length > 2) legend.lastChild.firstChild.textContent = shown.every((s) => !s.hidden) ? "Hide all" : "Show all";
       draw();
     },
-  }, swatch(one), one.name))));
+  }, swatch(one), one.name))), shown.length < 3 ? "" : h("li", null,
+    h("button", { type: "button", onclick: toggleAll }, shown.every((one) => !one.hidden) ? "Hide all" : "Show all")));
   fillLegend();
   spec.redraw = () => {
     fillLegend();

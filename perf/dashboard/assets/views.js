@@ -24,7 +24,7 @@ function overview() {
     const newest = group.reduce((a, b) => (a.latest.run.time > b.latest.run.time ? a : b)).latest.run;
     return h("tr", null, h("th", { scope: "row" }, h("a", { href: address("latest", { suite: group[0].suite, place: group[0].where }) }, group[0].suite)),
       h("td", null, group[0].place), h("td", null, KINDS[group[0].kind]), h("td", { class: "number" }, group.length),
-      h("td", null, newest.commit), h("td", null, dayOf(newest.time)));
+      h("td", null, newest.commit), h("td", { class: "day" }, dayOf(newest.time)));
   });
   return ["Measurements", [
     h("ul", { class: "tiles" },
@@ -174,7 +174,7 @@ function caseView(id) {
       h("td", { class: "number", title: t.latest.value }, amount(t.latest.value, t.unit), h("small", null, plusMinus(t))),
       h("td", { class: "number" }, t.latest.tbs ? short(t.latest.tbs) : ""), h("td", { class: "number" }, t.latest.tflops ? short(t.latest.tflops) : ""),
       h("td", { class: "number" }, t.latest.error === null || t.latest.error === undefined ? "" : t.latest.error === 0 ? "exact" : t.latest.error.toExponential(1)),
-      h("td", { class: "number" }, t.latest.repeats || ""), h("td", null, t.latest.run.commit), h("td", null, dayOf(t.latest.run.time)),
+      h("td", { class: "number" }, t.latest.repeats || ""), h("td", null, t.latest.run.commit), h("td", { class: "day" }, dayOf(t.latest.run.time)),
       h("td", { class: "note" }, provenance(t))));
     sections.push(h("h2", null, title), tableOf(title, ["contender", "value", "TB/s", "TFLOP/s", "error", "repeats", "commit", "day", "with"], rows, { class: "wide" }));
   }
