@@ -5,7 +5,8 @@ What several of them share is written once: a line ``{"shared": {...}}`` gives f
 after it, up to the next such line, and a line ``{"also": {...}}`` to those up to the next of either
 kind. A line's own fields win over ``also``, and those over ``shared``; of fields that are objects
 (``case``, ``clocks``, ...) the entries are merged. So a file is appended to by writing another
-``shared`` line and more lines, and two files are joined by ``cat``. ``read`` gives whole records.
+``shared`` line and more lines, and two files are joined by ``cat``. ``read`` gives whole records. A
+file whose name ends in ``.xz`` is compressed: old records that no table shows.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import lzma
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -261,6 +263,13 @@ def _run_of(plain: Mapping[str, Any]) -> str:
     return _line({name: plain.get(name) for name in names})
 
 
+def _open(path: Path, mode: str) -> IO[str]:
+    """A file of records; one whose name ends in ``.xz`` is compressed."""
+    opener: Any = lzma.open if path.suffix == ".xz" else open
+    file: IO[str] = opener(path, mode, encoding="utf-8")
+    return file
+
+
 def write(path: Path, records: Iterable[Record]) -> None:
     """Write a file of records, those of one run beside each other."""
     runs: dict[str, list[dict[str, Any]]] = {}
@@ -271,7 +280,8 @@ def write(path: Path, records: Iterable[Record]) -> None:
     for run in runs.values():
         shared = _common(run)
         lines += [_line({_SHARED: shared}), *_below(shared, run)]
-    path.write_text("".join(lines), encoding="utf-8")
+    with _open(path, "wt") as file:
+        file.writelines(lines)
 
 
 def read(path: Path) -> list[Record]:
@@ -283,7 +293,7 @@ def read(path: Path) -> list[Record]:
     records: list[Record] = []
     shared: dict[str, Any] = {}
     also: dict[str, Any] = {}
-    with path.open(encoding="utf-8") as file:
+    with _open(path, "rt") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -301,7 +311,7 @@ def read(path: Path) -> list[Record]:
 
 
 def load(*paths: Path) -> list[Record]:
-    """The records of files, and of the ``*.jsonl`` files in folders.
+    """The records of files, and of the ``*.jsonl`` and ``*.jsonl.xz`` files in folders.
 
     Raises:
         FileNotFoundError: there is no such path.
@@ -310,7 +320,7 @@ def load(*paths: Path) -> list[Record]:
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"there are no records at {path}")
-        files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+        files = sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]
         for file in files:
             records += read(file)
     return records

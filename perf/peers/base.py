@@ -142,4 +142,4 @@ def linear_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         torch.stack([getattr(member, name) for member in members])
         for name in ("codes", "scales", "amax")
     )
-    return codes, scales.view(torch.float8_e4m3fn), amax.view(-1).float() / NVFP4.tensor_max
+    return codes, scales.view(torch.float8_e4m3fn), amax.view(-1).float() / NVFP4().tensor_max
