@@ -13,7 +13,7 @@ const caseLink = (thing, text) => h("a", { href: address(`case/${thing.caseId}`)
 /** Half of the spread, as an error. */
 function plusMinus(thing) {
   const { spread } = thing.latest;
-  return spread ? ` ± ${short(spread / 2)}` : "";
+  return spread ? ` ± ${(spread / 2).toLocaleString("en", { maximumSignificantDigits: 2 })}` : "";
 }
 
 /** What a number is beside what it could be, if a ceiling says. */

@@ -33,8 +33,8 @@ function overview() {
       tile(gpus.length, gpus.length === 1 ? gpus[0] : "GPUs", address("roofline")),
       tile(DATA.commits.length, "commits", address("history")),
       tile(open.length, "regressions not mended since", address("history", { verdict: "open" }))),
-    group ? [h("h2", null, "Time against tokens"), tokensPlot("overview-tokens", group),
-      h("p", null, h("a", { href: address("tokens") }, "Other models, layers and rates"))] : nothing(),
+    group ? [h("h2", null, "Over tokens an expert"), tokensPlot("overview-tokens", group, group.things.some((t) => speedOf(t, group)) ? "speed" : "time"),
+      h("p", null, h("a", { href: address("tokens") }, "Times, other models and layers"))] : nothing(),
     h("h2", null, "What was measured"),
     tableOf("Suites on each machine", ["suite", "on", "kind", "things", "newest commit", "on the day"], rows),
   ]];
