@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from perf import compare
-from perf.records import RESULTS, Record, read, write
+from perf.records import RESULTS, Record, Writer, read, write
 
 if TYPE_CHECKING:
     import argparse
@@ -25,11 +25,18 @@ def record_of(full: bool) -> Path:
     return RESULTS / f"counts-{'readme' if full else 'ci'}.jsonl"
 
 
-def _measured(options: Options, choice: Choice) -> tuple[list[Record], int]:
+def _measured(options: Options, choice: Choice, out: Path | None) -> tuple[list[Record], int]:
     from perf.run import measure_suite, print_report
 
     records: list[Record] = []
-    report = measure_suite("counts", options, choice, records.extend)
+    writer = Writer(out) if out else None
+
+    def keep(found: list[Record]) -> None:
+        records.extend(found)
+        if writer is not None:
+            writer.add(found)
+
+    report = measure_suite("counts", options, choice, keep)
     return records, print_report(report)
 
 
@@ -66,7 +73,7 @@ def main(arguments: argparse.Namespace, options: Options, choice: Choice) -> int
         raise ValueError("--renew replaces the whole record: leave filters away")
     if arguments.renew and options.full and not options.peers:
         raise ValueError("--renew --full keeps peers that run from --path: do not leave them away")
-    records, status = _measured(options, choice)
+    records, status = _measured(options, choice, arguments.out)
     if status:
         return status
     if arguments.check:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.capability import UnsupportedError
+from perf.measure.emulator import EmulatorMeter, claim
 from perf.measure.gpu import PROTOCOLS
 from perf.peers import all_peers
 from perf.records import Record, Writer
@@ -210,6 +211,8 @@ def measure_suite(
         tasks = [task for task in found.tasks(meter, options) if task.matches(choice.case)]
         if not tasks:
             continue
+        if options.paths and isinstance(meter, EmulatorMeter):
+            claim(meter.arch)
         facts = _facts(meter.environment(), options)
         facts["ceilings"] = meter.ceilings()
         facts["kind"] = meter.kind

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from perf.contender import Contender
 
-__all__ = ["COUNTS", "EmulatorMeter", "count", "installed"]
+__all__ = ["COUNTS", "EmulatorMeter", "claim", "count", "installed"]
 
 #: What is kept of ``emulator.stats``: its name there, by ours. Instructions are of PTX: a division
 #: counts as one, and is about ten in machine code. A wait counts once, however long it lasts.
@@ -49,6 +49,22 @@ def count(run: Callable[[], Any]) -> dict[str, int]:
     if not stats["warp_insns"]:
         raise RuntimeError("nothing ran on the emulator")
     return {name: int(stats[theirs]) for name, theirs in COUNTS.items()}
+
+
+def claim(arch: str) -> None:
+    """Compile for the emulator before anything else is compiled in this process.
+
+    The CuTe DSL binds what it compiles to the CUDA runtime that it meets first, and kernels of this
+    package are compiled for a real one, to be kept on disk. What runs from sources would meet that.
+    """
+    from cutlass import cute
+
+    @cute.jit
+    def nothing() -> None:
+        pass
+
+    with installed(arch, _DEFAULT_SMS):
+        cute.compile(nothing)
 
 
 @contextlib.contextmanager
