@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["past"]
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
+def _git(folder: Path, *arguments: str) -> bytes:
+    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True)
     if done.returncode:
-        raise ValueError(f"git {arguments[0]} in {folder}: {done.stderr.strip()}")
+        raise ValueError(f"git {arguments[0]} in {folder}: {done.stderr.decode().strip()}")
     return done.stdout
 
 
@@ -31,7 +30,7 @@ def _identity(record: Record) -> tuple[object, ...]:
 def past(paths: Iterable[Path], present: Sequence[Record]) -> list[Record]:
     """The records of all older versions of files, oldest first, less those that are present.
 
-    A version that this package cannot read, being of another schema, is passed over and said.
+    Versions that this package cannot read, being of another schema, are passed over and counted.
 
     Args:
         paths: files or folders in a git repository.
@@ -42,32 +41,35 @@ def past(paths: Iterable[Path], present: Sequence[Record]) -> list[Record]:
     """
     known = {_identity(record) for record in present}
     found: list[Record] = []
+    unread = 0
     for path in paths:
         folder = path if path.is_dir() else path.parent
-        pattern = "*.jsonl" if path.is_dir() else path.name
+        pattern = "*.jsonl*" if path.is_dir() else path.name
         log = _git(folder, "log", "--reverse", "--format=>%H", "--name-only", "--", pattern)
         commit = ""
-        for line in filter(None, log.splitlines()):
+        for line in filter(None, log.decode().splitlines()):
             if line.startswith(">"):
                 commit = line[1:]
                 continue
-            for record in _version(folder, commit, line):
+            version = _version(folder, commit, line)
+            unread += version is None
+            for record in version or ():
                 if _identity(record) not in known:
                     known.add(_identity(record))
                     found.append(record)
+    if unread:
+        print(f"passed over {unread} versions of files that are no records of this schema")
     return found
 
 
-def _version(folder: Path, commit: str, name: str) -> list[Record]:
-    """The records of a file in a commit; none if it was removed there."""
+def _version(folder: Path, commit: str, name: str) -> list[Record] | None:
+    """The records of a file in a commit, none if it was removed there; None if it has others."""
     if not _git(folder, "ls-tree", "--full-tree", commit, name):
         return []
-    text = _git(folder, "show", f"{commit}:{name}")
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch, Path(name).name)
-        copy.write_text(text, encoding="utf-8")
+        copy.write_bytes(_git(folder, "show", f"{commit}:{name}"))
         try:
             return read(copy)
-        except ValueError as error:
-            print(f"passed over {name} of {commit[:12]}: {error}")
-            return []
+        except ValueError:
+            return None
