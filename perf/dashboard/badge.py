@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
-from perf.records import Record, latest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from perf.records import Record
+
 __all__ = ["badge", "speedups"]
 
-_FORMAT = "nvfp4:row_scaled x nvfp4"
+_SIDES = (("ours", "nvfp4:row_scaled x nvfp4"), ("torch", "bfloat16"))
 _LABEL = "NVFP4 grouped GEMM"
 #: Width of a letter of 11 px Verdana, on the average of such texts.
 _LETTER = 6.6
@@ -33,28 +34,26 @@ _SVG = """\
 def speedups(records: Sequence[Record]) -> tuple[str, list[float]]:
     """The GPU of the newest product, and how many times faster than torch's in bf16 each case is.
 
-    Cases of the suite gemm that both have, each by its last time.
+    Cases of the suite gemm where both were measured on one commit, each on the last such: times of
+    one day are not compared with those of another.
     """
-    products = [
-        record
-        for record in latest(records)
-        if (record.suite, record.kind, record.what) == ("gemm", "gpu", "time")
-    ]
-    ours = [r for r in products if (r.contender, r.format) == ("ours", _FORMAT)]
-    if not ours:
+    both: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for record in sorted(records, key=lambda record: record.time):
+        is_product = (record.suite, record.kind, record.what) == ("gemm", "gpu", "time")
+        if is_product and record.commit and (record.contender, record.format) in _SIDES:
+            case = tuple(sorted((name, str(value)) for name, value in record.case.items()))
+            where = (record.gpu, record.protocol, case, record.commit)
+            both.setdefault(where, {})[record.contender] = record
+    pairs = [sides for sides in both.values() if len(sides) == len(_SIDES)]
+    if not pairs:
         return "", []
-    gpu = max(ours, key=lambda record: record.time).gpu
-    theirs = {
-        (_case(r), r.protocol): r.microseconds
-        for r in products
-        if (r.contender, r.format, r.gpu) == ("torch", "bfloat16", gpu)
-    }
-    pairs = [(theirs.get((_case(r), r.protocol)), r.microseconds) for r in ours if r.gpu == gpu]
-    return gpu, sorted(torch / time for torch, time in pairs if torch)
-
-
-def _case(record: Record) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((name, str(value)) for name, value in record.case.items()))
+    gpu = max((sides["ours"] for sides in pairs), key=lambda record: record.time).gpu
+    newest: dict[tuple[Any, ...], float] = {}
+    for sides in sorted(pairs, key=lambda sides: sides["ours"].time):
+        ours, torch = sides["ours"], sides["torch"]
+        if ours.gpu == gpu:
+            newest[ours.key] = torch.microseconds / ours.microseconds
+    return gpu, sorted(newest.values())
 
 
 def badge(records: Sequence[Record]) -> str:
@@ -64,8 +63,8 @@ def badge(records: Sequence[Record]) -> str:
     if found:
         middle = statistics.median(found)
         message = (
-            f"{middle:.1f}x torch bf16 on {gpu.removeprefix('NVIDIA ')}"
-            f" ({found[0]:.1f}x to {found[-1]:.1f}x, {len(found)} cases)"
+            f"{middle:.2f}x torch bf16 on {gpu.removeprefix('NVIDIA ')}"
+            f" ({found[0]:.2f}x to {found[-1]:.2f}x, {len(found)} cases)"
         )
     label_length, message_length = (round(_LETTER * len(t)) for t in (_LABEL, message))
     left, right = label_length + 12, message_length + 12

@@ -158,10 +158,24 @@ def test_roofs_are_measured_or_said_to_be_published():
 def test_the_badge_says_what_the_records_say():
     gpu, found = speedups(RECORDS)
     assert (gpu, found) == ("NVIDIA H200", pytest.approx([2.0, 2.0, 2.0]))
-    assert "NVFP4 grouped GEMM: 2.0x torch bf16 on H200 (2.0x to 2.0x, 3 cases)" in badge(RECORDS)
+    assert "NVFP4 grouped GEMM: 2.00x torch bf16 on H200 (2.00x to 2.00x, 3 cases)" in badge(
+        RECORDS
+    )
     assert "not measured yet" in badge([r for r in RECORDS if r.kind != "gpu"])
     rates = speedups(all_committed())[1]
-    assert f"{statistics.median(rates):.1f}x torch bf16" in badge(all_committed())
+    assert f"{statistics.median(rates):.2f}x torch bf16" in badge(all_committed())
+
+
+def test_the_badge_compares_what_was_measured_together():
+    """On one commit, the newest that has both."""
+    ours = [r for r in RECORDS if (r.suite, r.contender) == ("gemm", "ours")]
+    torch = [r for r in RECORDS if r.contender == "torch"]
+    old, new = ([r for r in torch if r.commit == commit] for commit, _ in (OLD, NEW))
+    assert speedups([*ours, *new])[1] == pytest.approx([2.0] * 3)
+    assert speedups([*ours, *old])[1] == pytest.approx([4.0] * 3)
+    assert speedups([*ours, *(dataclasses.replace(r, commit="ccccccc") for r in new)])[1] == []
+    nameless = [dataclasses.replace(r, commit="") for r in (*ours, *torch)]
+    assert speedups(nameless)[1] == []
 
 
 def test_the_badge_of_the_readme_is_of_the_committed_records():

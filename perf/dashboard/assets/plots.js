@@ -23,8 +23,16 @@ const RATES = {
 
 /** How many times faster than torch in bf16 in the same case; null where that was not measured. */
 function speedOf(t, group) {
-  const base = group.things.find((o) => o.contender === "torch" && /^(bf16|bfloat16)$/i.test(o.format) && o.caseId === t.caseId);
+  const base = baseOf(t, group);
   return base ? base.latest.value / t.latest.value : null;
+}
+
+const baseOf = (t, group) => group.things.find((o) => o.contender === "torch" && /^(bf16|bfloat16)$/i.test(o.format) && o.caseId === t.caseId);
+
+/** Said where the two were not measured together. */
+function besideWhat(t, group) {
+  const [own, base] = [t.latest.run.commit, baseOf(t, group).latest.run.commit];
+  return own === base ? `both at ${own}` : `measured at ${own}, torch at ${base}`;
 }
 
 function tokensPlot(name, group, metric = "time") {
@@ -33,7 +41,7 @@ function tokensPlot(name, group, metric = "time") {
     name: title, line: true,
     points: things.sort((a, b) => a.case.rows - b.case.rows).map((t) => ({
       x: tokensOf(t.case), y: rate.of(t, group), half: rate.half(t), label: `${tokensText(t.case)} an expert`,
-      text: amount(rate.of(t, group), rate.unit), href: address(`case/${t.caseId}`), note: remark(t), thing: t.id,
+      text: amount(rate.of(t, group), rate.unit), href: address(`case/${t.caseId}`), note: metric === "speed" ? besideWhat(t, group) : remark(t), thing: t.id,
     })),
   }));
   series.sort((a, b) => contenderOrder(THINGS[a.points[0].thing], THINGS[b.points[0].thing]));
