@@ -6,7 +6,6 @@ import statistics
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
