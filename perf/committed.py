@@ -51,7 +51,7 @@ def check(records: list[Record], path: Path, partial: bool) -> int:
     changes = compare.compare(read(path), records)
     if partial:
         changes = [change for change in changes if change.verdict != "gone"]
-    compare.print_changes(changes)
+    compare.print_changes(changes, ("worse", "better", "gone"))
     bad = [change for change in changes if change.verdict in ("worse", "gone")]
     if bad:
         print(f"{len(bad)} counts are worse than, or missing from, {path.name}.")

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Sequence
 
-__all__ = ["BETWEEN", "SIGMAS", "Change", "add_arguments", "compare", "main", "print_changes"]
+__all__ = [
+    "BETWEEN",
+    "SIGMAS",
+    "VERDICTS",
+    "Change",
+    "add_arguments",
+    "compare",
+    "main",
+    "print_changes",
+]
 
 #: A difference of fewer standard errors than this may be noise.
 SIGMAS = 3.0
@@ -149,18 +158,19 @@ def compare(old: Iterable[Record], new: Iterable[Record], least: float = LEAST) 
     return changes
 
 
-def print_changes(changes: Sequence[Change], show_all: bool = False) -> None:
-    """What is worse, better, gone and new, and how much is the same."""
-    counts = dict.fromkeys(("worse", "better", "gone", "new", "same"), 0)
+#: What a change can be, in the order in which they are printed.
+VERDICTS = ("worse", "better", "gone", "new", "same")
+
+
+def print_changes(changes: Sequence[Change], shown: Sequence[str]) -> None:
+    """Changes of the verdicts that are shown, largest first, and how many there are of each."""
+    by_verdict: dict[str, list[Change]] = {verdict: [] for verdict in VERDICTS}
     for change in changes:
-        counts[change.verdict] += 1
-    for verdict in counts:
-        if verdict != "same" or show_all:
-            chosen = [c for c in changes if c.verdict == verdict]
-            print(
-                *sorted(chosen, key=lambda c: -abs(c.worse_by)), sep="\n", end="\n" * bool(chosen)
-            )
-    print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()))
+        by_verdict[change.verdict].append(change)
+    for verdict in shown:
+        for change in sorted(by_verdict[verdict], key=lambda c: -abs(c.worse_by)):
+            print(change)
+    print(", ".join(f"{len(found)} {verdict}" for verdict, found in by_verdict.items()))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,13 +178,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", type=Path, help="a file or folder of records")
     parser.add_argument("new", type=Path, help="another")
     parser.add_argument("--least", type=float, default=LEAST, help="smallest relative change")
-    parser.add_argument("--all", action="store_true", help="print what is the same, too")
+    parser.add_argument("--all", action="store_true", help="print what is the same, gone or new")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Compare; 1 if something is worse, 2 if the sets have nothing in common."""
     changes = compare(load(arguments.old), load(arguments.new), arguments.least)
-    print_changes(changes, arguments.all)
+    print_changes(changes, VERDICTS if arguments.all else VERDICTS[:2])
     if all(change.verdict in ("gone", "new") for change in changes):
         print("nothing is in both sets")
         return 2

@@ -63,11 +63,13 @@ class Report:
         wrong: contenders that gave wrong results; they were not timed.
         failed: contenders that raised.
         unsupported: what this version does not run there.
+        is_bad: whether one of this package's own was wrong or raised.
     """
 
     wrong: list[str] = dataclasses.field(default_factory=list)
     failed: list[str] = dataclasses.field(default_factory=list)
     unsupported: list[str] = dataclasses.field(default_factory=list)
+    is_bad: bool = False
 
 
 def measure_task(
@@ -186,10 +188,12 @@ def _checked(task: Task, contender: Contender, meter: Meter, report: Report) -> 
     except Exception as reason:  # a library may raise whatever it likes
         text = str(reason).strip().partition("\n")[0]
         report.failed.append(f"{task}: {contender}: {type(reason).__name__}: {text}")
+        report.is_bad |= contender.is_ours
         return None
     if not error <= contender.bound:
         allowed = f"relative error {error:.3g}, at most {contender.bound:.3g} is right"
         report.wrong.append(f"{task}: {contender}: {allowed}")
+        report.is_bad |= contender.is_ours
         return None
     return _Checked(contender, run, error, sum(weight))
 
@@ -249,6 +253,15 @@ def _shown(tasks: Sequence[Task], title: str) -> Iterator[Task]:
             yield task
 
 
+def _shares(record: Record) -> str:
+    """What a time is of the ceilings of its run."""
+    if record.unit != "us":
+        return ""
+    shares = ((name, record.share(name)) for name in record.ceilings)
+    texts = [f"{share:.0%} of {name}" for name, share in shares if share is not None]
+    return f" ({', '.join(texts)})" if texts else ""
+
+
 def _print(records: Iterable[Record]) -> None:
     """Records as lines for people: one for each contender of a case."""
     lines: dict[str, list[str]] = {}
@@ -257,9 +270,7 @@ def _print(records: Iterable[Record]) -> None:
         title = f"{record.suite} {case}: {record.contender} [{record.format}]"
         spread = "" if not record.spread else f" +- {record.spread / 2:.2g}"
         unit = "" if record.unit == "1" else f" {record.unit}"
-        share = record.share("copy") if record.unit == "us" else None
-        of_copy = "" if share is None else f" ({share:.0%} of copy)"
-        found = f"{record.what} {record.value:.6g}{spread}{unit}{of_copy}"
+        found = f"{record.what} {record.value:.6g}{spread}{unit}{_shares(record)}"
         lines.setdefault(title, []).append(found)
     for title, found_of in lines.items():
         print(f"{title} {', '.join(found_of)}", flush=True)
@@ -312,7 +323,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run what was asked for; 1 if a contender was wrong or failed."""
+    """Run what was asked for; 1 if a contender of this package was wrong or failed."""
     options = options_of(arguments)
     choice = Choice(arguments.filter, arguments.contender, arguments.format)
     if arguments.list:
@@ -340,7 +351,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def print_report(report: Report) -> int:
-    """Print what was not measured and why; 1 if something is wrong."""
+    """Print what was not measured and why; 1 if something of this package is wrong."""
     with contextlib.suppress(BrokenPipeError):
         for title, lines in (
             ("not here", report.unsupported),
@@ -350,4 +361,4 @@ def print_report(report: Report) -> int:
             for line, times in collections.Counter(lines).items():
                 times_text = f" ({times} times)" if times > 1 else ""
                 print(f"{title}: {line}{times_text}", file=sys.stderr)
-    return int(bool(report.failed or report.wrong))
+    return int(report.is_bad)

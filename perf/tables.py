@@ -97,13 +97,15 @@ RECIPES = tuple(name for name in grouped.recipes.__all__ if name != "Recipe")
 
 # The demo.
 
+_FULL_NVFP4 = "NVFP4(hadamard=True, stochastic_rounding=True)"
 _DEMO = Table(
     "demo",
     ("recipe",),
-    tuple(Row((name,), {"format": name}) for name in RECIPES),
+    tuple(Row((name,), {"format": name}) for name in (*RECIPES, _FULL_NVFP4)),
     (
         Column("held-out loss at the start", Cell({"what": "start loss"}, digits=3)),
         Column("at the end, nats a byte", Cell({"what": "end loss"}, digits=3)),
+        Column("above BF16", Cell({"what": "end loss above BF16"}, digits=2, unit=" %")),
         *(
             Column(f"SNR of {role}", Cell({"what": f"SNR of {role}"}, digits=1, unit=" dB"))
             for role in ("weights", "activations", "gradients")

@@ -35,7 +35,7 @@ _WARM_UP_SECONDS = 0.4
 _BURST_CALLS, _IDLE_SECONDS = 10, 0.5
 #: Operands of one turn are this many times what L2 holds.
 _CACHES = 3
-_MOST_COPIES = 64
+_MOST_COPIES, _QUICK_COPIES = 64, 4
 #: Share of the free memory that contenders fill; a graph keeps what its calls take.
 _ROOM = 0.5
 _COPY_ELEMENTS, _DENSE = 1 << 29, 8192
@@ -69,7 +69,7 @@ class GpuMeter(Meter):
 
     def copies(self, smallest: float) -> int:
         wanted = math.ceil(_CACHES * self._l2 / max(1.0, smallest))
-        return min(_MOST_COPIES, max(1, wanted))
+        return min(_QUICK_COPIES if self.quick else _MOST_COPIES, max(1, wanted))
 
     def room(self) -> float:
         # What is kept for later graphs, and what others hold, is not free.

@@ -144,6 +144,13 @@ class LayerWork:
         elements = sum(w[0].numel() for w in self.weights)
         return 2.0 * self.rows * elements * (3 if self.backward else 1)
 
+    @property
+    def bytes(self) -> float:
+        """Of rows and weights, and of their gradients if there are any, each once."""
+        cols = self.shape.hidden if len(self.weights) > 1 else 2 * self.shape.intermediate
+        values = self.x.numel() + self.rows * cols + sum(w.numel() for w in self.weights)
+        return 2.0 * values * (2 if self.backward else 1)
+
     def step(
         self, forward: Callable[[Tensor], Tensor], parameters: Sequence[Sequence[Tensor]]
     ) -> Step:
@@ -208,7 +215,8 @@ class LayerWork:
             prepare,
             lambda got: self.error(made[0].results()),
             bound,
-            flops=self.flops,
+            self.bytes,
+            self.flops,
             capturable=capturable,
             is_step=True,
             versions=versions or {},

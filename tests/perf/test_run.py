@@ -50,6 +50,13 @@ def test_who_is_wrong_is_not_timed():
     assert len(report.wrong) == 2 and "relative error 0.2, at most 0.1" in report.wrong[1]
     assert report.failed == ["s rows=1: broken [f]: RuntimeError: no such symbol"]
     assert report.unsupported == ["missing [f]: no kernel yet"]
+    # Peers may be wrong; if we are, the command fails.
+    assert not report.is_bad
+    for ours in (contender("ours", 0.2), contender("ours, kept", 0.0, raises=ValueError("no"))):
+        report = Report()
+        alone = Task("s", {"rows": 1}, functools.partial(lambda c, copy: [c], ours))
+        assert not measure_task(alone, meter, {"kind": "cpu"}, Choice(), report)
+        assert report.is_bad
 
 
 def test_contenders_are_chosen_by_name_and_format():
