@@ -11,7 +11,7 @@ import functools
 
 from cute_kernels.records import Record, check_choice, read
 
-__all__ = ["ACTIVATIONS", "Activation", "parse_activation"]
+__all__ = ["ACTIVATIONS", "Activation", "is_gated", "parse_activation"]
 
 #: The curve of each activation, and whether a second half of its input multiplies it.
 _FACTS: dict[str, tuple[str, bool]] = {
@@ -85,6 +85,15 @@ class Activation(Record):
     def width(self, columns: int) -> int:
         """Columns of the result for an input of ``columns`` ones."""
         return columns // 2 if self.is_gated else columns
+
+
+def is_gated(text: str) -> bool:
+    """``Activation.is_gated`` of the record that a text stands for; False if it is no text of one.
+
+    A compiler traces this where shapes are worked out; ``parse_activation`` is for ops.
+    """
+    name = text.partition(":")[0]
+    return name in _FACTS and _FACTS[name][1]
 
 
 @functools.lru_cache(maxsize=256)

@@ -77,8 +77,6 @@ _GEMMS = ("grouped_gemm", "grouped_gemm_w4a16")
 _ADDS_LIKE = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
 #: Ops and formats of which some architectures run the rowwise copy only.
 _COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
-#: Values of a record's fields that nothing runs yet, by the name of the format.
-_NOT_BUILT: dict[str, dict[str, object]] = {}
 #: Values of a record's fields that the reference alone runs, by the name of the format.
 _REFERENCE_ONLY: dict[str, dict[str, object]] = {
     "nvfp4": {"hadamard": True, "stochastic_rounding": True, "four_over_six": True},
@@ -206,9 +204,6 @@ def _why_not_format(op: str, fmt: Format | None) -> str:
         return (
             f"no {op} of {kind} yet" if takes_formats else f"{op} takes plain tensors, not {kind}"
         )
-    for field, value in _NOT_BUILT.get(fmt.name, {}).items():
-        if getattr(fmt, field) == value:
-            return f"{kind}({field}={value!r}) is not built yet"
     if op in _OF_SCALES and not fmt.takes_scale:
         return f"{fmt} has no scales that outlive a tensor"
     level = fmt.second_level

@@ -57,7 +57,7 @@ class Record:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         # Made once: a compiler that traces the use of a record would trace how it is made.
-        defaults = _defaults(type(self)) | self.resolved
+        defaults = _defaults(self) | self.resolved
         values = {name: getattr(self, name) for name in defaults}
         changed = [name for name, default in defaults.items() if values[name] != default]
         facts = ",".join(_field_text(name, values[name], self.words) for name in changed)
@@ -106,9 +106,10 @@ def read(what: str, records: Mapping[str, type[R]], text: str) -> R:
     return made
 
 
-def _defaults(cls: type[Record]) -> dict[str, Any]:
+def _defaults(record: Record | type[Record]) -> dict[str, Any]:
     """The defaults of the fields that a text says, by name."""
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    # Of a record, not of its class, where there is one: Dynamo traces only that.
+    fields = dataclasses.fields(record)  # type: ignore[arg-type]
     return {f.name: f.default for f in fields if f.name != _NAME}
 
 

@@ -15,24 +15,35 @@ from grouped.passes import (
     Copies,
     Kept,
     LinearCall,
+    Scaling,
     WgradOperands,
     backward,
     forward,
     joined,
     low,
 )
-from grouped.recipes import ROLES, Recipe
+from grouped.recipes import ROLES, OfCall, Recipe, check_recipe
 from grouped.tensor import GroupedTensor, handler
+from grouped.validation import check_is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from grouped.nn.delayed import DelayedScaling
     from grouped.offsets import Offsets
 
 __all__ = ["WeightGradients", "linear", "multiply", "rows_and_ends"]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, recipe: Recipe) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    offs: Offsets,
+    recipe: Recipe,
+    *,
+    scaling: DelayedScaling | None = None,
+) -> Tensor:
     """Rows of each group times its weight: ``y = x W_g^T + b_g``; differentiable in x, W and b.
 
     What ``grouped.nn.GroupedLinear`` calls. Its gradients are registered with the op that it is, so
@@ -48,6 +59,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, recipe
         offs: (G,) end rows: an integer tensor on the device of ``x``, or a host list.
         recipe: the format of each operand, forward and backward. BF16 multiplies in bf16, or in
             fp16 if that is what ``x`` is.
+        scaling: the scales under a recipe with delayed scaling, which needs them and has none of
+            its own: a ``grouped.nn.DelayedScaling(recipe, G)`` that outlives the call. In
+            ``train()`` mode the call records its amaxes; ``scaling.update()`` makes the next scales
+            of them, once a step.
 
     Returns:
         (..., N) of the dtype of ``x``. Rows from ``offs[-1]`` on, the tail of a capacity buffer,
@@ -55,17 +70,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, recipe
 
     Raises:
         TypeError: ``recipe`` is no Recipe, or a dtype is not taken.
-        ValueError: a shape, a device or offs that break a rule.
+        ValueError: a shape, a device or offs that break a rule; or ``scaling`` is missing, or is
+            not for this recipe.
         RuntimeError: a GroupedTensor lacks a copy that the product or a gradient reads, or a second
             or forward-mode derivative.
     """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe must be a grouped.recipes.Recipe, got {recipe!r}")
+    check_recipe(recipe)
+    for name, operand in (("x", x), ("weight", weight), ("bias", bias)):
+        if operand is not None or name != "bias":
+            check_is_tensor(name, operand)
     if weight.dim() != 3:
         raise ValueError(f"weight must have shape (G, N, K), got {tuple(weight.shape)}")
     groups, cols, depth = weight.shape
     rows, ends = rows_and_ends(x, offs, groups, depth)
-    y = multiply(rows, [weight], bias, ends, recipe)
+    if (scaling is not None) != recipe.takes_scales:
+        raise ValueError(
+            f"{type(recipe).__name__} takes the scales of earlier steps: pass a "
+            "grouped.nn.DelayedScaling(recipe, G) as scaling, the same in each step"
+            if recipe.takes_scales
+            else f"scaling is for recipes with delayed scaling, got {recipe}"
+        )
+    of_call = None if scaling is None else scaling.of_call(recipe, groups)
+    y = multiply(rows, [weight], bias, ends, recipe, scaling=of_call)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], cols)
 
 
@@ -88,7 +114,13 @@ def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Te
     if kind != "meta" and torch.is_autocast_enabled(kind):
         rows = rows.to(torch.get_autocast_dtype(kind))
     ends = as_offs(offs, rows.shape[0], x.device)
-    if ends.shape[0] != groups:
+    if torch.compiler.is_compiling():
+        # Not an ``if``: of offsets from ``torch.bincount`` the size is known at run time only. The
+        # message of a graph can hold no numbers.
+        torch._check_value(
+            ends.shape[0] == groups, lambda: "offs must have one end row for each group"
+        )
+    elif ends.shape[0] != groups:
         raise ValueError(
             f"offs must have one end row for each of the {groups} groups, got "
             f"{ends.shape[0]} entries"
@@ -124,6 +156,7 @@ def multiply(
     recipe: Recipe,
     copies: Copies | None = None,
     sink: WeightGradients | None = None,
+    scaling: Scaling | None = None,
 ) -> Tensor:
     """``linear`` of (T, K) rows and of offs as the kernels take them.
 
@@ -135,13 +168,15 @@ def multiply(
         recipe: the format of each operand.
         copies: the quantized weight, if there is one already. Not while something traces this.
         sink: what takes the gradients of weight and bias. Not while something traces this.
+        scaling: the scales of this call under delayed scaling.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
         y: Tensor = torch.ops.grouped.linear(
-            x, joined(weights), bias, offs, *recipe.texts, recipe.propagate_nonfinite
+            *(x, joined(weights), bias, offs, *recipe.texts, recipe.propagate_nonfinite),
+            *(scaling or ()),
         )
         return y
-    return _differentiable(x, weights, bias, offs, recipe, copies, sink)
+    return _differentiable(x, weights, bias, offs, recipe, copies, sink, scaling)
 
 
 # ------------------------------------------------------------------------------------- autograd
@@ -161,6 +196,15 @@ def _unflat(flat: Sequence[Tensor], call: LinearCall, needs: Sequence[bool]) -> 
     return of_x or None, of_weight or None
 
 
+#: Where the weights begin among the inputs of ``_Linear``.
+_WEIGHTS = 8
+
+
+def _two(amaxes: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The amaxes of input and weight; None where scales are not delayed."""
+    return amaxes or (None, None)
+
+
 class _Linear(torch.autograd.Function):
     """The product in eager mode, and where a compiler traces what it consists of."""
 
@@ -174,28 +218,34 @@ class _Linear(torch.autograd.Function):
         recipe: Recipe,
         copies: Copies | None,
         sink: WeightGradients | None,
+        scaling: Scaling | None,
         *weights: Tensor,
     ) -> Tensor:
-        wanted = any(ctx.needs_input_grad[7:]), ctx.needs_input_grad[1]
+        wanted = any(ctx.needs_input_grad[_WEIGHTS:]), ctx.needs_input_grad[1]
         ctx.needs = ctx.needs_input_grad[0], *(wanted if sink is None else sink.wanted)
-        y, kept = forward(x, weights, bias, offs, recipe, copies, ctx.needs)
-        ctx.save_for_backward(offs, *_flat(kept))
-        ctx.call, ctx.sink = LinearCall.of(x, weights[0], bias, recipe), sink
+        y, kept, amaxes = forward(x, weights, bias, offs, recipe, copies, ctx.needs, scaling)
+        # The scale may be updated in place before the backward pass, which is this call's.
+        scale = None if scaling is None else scaling.scales[-1].clone()
+        ctx.save_for_backward(offs, scale, *_two(amaxes), *_flat(kept))
+        # Not saved: other calls write the amaxes of the step in between.
+        ctx.call, ctx.sink, ctx.scaling = LinearCall.of(x, weights[0], bias, recipe), sink, scaling
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.sink is not None:
             ctx.sink.check()
-        offs, *kept = ctx.saved_tensors
+        offs, scale, of_x, of_weight, *kept = ctx.saved_tensors
         operands = _unflat(kept, ctx.call, ctx.needs)
         # Unless the graph is retained: so that the weight is gone before its gradient is made.
         ctx.maybe_clear_saved_tensors()
         del kept
         with torch.no_grad():
-            dx, wgrad, dbias = backward(ctx.call, ctx.needs, dy, offs, operands)
+            dx, wgrad, dbias, of_dy = backward(ctx.call, ctx.needs, dy, offs, operands, scale)
             del operands
-            wanted = ctx.needs_input_grad[7:]
+            if ctx.scaling is not None:
+                ctx.scaling.record((of_x, of_weight, of_dy))
+            wanted = ctx.needs_input_grad[_WEIGHTS:]
             dweights: Sequence[Tensor | None] = [None] * len(wanted)
             if ctx.sink is not None:
                 dweights, dbias = ctx.sink.take(ctx.call, wgrad, dbias)
@@ -206,7 +256,7 @@ class _Linear(torch.autograd.Function):
         if torch.is_grad_enabled():
             gradients = _without_derivative(gradients)
         dx, dbias, *dweights = gradients
-        return dx, dbias, None, None, None, None, None, *dweights
+        return dx, dbias, *(None,) * (_WEIGHTS - 2), *dweights
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -240,18 +290,22 @@ class _TransformedLinear(torch.autograd.Function):
         offs: Tensor,
         recipe: Recipe,
         needs: tuple[bool, bool],
+        *scales: Tensor,
     ) -> tuple[Tensor, ...]:
-        y, kept = forward(x, [_unpacked(weight)], bias, offs, recipe, None, needs)
+        scaling = Scaling(scales) if scales else None
+        y, kept, _ = forward(x, [_unpacked(weight)], bias, offs, recipe, None, needs, scaling)
         if not recipe.is_quantized:
             return (y,)  # x and weight are kept.
         return y, *_flat(kept)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, weight, bias, offs, recipe, needs = inputs
+        x, weight, bias, offs, recipe, needs, *scales = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, offs, *output[1:])
+        scale = scales[-1] if scales else None
+        ctx.save_for_backward(x, weight, offs, scale, *output[1:])
+        ctx.scales = len(scales)
         ctx.call = LinearCall.of(x, weight, bias, recipe)._replace(prepacked=False)
         ctx.kept_for = needs
 
@@ -260,7 +314,8 @@ class _TransformedLinear(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         options = (ctx.call, ctx.kept_for, needs)
         gradients = iter(_TransformedGradients.apply(dy, *ctx.saved_tensors, *options))  # type: ignore[no-untyped-call]
-        return *(next(gradients) if need else None for need in needs), None, None, None
+        rest = (None,) * (3 + ctx.scales)
+        return *(next(gradients) if need else None for need in needs), *rest
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -276,13 +331,13 @@ class _TransformedGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, *rest: Any
+        dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, scale: Tensor | None, *rest: Any
     ) -> tuple[Tensor, ...]:
         *flat, call, kept_for, needs = rest
         kept: Kept = ([low(x)], [_unpacked(weight)])
         if call.recipe.is_quantized:
             kept = _unflat(flat, call, kept_for)
-        dx, wgrad, dbias = backward(call, needs, dy, offs, kept)
+        dx, wgrad, dbias, _ = backward(call, needs, dy, offs, kept, scale)
         dweight = None if wgrad is None else call.weight_gradient(wgrad)
         return tuple(t for t in (dx, dweight, dbias) if t is not None)
 
@@ -325,19 +380,24 @@ def _differentiable(
     recipe: Recipe,
     copies: Copies | None = None,
     sink: WeightGradients | None = None,
+    scaling: Scaling | None = None,
 ) -> Tensor:
     anchor = None if sink is None else sink.anchor
     if anchor is not None:
         weights, bias = [w.detach() for w in weights], bias if bias is None else bias.detach()
     operands = (x, bias, anchor, *weights)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-        rest = (offs, recipe, copies, sink, *weights)
+        rest = (offs, recipe, copies, sink, scaling, *weights)
         return _Linear.apply(x, bias, anchor, *rest)  # type: ignore[no-any-return,no-untyped-call]
     if forward_ad._current_level >= 0:
         for t in operands:
             if t is not None and forward_ad.unpack_dual(t).tangent is not None:
                 _refuse_forward_mode()
-    return forward(x, weights, bias, offs, recipe, copies, (False, False))[0]
+    y, _, amaxes = forward(x, weights, bias, offs, recipe, copies, (False, False), scaling)
+    if scaling is not None:
+        # No backward pass will.
+        scaling.record(amaxes)
+    return y
 
 
 # ----------------------------------------------------------------------------------- as an op
@@ -345,7 +405,8 @@ def _differentiable(
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _LIBRARY.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor offs, str? input_format, "
-    "str? weight_format, str? grad_output_format, bool propagate_nonfinite) -> Tensor",
+    "str? weight_format, str? grad_output_format, bool propagate_nonfinite, "
+    "Tensor[]? scales=None, Tensor[]? amaxes=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -355,33 +416,46 @@ def _recipe(*formats_and_flags: Any) -> Recipe:
     *formats, propagate_nonfinite = formats_and_flags
     records = (None if text is None else parse(text) for text in formats)
     of_roles = dict(zip(ROLES, records, strict=True))
-    return Recipe(**of_roles, propagate_nonfinite=propagate_nonfinite)
+    return OfCall(**of_roles, propagate_nonfinite=propagate_nonfinite)
+
+
+def _scaling(
+    scales: Sequence[Tensor] | None = None, amaxes: Sequence[Tensor] | None = None
+) -> Scaling | None:
+    return None if scales is None else Scaling(scales, amaxes)
 
 
 def _linear_below_autograd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
-    return forward(x, [weight], bias, offs, _recipe(*recipe), None, (False, False))[0]
+    recipe = _recipe(*recipe_and_scaling[:4])
+    # What records amaxes is above: this computes, and writes nothing.
+    scaling = _scaling(*recipe_and_scaling[4:5])
+    return forward(x, [weight], bias, offs, recipe, None, (False, False), scaling)[0]
 
 
 def _linear_autograd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
     # Not torch.library.register_autograd: torch.func does not go through what it generates, and
     # what is kept depends on which gradients are wanted when it runs, not when it was traced.
-    return _differentiable(x, [weight], bias, offs, _recipe(*recipe))
+    recipe, scaling = _recipe(*recipe_and_scaling[:4]), _scaling(*recipe_and_scaling[4:])
+    return _differentiable(x, [weight], bias, offs, recipe, scaling=scaling)
 
 
 def _linear_transformed(
-    x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
+    recipe, scaling = _recipe(*recipe_and_scaling[:4]), _scaling(*recipe_and_scaling[4:5])
     needs = x.requires_grad, weight.requires_grad
-    y: Tensor = _TransformedLinear.apply(x, weight, bias, offs, _recipe(*recipe), needs)[0]  # type: ignore[no-untyped-call]
+    scales = () if scaling is None else scaling.scales
+    outputs = _TransformedLinear.apply(x, weight, bias, offs, recipe, needs, *scales)  # type: ignore[no-untyped-call]
+    y: Tensor = outputs[0]
     return y
 
 
 def _linear_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_kernels import ops
 from cute_kernels.formats import FP8
-from cute_kernels.ops.delayed import DelayedScalingUpdate
+from cute_kernels.ops.delayed import DelayedScalingUpdate, check_margin
 from grouped.validation import check_format
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ def delayed_scaling_update(
         fmt = FP8(fmt, "delayed")
     check_format("fmt", fmt)
     # Here, too: the dispatcher takes True for 1.
-    if isinstance(margin, bool) or not isinstance(margin, (int, torch.SymInt)):
-        raise TypeError(f"margin must be an integer, got {margin!r}")
+    check_margin(margin, fmt)
     if group is not None:
         # Before anything is reduced or written.
         DelayedScalingUpdate(amax_history, scale, fmt.text, amax, margin, algorithm).check()

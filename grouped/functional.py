@@ -16,7 +16,7 @@ from grouped.offsets import Offsets, as_offs
 from grouped.seeds import as_seed
 from grouped.shapes import MemberShapes, Shapes, as_shapes, flat_shapes
 from grouped.tensor import GroupedTensor, assemble, handler
-from grouped.validation import check_format
+from grouped.validation import check_format, check_is_tensor
 
 if TYPE_CHECKING:
     from cute_kernels.formats import Format
@@ -165,6 +165,10 @@ def quantize(
         cute_kernels.UnsupportedError: a format that the backend does not run.
     """
     check_format("fmt", fmt)
+    check_is_tensor("x", x)
+    for name, given_tensor in (("grad", grad), ("amax", amax), ("scale", scale)):
+        if given_tensor is not None:
+            check_is_tensor(name, given_tensor)
     if torch._C._functorch.is_batchedtensor(x):
         raise TypeError(
             "vmap over grouped.quantize: a GroupedTensor has its groups as the batch; stack x to "

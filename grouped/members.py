@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.layout.buffers import member_parts
-from cute_kernels.layout.shapes import TILE_ROWS, ceil_div, round_up, slot_tile, uniform_tiles
+from cute_kernels.layout.shapes import ceil_div, round_up
+from cute_kernels.layout.slots import TILE_ROWS, slot_tile, uniform_tiles
 from cute_kernels.reference.scales import linear_column_scales, linear_row_scales
 
 if TYPE_CHECKING:

@@ -43,6 +43,8 @@ def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
             raise ValueError(f"offs must be on the device of x ({device}), got {offs.device}")
         # What int32 cannot hold must not wrap around: it lies past the rows of any tensor.
         return offs if offs.dtype == torch.int32 else offs.clamp(_INT32.min, _INT32.max).int()
+    if not hasattr(offs, "__len__"):
+        raise TypeError(f"offs must hold the end row of each group, got {offs!r}")
     values: list[int | np.integer[Any]] = list(offs)
     if len(values) < 1:
         raise ValueError("offs must have shape (G,) with G >= 1, got (0,)")

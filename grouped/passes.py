@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cute_kernels import ops
 from grouped.products import grouped_gemm
+from grouped.recipes import ROLES
 from grouped.seeds import draw_seed
 from grouped.tensor import GroupedTensor
 
@@ -28,6 +29,7 @@ __all__ = [
     "Gradients",
     "Kept",
     "LinearCall",
+    "Scaling",
     "WgradOperands",
     "backward",
     "forward",
@@ -38,10 +40,36 @@ __all__ = [
 
 
 class Copies(NamedTuple):
-    """A quantized operand: codes and what else a product reads, of each direction that is there."""
+    """A quantized operand: codes and what else a product reads, of each direction that is there.
+
+    Attributes:
+        rowwise: the copy with blocks along K.
+        columnwise: the copy with blocks along the rows of each group.
+        amax: (G,) of what was quantized, where its scales were given: the next ones follow from it.
+    """
 
     rowwise: list[Tensor] | None = None
     columnwise: list[Tensor] | None = None
+    amax: Tensor | None = None
+
+
+class Scaling(NamedTuple):
+    """The scales of a call under delayed scaling, and where the amaxes that it sees go.
+
+    Attributes:
+        scales: (G,) fp32 of input, weight and grad_output.
+        amaxes: (G,) fp32 of each: the largest of a step so far, written when the gradients of the
+            call are computed; None if it does not count.
+    """
+
+    scales: Sequence[Tensor]
+    amaxes: Sequence[Tensor] | None = None
+
+    def record(self, seen: Sequence[Tensor | None]) -> None:
+        """Raise the largest amaxes to those of a call, in the order of roles; None is no call's."""
+        for largest, amax in zip(self.amaxes or (), seen, strict=False):
+            if amax is not None:
+                largest.copy_(torch.maximum(largest, amax))
 
 
 #: What the gradients read: of x the tensor and of the weight the parameters if plain, all of the
@@ -70,11 +98,13 @@ class Gradients(NamedTuple):
         dx: (T, K).
         wgrad: what the gradient of the weight is made of.
         dbias: (G, N).
+        amax: (G,) of the gradient of the output, where its scales were given.
     """
 
     dx: Tensor | None
     wgrad: WgradOperands | None
     dbias: Tensor | None
+    amax: Tensor | None = None
 
 
 class LinearCall(NamedTuple):
@@ -126,9 +156,16 @@ def joined(sources: Sequence[Tensor]) -> Tensor:
     return sources[0] if sources[0].dim() == 3 else torch.stack(tuple(sources))
 
 
-def quantize_weight(weight: Tensor, recipe: Recipe, columnwise: bool) -> Copies:
+def quantize_weight(
+    weight: Tensor, recipe: Recipe, columnwise: bool, scaling: Scaling | None = None
+) -> Copies:
     """Quantize (G, N, K) weights, rowwise and if asked for columnwise."""
-    return _quantize(weight.detach(), None, _format(recipe, "weight"), recipe, True, columnwise)
+    fmt, scale = _format(recipe, "weight"), _scale(scaling, "weight")
+    return _quantize(weight.detach(), None, fmt, recipe, True, columnwise, scale)
+
+
+def _scale(scaling: Scaling | None, role: str) -> Tensor | None:
+    return None if scaling is None else scaling.scales[ROLES.index(role)]
 
 
 def _format(recipe: Recipe, role: str) -> Format:
@@ -145,13 +182,14 @@ def _quantize(
     recipe: Recipe,
     rowwise: bool,
     columnwise: bool,
+    scale: Tensor | None,
 ) -> Copies:
     """Quantize rowwise, columnwise or both."""
     if recipe.propagate_nonfinite and fmt.element.holds_nan:
         # Codes of FP8 hold no infinity, or are not made of one.
         x = x.masked_fill(x.isinf(), torch.nan)
-    seed = draw_seed(fmt, x.device)
-    buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, None, seed)
+    given = (scale, draw_seed(fmt, x.device))
+    buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, *given)
     directions = [way for way, asked in ((False, rowwise), (True, columnwise)) if asked]
     names = [name for way in directions for name in fmt.buffer_names(way)]
     named = dict(zip(dict.fromkeys(names), buffers, strict=True))
@@ -161,7 +199,7 @@ def _quantize(
     def copy(way: bool) -> list[Tensor] | None:
         return [named[name] for name in fmt.operand_names(way)] if way in directions else None
 
-    return Copies(copy(False), copy(True))
+    return Copies(copy(False), copy(True), None if scale is None else named["amax"])
 
 
 def _spread_nan(named: dict[str, Tensor], x: Tensor, offs: Tensor | None, fmt: Format) -> None:
@@ -199,7 +237,8 @@ def _quantize_and_multiply(
     call: LinearCall,
     transpose: bool,
     columnwise: bool,
-) -> tuple[Tensor, list[Tensor] | None]:
+    scale: Tensor | None,
+) -> tuple[Tensor, Copies]:
     """The product of quantized x and the weight, and x's columnwise copy if asked for.
 
     Args:
@@ -211,18 +250,19 @@ def _quantize_and_multiply(
         call: what else is known of the call.
         transpose: the product is dgrad, and ``weight`` the columnwise copy.
         columnwise: the columnwise copy of x is wanted.
+        scale: (G,) scales of x, where its format takes them.
     """
     codes, *scales = weight
     options = (bias, None, transpose, call.dtype)
-    if not columnwise and not call.recipe.propagate_nonfinite:
+    if not columnwise and scale is None and not call.recipe.propagate_nonfinite:
         texts = (fmt.text, call.weight_format)
         last = (call.prepacked, draw_seed(fmt, x.device))
         y = ops.m_grouped_quantize_gemm(x, codes, offs, scales, *texts, *options, *last)
-        return y, None
-    copies = _quantize(x, offs, fmt, call.recipe, True, columnwise)
+        return y, Copies()
+    copies = _quantize(x, offs, fmt, call.recipe, True, columnwise, scale)
     a_codes, *a_scales = cast("list[Tensor]", copies.rowwise)
     operands = (a_scales, scales, fmt.text, call.weight_format, call.prepacked)
-    return ops.m_grouped_gemm(a_codes, codes, offs, *options, *operands), copies.columnwise
+    return ops.m_grouped_gemm(a_codes, codes, offs, *options, *operands), copies
 
 
 def _plain_product(
@@ -261,8 +301,13 @@ def forward(
     recipe: Recipe,
     copies: Copies | None,
     needs: Sequence[bool],
-) -> tuple[Tensor, Kept]:
-    """The product, and what the gradients of x (``needs[0]``) and the weight (``[1]``) read."""
+    scaling: Scaling | None = None,
+) -> tuple[Tensor, Kept, list[Tensor | None]]:
+    """The product, and what the gradients of x (``needs[0]``) and the weight (``[1]``) read.
+
+    Under delayed scaling also the amaxes of both; that of a weight which was quantized by somebody
+    else is None.
+    """
     need_dx, need_dweight = needs[:2]
     weight = weights[0]
     if isinstance(weight, GroupedTensor):
@@ -275,17 +320,21 @@ def forward(
         if isinstance(weight, GroupedTensor):
             # So that autograd sees a write to one of its parts through another wrapper.
             of_weight += [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
-        return y, ([low_x] if need_dweight else None, of_weight if need_dx else None)
+        return y, ([low_x] if need_dweight else None, of_weight if need_dx else None), []
     if isinstance(weight, GroupedTensor):
         copies = _copies_of(weight)
     elif copies is None:
-        copies = quantize_weight(joined(weights), recipe, need_dx)
-    rowwise, columnwise = copies
+        copies = quantize_weight(joined(weights), recipe, need_dx, scaling)
+    rowwise, columnwise, amax = copies
     call, fmt = LinearCall.of(x, weight, bias, recipe), _format(recipe, "input")
-    y, kept = _quantize_and_multiply(
-        *(x, rowwise or [], offs, bias, fmt, call), transpose=False, columnwise=need_dweight
+    y, of_x = _quantize_and_multiply(
+        *(x, rowwise or [], offs, bias, fmt, call),
+        transpose=False,
+        columnwise=need_dweight,
+        scale=_scale(scaling, "input"),
     )
-    return y, (kept, columnwise if need_dx else None)
+    kept = (of_x.columnwise, columnwise if need_dx else None)
+    return y, kept, [] if scaling is None else [of_x.amax, amax]
 
 
 def _copies_of(weight: GroupedTensor) -> Copies:
@@ -309,15 +358,33 @@ def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
 
 
 def backward(
-    call: LinearCall, needs: Sequence[bool], dy: Tensor, offs: Tensor, kept: Kept
+    call: LinearCall,
+    needs: Sequence[bool],
+    dy: Tensor,
+    offs: Tensor,
+    kept: Kept,
+    scale: Tensor | None = None,
 ) -> Gradients:
-    """The gradients of x and bias and what that of the weight is made of, as far as needed."""
-    gradients = _quantized_gradients if call.recipe.is_quantized else _plain_gradients
-    dx, of_dy = gradients(call, needs, dy, offs, kept)
+    """The gradients of x and bias and what that of the weight is made of, as far as needed.
+
+    Args:
+        call: the call that is differentiated.
+        needs: whether the gradients of x, weight and bias are wanted.
+        dy: (T, N), the gradient of the output.
+        offs: (G,) end rows.
+        kept: what ``forward`` kept.
+        scale: (G,) scales of ``dy``, where its format takes them.
+    """
+    amax = None
+    if call.recipe.is_quantized:
+        dx, copies = _quantized_gradients(call, needs, dy, offs, kept, scale)
+        of_dy, amax = copies.columnwise, copies.amax
+    else:
+        dx, of_dy = _plain_gradients(call, needs, dy, offs, kept)
     dbias = ops.grouped_dbias(dy, offs).to(call.bias_dtype) if needs[2] else None
     x, _ = kept
     wgrad = None if of_dy is None or x is None else WgradOperands(of_dy, x, offs)
-    return Gradients(dx, wgrad, dbias)
+    return Gradients(dx, wgrad, dbias, amax)
 
 
 def _plain_gradients(
@@ -334,15 +401,23 @@ def _plain_gradients(
 
 
 def _quantized_gradients(
-    call: LinearCall, needs: Sequence[bool], dy: Tensor, offs: Tensor, kept: Kept
-) -> tuple[Tensor | None, list[Tensor] | None]:
-    """The gradient of x, and the columnwise copy of dy, which that of the weight reads."""
+    call: LinearCall,
+    needs: Sequence[bool],
+    dy: Tensor,
+    offs: Tensor,
+    kept: Kept,
+    scale: Tensor | None,
+) -> tuple[Tensor | None, Copies]:
+    """The gradient of x, and quantized dy, whose columnwise copy that of the weight reads."""
     (_, weight), (need_dx, need_dweight) = kept, needs[:2]
     fmt = _format(call.recipe, "grad_output")
     if need_dx and weight is not None:
         return _quantize_and_multiply(
-            *(dy, weight, offs, None, fmt, call), transpose=True, columnwise=need_dweight
+            *(dy, weight, offs, None, fmt, call),
+            transpose=True,
+            columnwise=need_dweight,
+            scale=scale,
         )
     if need_dweight:
-        return None, _quantize(dy, offs, fmt, call.recipe, False, True).columnwise
-    return None, None
+        return None, _quantize(dy, offs, fmt, call.recipe, False, True, scale)
+    return None, Copies()

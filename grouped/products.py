@@ -15,6 +15,7 @@ from cute_kernels.ops.registry import is_observed
 from grouped.handlers import not_differentiable
 from grouped.offsets import Offsets, as_offs
 from grouped.tensor import GroupedTensor, handler
+from grouped.validation import check_is_tensor
 
 __all__ = ["grouped_gemm"]
 
@@ -82,6 +83,10 @@ def grouped_gemm(
     """
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, which is missing")
+    check_is_tensor("a", a)
+    check_is_tensor("b", b)
+    if out is not None:
+        check_is_tensor("out", out)
     if out is not None and out_dtype not in (None, out.dtype):
         raise ValueError(f"out_dtype is {out_dtype}, but out is {out.dtype}")
     if out is not None:
@@ -101,7 +106,7 @@ def grouped_gemm(
         if out is None:
             result: Tensor = torch.ops.grouped.gemm(*pair, dtype, accumulation)
             return result
-        torch.ops.grouped.gemm_out(*pair, accumulate, accumulation, out)
+        torch.ops.grouped.gemm_out(*pair, accumulate, out, accumulation)
         return out
     if isinstance(a, GroupedTensor):
         names = f"{type(a).__name__} and {type(b).__name__}"
@@ -136,12 +141,14 @@ def _call(name: str, operands: tuple[object, ...], out: Tensor | None, accumulat
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _OPERANDS = "Tensor a, Tensor b, Tensor? bias, Tensor? alpha, bool transpose_b"
-_LIBRARY.define(f"gemm({_OPERANDS}, ScalarType dtype, str? accumulation) -> Tensor")
+_LIBRARY.define(f"gemm({_OPERANDS}, ScalarType dtype, str? accumulation=None) -> Tensor")
 register_autograd("gemm", not_differentiable, None, _LIBRARY)
 _MIXED = _OPERANDS.replace("Tensor b", "Tensor b, Tensor offs")
 _LIBRARY.define(f"gemm_w4a16({_MIXED}, ScalarType dtype) -> Tensor")
 _LIBRARY.define(f"gemm_w4a16_out({_MIXED}, bool accumulate, Tensor(o!) out) -> ()")
-_LIBRARY.define(f"gemm_out({_OPERANDS}, bool accumulate, str? accumulation, Tensor(o!) out) -> ()")
+_LIBRARY.define(
+    f"gemm_out({_OPERANDS}, bool accumulate, Tensor(o!) out, str? accumulation=None) -> ()"
+)
 
 
 def _save_w4a16(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -183,8 +190,9 @@ def _gemm(func: Any, *arguments: Any) -> Tensor:
 
 @handler(torch.ops.grouped.gemm_out.default)
 def _gemm_out(func: Any, *arguments: Any) -> None:
-    *pair, accumulate, accumulation, out = arguments
-    name, operands = _quantized_operands(*pair, out.dtype, accumulation)  # type: ignore[call-arg]
+    *pair, accumulate, out = arguments[:7]
+    # The dispatcher leaves out what has its default.
+    name, operands = _quantized_operands(*pair, out.dtype, *arguments[7:])  # type: ignore[call-arg]
     _call(name, operands, out=out, accumulate=accumulate)
 
 
@@ -215,7 +223,7 @@ def _quantized_operands(
     alpha: Tensor | None,
     transpose_b: bool,
     dtype: torch.dtype,
-    accumulation: str | None,
+    accumulation: str | None = None,
 ) -> tuple[str, tuple[object, ...]]:
     """The op that multiplies ``a`` by ``b``, and its operands."""
     if a.offs is None:

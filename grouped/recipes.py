@@ -15,20 +15,26 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from cute_kernels import formats
 from cute_kernels.capability import UnsupportedError, support
 from cute_kernels.formats import E5M2, Format
+from cute_kernels.formats.base import check_choice
+from cute_kernels.ops.delayed import ALGORITHMS, check_margin
 from cute_kernels.ops.pairs import check_pair, check_transforms
 from grouped.validation import check_format
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = [
     "BF16",
     "FP8Block",
     "FP8Current",
+    "FP8Delayed",
     "MXFP8",
     "NVFP4",
     "NVFP4RowScaled",
@@ -59,7 +65,8 @@ class Recipe:
     Raises:
         TypeError: a role is no format record.
         ValueError: some roles have a format and some have none, a weight is row-scaled, an input or
-            a weight has E5M2 codes, or two of them are not multiplied with each other.
+            a weight has E5M2 codes, two of them are not multiplied with each other, or one takes
+            scales, which ``FP8Delayed`` has.
         cute_kernels.UnsupportedError: a format, or a flag of one, that is not built.
     """
 
@@ -91,11 +98,19 @@ class Recipe:
         for name, fmt in roles.items():
             if fmt is not None:
                 _require_built(name, fmt)
+        self._check_scales()
         if self.input is not None and self.weight is not None and self.grad_output is not None:
             _check_products(self.input, self.weight, self.grad_output)
         texts = tuple(fmt and fmt.text for fmt in roles.values())
         # Made once: a compiler that traces a layer would otherwise trace how they are made.
         object.__setattr__(self, "texts", texts)
+
+    def _check_scales(self) -> None:
+        """Refuse formats whose scales nobody would update."""
+        for name in ROLES:
+            fmt: Format | None = getattr(self, name)
+            if fmt is not None and fmt.takes_scale:
+                raise ValueError(f"{name} is {fmt}, whose scales have a history: use FP8Delayed")
 
     #: The format of each role as text, as the op ``grouped::linear`` takes it.
     texts: ClassVar[tuple[str | None, ...]]
@@ -110,6 +125,11 @@ class Recipe:
     def is_quantized(self) -> bool:
         """Whether the operands are quantized."""
         return self.weight is not None
+
+    @property
+    def takes_scales(self) -> bool:
+        """Whether the scales are those of earlier steps: calls need a ``DelayedScaling``."""
+        return self.weight is not None and self.weight.takes_scale
 
 
 def _require_built(role: str, fmt: Format) -> None:
@@ -262,3 +282,81 @@ class FP8Current(_Named):
 
     def _roles(self) -> tuple[Format, Format, Format]:
         return formats.FP8(), formats.FP8(), formats.FP8(self.grad_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class FP8Delayed(_Named):
+    """FP8 with one scale a group, from the amaxes of earlier steps.
+
+    An operand is quantized in one pass, for its scale is there before it is. The scales, and the
+    history that they follow from, are the state of a layer: ``grouped.nn.DelayedScaling`` says when
+    they are updated, ``grouped.delayed_scaling_update`` how.
+
+    Args:
+        propagate_nonfinite: as in ``Recipe``.
+        grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
+        history_length: steps whose amaxes count.
+        margin: the scales are divided by two to this power.
+        algorithm: ``"max"`` follows the largest amax of the history, ``"most_recent"`` the last.
+        amax_group: processes that share the scales: their amaxes are reduced to the largest at each
+            update, so all of them must take the same steps. A ``torch.distributed`` group or its
+            name, which is what is kept. ``DistributedDataParallel`` needs
+            ``broadcast_buffers=False`` beside it. None: each process has scales of its own, of
+            which a distributed checkpoint keeps one set.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
+    """
+
+    grad_dtype: torch.dtype = _option(torch.float8_e5m2)
+    history_length: int = _option(1024)
+    margin: int = _option(0)
+    algorithm: str = _option("max")
+    amax_group: ProcessGroup | str | None = _option(None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        length = self.history_length
+        if isinstance(length, bool) or not isinstance(length, int):
+            raise TypeError(f"history_length must be an integer, got {length!r}")
+        if length < 1:
+            raise ValueError(f"history_length must be positive, got {length}")
+        for fmt in self._roles():
+            check_margin(self.margin, fmt)
+        check_choice("algorithm", self.algorithm, ALGORITHMS)
+        # Its name alone is the same on all processes, and can be copied and saved.
+        group: Any = self.amax_group
+        group = getattr(group, "group_name", group)
+        if not (group is None or isinstance(group, str)):
+            raise TypeError(
+                f"amax_group must be a torch.distributed group or its name, got {group!r}"
+            )
+        object.__setattr__(self, "amax_group", group)
+
+    def _roles(self) -> tuple[Format, Format, Format]:
+        x = formats.FP8(scaling="delayed")
+        return x, x, formats.FP8(self.grad_dtype, "delayed")
+
+    def _check_scales(self) -> None:
+        """Their updates are what this recipe is about."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OfCall(Recipe):
+    """Formats of a call whose scales, if they take any, are given with it: for ops."""
+
+    def _check_scales(self) -> None:
+        """Whoever gave them updates them."""
+
+
+def check_recipe(recipe: object) -> None:
+    """Raise ``TypeError`` unless ``recipe`` is a recipe, and not its class or a format."""
+    if isinstance(recipe, Recipe):
+        return
+    hint = ""
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        hint = f": {recipe.__name__}(), not {recipe.__name__}"
+    elif isinstance(recipe, Format):
+        hint = ": a format, which a recipe has for each role, Recipe(input, weight, grad_output)"
+    raise TypeError(f"recipe must be a grouped.recipes.Recipe, got {recipe!r}{hint}")

@@ -105,7 +105,19 @@ class GroupedTensor(Tensor):
         prepacked: bool = False,
         shapes: Shapes | None = None,
     ) -> GroupedTensor:
-        """Wrap the plain tensors of one or both directions.
+        """Wrap the plain tensors of one or both directions, as read from a file.
+
+        Args:
+            shape: (T, K) with ``offs``, (capacity,) with ``shapes``, else (G, N, K).
+            dtype: bf16, fp16 or fp32, what it decodes to.
+            fmt: the format.
+            offs: (G,) int32 end rows of a ragged tensor, or None.
+            rowwise: the buffers of the copy with blocks along K, or None.
+            columnwise: those of the copy with blocks along rows, or None. Vectors that both
+                directions share, those of FP8, are the same tensors in both.
+            requires_grad: as of ``torch.tensor``.
+            prepacked: whether the codes have the order of bits of ``prepack``.
+            shapes: (m, n) of each group, as of ``grouped.quantize``.
 
         Raises:
             TypeError: a dtype that is not what the format has.
@@ -274,6 +286,8 @@ class GroupedTensor(Tensor):
         """
         if direction not in (None, "rowwise", "columnwise"):
             raise ValueError(f"direction must be 'rowwise' or 'columnwise', got {direction!r}")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         out: Tensor = torch.ops.grouped.dequantize(self, dtype, direction)
         return out
 

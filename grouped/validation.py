@@ -7,6 +7,8 @@ import functools
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from cute_kernels.capability import require
 from cute_kernels.formats import RECORDS, Format
 from cute_kernels.layout.buffers import buffers
@@ -24,11 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-    from torch import Tensor
 
     from grouped.members import QuantizedCopy
 
-__all__ = ["check_format", "check_parts", "saved_format", "version"]
+__all__ = ["check_format", "check_is_tensor", "check_parts", "saved_format", "version"]
 
 
 def check_format(name: str, fmt: object) -> None:
@@ -38,7 +39,17 @@ def check_format(name: str, fmt: object) -> None:
     for cls in RECORDS.values():
         if fmt is cls:
             raise TypeError(f"{name} must be a format record: {cls.__name__}(), not {cls.__name__}")
-    raise TypeError(f"{name} must be a format record such as grouped.NVFP4(), got {fmt!r}")
+    of_roles = isinstance(getattr(fmt, "input", None), Format)
+    hint = (
+        ": a recipe, which has one for each role (input, weight, grad_output)" if of_roles else ""
+    )
+    raise TypeError(f"{name} must be a format record such as grouped.NVFP4(), got {fmt!r}{hint}")
+
+
+def check_is_tensor(name: str, value: object) -> None:
+    """Raise ``TypeError`` unless ``value`` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
 
 
 def check_parts(

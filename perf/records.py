@@ -6,7 +6,7 @@ after it, up to the next such line, and a line ``{"also": {...}}`` to those up t
 kind. A line's own fields win over ``also``, and those over ``shared``; of fields that are objects
 (``case``, ``clocks``, ...) the entries are merged. So a file is appended to by writing another
 ``shared`` line and more lines, and two files are joined by ``cat``. ``read`` gives whole records. A
-file whose name ends in ``.xz`` is compressed: old records that no table shows.
+file whose name ends in ``.xz`` is compressed, for the sake of the repository's size.
 """
 
 from __future__ import annotations

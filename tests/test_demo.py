@@ -82,7 +82,7 @@ def test_results(everything: tuple[Path, str, dict[str, Any]]) -> None:
 
 
 def test_every_recipe_trains(tmp_path: Path) -> None:
-    sizes = ("--intermediate", "64", "--steps", "1")
+    sizes = ("--intermediate", "64", "--steps", "2")
     status, printed, results = run_demo(tmp_path, "--recipe", "all", "--plot", "never", *sizes)
     assert status == 0
     runs = {run["recipe"]: run for run in results["runs"]}
@@ -90,7 +90,9 @@ def test_every_recipe_trains(tmp_path: Path) -> None:
     for name, run in runs.items():
         assert run["end_loss"] < run["start_loss"] and f"\n{name} " in printed
         if "FP8" in name:
-            assert 25 < min(run["snr_db"].values()) <= max(run["snr_db"].values()) < 36
+            # E5M2 has 25 dB. Scales from earlier steps are guesses, wild ones after two steps.
+            least = 10 if "Delayed" in name else 24
+            assert least < min(run["snr_db"].values()) <= max(run["snr_db"].values()) < 36
 
 
 def test_table(everything: tuple[Path, str, dict[str, Any]]) -> None:

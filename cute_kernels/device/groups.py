@@ -1,7 +1,7 @@
 """Finding groups on the device: slot tiles, their rows, and where their bytes go.
 
 Two groupings share every kernel. Ragged groups are given by their end rows ``offs`` and lie in the
-slots of ``layout.shapes.slot_tile``; uniform groups all have the same number of rows. In both a
+slots of ``layout.slots.slot_tile``; uniform groups all have the same number of rows. In both a
 kernel walks slot tiles in ascending order and asks what each of them holds.
 """
 
@@ -12,7 +12,7 @@ import dataclasses
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from cute_kernels.layout.shapes import TILE_ROWS
+from cute_kernels.layout.slots import TILE_ROWS
 
 __all__ = ["Grouping", "group_end", "group_start", "next_item"]
 

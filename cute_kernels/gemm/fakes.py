@@ -13,7 +13,8 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, mak
 
 from cute_kernels.gemm.problem import N_ALIGN, GemmArguments
 from cute_kernels.gemm.views import DSL_TYPES
-from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, TILE_ROWS
+from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES
+from cute_kernels.layout.slots import TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.problem import GemmConfig

@@ -17,7 +17,7 @@ from cutlass import Int32, cute, pipeline
 
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import group_end, group_start
-from cute_kernels.layout.shapes import TILE_ROWS, slot_tile
+from cute_kernels.layout.slots import TILE_ROWS, slot_tile
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.problem import Extents, GemmConfig

@@ -16,13 +16,11 @@ from cute_kernels.layout.shapes import (
     MEMBER_ALIGNMENT,
     PITCH_ALIGNMENT,
     SF_TILE_BYTES,
-    TILE_ROWS,
     ceil_div,
-    num_slot_tiles,
     round_up,
     scale_tiles,
-    uniform_tiles,
 )
+from cute_kernels.layout.slots import TILE_ROWS, num_slot_tiles, uniform_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -47,6 +47,8 @@ def check_tensor(
     shape: Sequence[int | None] | None = None,
 ) -> None:
     """``tensor`` must have one of the dtypes and ranks, and ``shape`` where that is not None."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {tensor!r}")
     if dtypes:
         check_dtype(name, tensor.dtype, dtypes)
     if shape is not None:

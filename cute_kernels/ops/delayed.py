@@ -18,9 +18,23 @@ from cute_kernels.ops.registry import Op, register_inplace
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DelayedScalingUpdate"]
+__all__ = ["ALGORITHMS", "DelayedScalingUpdate", "check_margin"]
 
+#: What the scale follows from: the largest amax of the history, or the last one.
+ALGORITHMS = ("max", "most_recent")
 _SMALLEST_NORMAL, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+def check_margin(margin: int, fmt: Format) -> None:
+    """``margin`` must be an integer, and the format's largest number * 2^-margin a normal fp32."""
+    if isinstance(margin, bool) or not isinstance(margin, (int, torch.SymInt)):
+        raise TypeError(f"margin must be an integer, got {margin!r}")
+    largest = fmt.element.max
+    # Far from what a power of two overflows in Python.
+    if abs(margin) > 1000 or not _SMALLEST_NORMAL <= largest * 2.0**-margin <= _LARGEST:
+        raise ValueError(
+            f"margin must leave {largest} * 2^-margin a normal fp32 number, got {margin}"
+        )
 
 
 @register_inplace
@@ -92,15 +106,8 @@ class DelayedScalingUpdate(Op):
         same_device("amax_history", self.device, **self.tensors())
         if not self.record.takes_scale:
             raise ValueError(f"format must take scales from the caller, got {self.format!r}")
-        if isinstance(self.margin, bool) or not isinstance(self.margin, (int, torch.SymInt)):
-            raise TypeError(f"margin must be an integer, got {self.margin!r}")
-        # Far from what a power of two overflows in Python.
-        if abs(self.margin) > 1000 or not _SMALLEST_NORMAL <= self.largest <= _LARGEST:
-            raise ValueError(
-                f"margin must leave {self.record.element.max} * 2^-margin a normal fp32 number, "
-                f"got {self.margin}"
-            )
-        check_choice("algorithm", self.algorithm, ("max", "most_recent"))
+        check_margin(self.margin, self.record)
+        check_choice("algorithm", self.algorithm, ALGORITHMS)
 
     def outputs(self) -> list[BufferSpec]:
         return [BufferSpec(tuple(t.shape), t.dtype) for t in (self.amax_history, self.scale)]

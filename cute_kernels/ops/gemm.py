@@ -20,7 +20,8 @@ from cute_kernels.capability import require
 from cute_kernels.formats import Format, parse
 from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.layout.prepack import unpack
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT, TILE_ROWS, most_rows
+from cute_kernels.layout.shapes import PITCH_ALIGNMENT
+from cute_kernels.layout.slots import TILE_ROWS, most_rows
 from cute_kernels.ops.checks import (
     INPUT_DTYPES,
     check_copy,

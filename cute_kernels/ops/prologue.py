@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cute_kernels import reference
-from cute_kernels.activations import parse_activation
+from cute_kernels.activations import is_gated, parse_activation
 from cute_kernels.ops.checks import check_tensor, same_device
 from cute_kernels.ops.members import element_offsets, pairs
 
@@ -29,16 +29,12 @@ __all__ = [
 
 def result_columns(columns: int, activation: str | None, grad: Tensor | None) -> int:
     """Columns of the elements that an input of ``columns`` ones becomes."""
-    if activation is None or grad is not None:
-        return columns
-    return parse_activation(activation).width(columns)
+    return columns // 2 if _halves(activation, grad) else columns
 
 
 def input_columns(columns: int, activation: str | None, grad: Tensor | None) -> int:
     """Columns of the input that elements of ``columns`` ones are made of."""
-    if activation is None or grad is not None or not parse_activation(activation).is_gated:
-        return columns
-    return 2 * columns
+    return 2 * columns if _halves(activation, grad) else columns
 
 
 def grad_columns(columns: int, activation: str | None) -> int:
@@ -50,8 +46,13 @@ def result_shape(
     shape: Sequence[int], activation: str | None, grad: Tensor | None
 ) -> tuple[int, ...]:
     """Shape of the elements that an input of ``shape`` becomes."""
-    columns = (result_columns(n, activation, grad) for n in shape[-1:])
-    return (*shape[:-1], *columns)
+    if not shape or not _halves(activation, grad):
+        return tuple(shape)
+    return (*shape[:-1], shape[-1] // 2)
+
+
+def _halves(activation: str | None, grad: Tensor | None) -> bool:
+    return activation is not None and grad is None and is_gated(activation)
 
 
 def check_prologue(

@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_kernels import reference
 from cute_kernels.formats import Format, parse
 from cute_kernels.layout.buffers import BufferSpec, buffers, member_parts
-from cute_kernels.layout.shapes import TILE_ROWS, uniform_tiles
+from cute_kernels.layout.slots import TILE_ROWS, uniform_tiles
 from cute_kernels.ops.checks import (
     check_input,
     check_multiple,
@@ -145,7 +145,10 @@ class GroupedQuantize(Op):
             raise ValueError(f"scale is missing: {self.format} takes (G,) fp32 scales")
         if self.scale is not None:
             if not takes:
-                raise ValueError(f"scale is for formats that take one, {self.format} computes it")
+                raise ValueError(
+                    f"scale is for formats that take one, {self.format} computes it: leave it "
+                    "away, or take FP8(scaling='delayed')"
+                )
             check_tensor("scale", self.scale, dtypes=(torch.float32,), shape=(self.num_groups,))
             same_device("x", self.device, scale=self.scale)
         if self.amax is None:

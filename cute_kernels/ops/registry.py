@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import sys
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from cute_kernels.capability import require
+from cute_kernels.host.settings import warn_once
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops.derivatives import not_differentiable, refuse_derivatives, register_autograd
 from cute_kernels.runtime.backend import chosen_backend, resolve_backend
@@ -278,7 +280,17 @@ def _run_nothing(op: Op, outputs: Sequence[Tensor | None], **options: Any) -> No
     """Leave outputs that have no data as they are."""
 
 
+#: Its half is subnormal: zero on a thread that flushes such numbers.
+_SMALLEST_NORMAL = sys.float_info.min
+
+
 def _run_reference(op: Op, outputs: Sequence[Tensor], **options: Any) -> None:
+    # Turning it off here would not reach threads that torch made meanwhile, which inherit it.
+    if _SMALLEST_NORMAL * 0.5 == 0.0 and op.device.type == "cpu":
+        warn_once(
+            "this thread flushes subnormal numbers to zero (torch.set_flush_denormal, or a library "
+            "built with -ffast-math): the reference backend is not exact for numbers near zero"
+        )
     # Autocast would run the fp32 products inside in bf16.
     with torch.autocast(op.device.type, enabled=False):
         op.run_reference(outputs, **options)

@@ -29,7 +29,7 @@ from cute_kernels.device.convert import unpack_words
 from cute_kernels.device.groups import group_end, group_start
 from cute_kernels.device.memory import load_global_if, load_shared, store_global, store_shared
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
-from cute_kernels.layout.shapes import TILE_ROWS
+from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.config import DTYPE_BYTES, DbiasConfig
 from cute_kernels.quantize.fakes import dsl_dtype, env_stream
 

@@ -24,7 +24,8 @@ from cute_kernels.device.convert import pack_words
 from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.memory import load_global, load_global_if, store_global
 from cute_kernels.device.ptx import asm, bits_as_f32
-from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS, TILE_ROWS
+from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.config import DTYPE_BYTES, DequantizeConfig
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 

@@ -11,13 +11,8 @@ from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float16, Float32, Int32,
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cute_kernels.formats import parse
-from cute_kernels.layout.shapes import (
-    PIECE_K,
-    PITCH_ALIGNMENT,
-    SF_TILE_BYTES,
-    TILE_ROWS,
-    scale_tiles,
-)
+from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, scale_tiles
+from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.config import K_MULTIPLE
 from cute_kernels.quantize.levels import LEVEL_RESULTS
 

@@ -10,7 +10,7 @@ Roles:     one loader warp, lane t serves team t | num_teams teams of warps_per_
 Pipeline:  rows, loader -> team: full: one arrival and the rows' bytes; empty: one arrival a warp.
            Rows past the end of the group carry no bytes and, but for a packet's first, no stage.
 
-Counted by perf.count_quantize at 1024 rows of bf16, row-scaled NVFP4: 6.6 PTX instructions an
+Counted by perf run counts at 1024 rows of bf16, row-scaled NVFP4: 6.6 PTX instructions an
 element at K = 4096, 6.9 at 7168, 7.4 at 256, 10.1 at 128; 2.00 bytes read.
 """
 

@@ -33,7 +33,8 @@ the product at once.)
     u = t * (s + 0.5) + (s - 0.5)
     tanh = copysign(u / (u + (1 - t)), x)
 
-**sigmoid**: s(v) = rcp(1 + exp(-v)), with the correctly rounded reciprocal (``rcp.rn``).
+**sigmoid**: s(v) = rcp(1 + exp(-v)), with the correctly rounded reciprocal (``rcp.rn``): within 2.4
+ulp for v > -87, subnormal or 0 below, 30 instructions.
 
 **Curves** f and their derivatives f', in this order of operations; c0 = 0.79788456, c1 =
 0.03567741, c2 = 0.1070322243 and 1.702 are rounded to fp32, H = 2^32:

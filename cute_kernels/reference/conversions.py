@@ -39,7 +39,7 @@ _E8M0_MAX, _E8M0_NAN = 254, 255
 
 def f32(value: float) -> float:
     """``value`` rounded to fp32."""
-    return float(torch.tensor(value, dtype=torch.float32).item())
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu").item())
 
 
 def encode(element: ElementType, y: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 def _pair_table() -> Tensor:
     """(256,) int64: the two fp32 values of each byte, side by side."""
-    magnitudes = torch.tensor(_E2M1_MAGNITUDES, device="cpu")
+    magnitudes = torch.tensor(_E2M1_MAGNITUDES, dtype=torch.float32, device="cpu")
     values = torch.cat([magnitudes, -magnitudes])
     byte = torch.arange(256, device="cpu")
     return torch.stack([values[byte & 15], values[byte >> 4]], dim=-1).view(torch.int64).squeeze(1)

@@ -125,7 +125,7 @@ def _chain(a: Rows, b: Rows, adder: Adder) -> Tensor:
 def _chain_or_split(a: Rows, b: Rows, adder: Adder) -> Tensor:
     if not adder.split:
         return _chain(a, b, adder)
-    total = torch.zeros(len(a.codes), len(b.codes), device=a.codes.device)
+    total = _zeros(a.codes, b.codes)
     for part in _parts(a, _SPLIT_K):
         total += _chain(_cut(a, part), _cut(b, part), adder)
     return _with_one_nan(total)
@@ -159,12 +159,12 @@ def _promoted(a: Rows, b: Rows, adder: Adder) -> Tensor:
     assert a.fmt is not None
     add = _add_fp32_scaled if a.scale.element == F32 else _add_pow2_scaled
     partial = _exact if adder.tensor_core is None else _chain
-    out = torch.empty(len(a.codes), len(b.codes), device=a.codes.device)
+    out = _zeros(a.codes, b.codes)
     for m in _tiles(len(a.codes), _TILE_M):
         for n in _tiles(len(b.codes), max(1, _TILE_OUTPUTS // (m.stop - m.start))):
             left, right = _of_rows(a, m), _of_rows(b, n)
             scales = left.scale_values(), right.scale_values()
-            total = torch.zeros(len(left.codes), len(right.codes), device=out.device)
+            total = _zeros(left.codes, right.codes)
             for i, part in enumerate(_parts(a, a.scale.vec_size)):
                 found = partial(_cut(left, part), _cut(right, part), adder)
                 of_a, of_b = scales[0][:, i, None], scales[1][None, :, i]
@@ -206,6 +206,11 @@ def _exact(a: Rows, b: Rows, adder: Adder) -> Tensor:
     return torch.where(plain.isfinite(), exact, plain.float())
 
 
+def _zeros(a: Tensor, b: Tensor) -> Tensor:
+    """(M, N) fp32 sums of nothing, whatever torch's default dtype is."""
+    return torch.zeros(len(a), len(b), dtype=torch.float32, device=a.device)
+
+
 def _cut_at_one(values: Tensor) -> tuple[Tensor, Tensor]:
     """Values of at least 1 and the others, each with zeros in place of the other, 0 for NaN."""
     finite = values.nan_to_num(0.0, 0.0, 0.0)
@@ -245,7 +250,7 @@ def _with_one_nan(acc: Tensor) -> Tensor:
 def _blocks_in_order(a: Rows, b: Rows, adder: Adder) -> Tensor:
     """Exact blocks, added in fp32 ascending."""
     left, right = a.values(torch.float32), b.values(torch.float32)
-    acc = torch.zeros(len(left), len(right), device=left.device)
+    acc = _zeros(left, right)
     for part in _tiles(left.shape[1], a.scale.vec_size):
         acc += left[:, part] @ right[:, part].T
     return acc

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cute_kernels.layout.shapes import TILE_ROWS, round_up
+from cute_kernels.layout.shapes import round_up
+from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.reference.dots import Adder, dot
 from cute_kernels.reference.operands import Rows
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.shapes import TILE_ROWS, num_slot_tiles, uniform_tiles
+from cute_kernels.layout.slots import TILE_ROWS, num_slot_tiles, uniform_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

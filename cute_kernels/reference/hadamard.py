@@ -48,7 +48,7 @@ def undo(y: Tensor) -> Tensor:
 def _signs(like: Tensor) -> Tensor:
     """(16, 1) fp32: s / 4."""
     signs = [-0.25 if SIGN_MASK >> i & 1 else 0.25 for i in range(CHUNK)]
-    return torch.tensor(signs, device=like.device).unsqueeze(1)
+    return torch.tensor(signs, dtype=torch.float32, device=like.device).unsqueeze(1)
 
 
 def _butterflies(v: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.shapes import TILE_ROWS, ceil_div
+from cute_kernels.layout.shapes import ceil_div
+from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.reference.conversions import decode, f32
 from cute_kernels.reference.scales import linear_column_scales, linear_scales, tile_view
 

@@ -1,4 +1,4 @@
-"""Quantization of grouped rows and its inverse, for every format: codecs compute, this lays out.
+"""Quantization of grouped rows for every format: codecs compute, this lays out.
 
 Rows are converted with blocks along K, slot tiles of 128 rows with blocks along the rows. Square
 blocks are converted by slot tiles for both directions.
@@ -11,32 +11,31 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.shapes import SF_TILE_ROWS, TILE_ROWS, ceil_div, round_up
+from cute_kernels.layout.shapes import ceil_div
+from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.reference import hadamard
 from cute_kernels.reference.codecs import Codec, codec_of
-from cute_kernels.reference.codecs.base import scaled
-from cute_kernels.reference.conversions import decode, pack
+from cute_kernels.reference.conversions import pack
+from cute_kernels.reference.copies import (
+    by_name,
+    code_tiles,
+    rows_first,
+    slices,
+    tile_index,
+    tile_parts,
+)
 from cute_kernels.reference.reductions import absmax, group_amax
-from cute_kernels.reference.scales import lay_scales, linear_row_scales, linear_scales, tile_view
+from cute_kernels.reference.scales import lay_scales, tile_view
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping
 
     from cute_kernels.formats import Format
     from cute_kernels.reference.draws import Draws
     from cute_kernels.reference.elements import Elements
     from cute_kernels.reference.groups import Groups
 
-__all__ = ["Given", "dequantize", "quantize"]
-
-#: Elements that are converted at a time: bounds the memory, and stays in the cache.
-_CHUNK = 1 << 19
-
-
-def _chunks(count: int, elements_each: int) -> Iterator[slice]:
-    step = max(1, _CHUNK // max(1, elements_each))
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
+__all__ = ["Given", "quantize"]
 
 
 class Given(NamedTuple):
@@ -74,10 +73,10 @@ def quantize(
     codec = codec_of(fmt, elements.dtype)
     rowwise, columnwise = (_named(fmt, out, direction) for direction in (False, True))
     if rowwise and groups.is_uniform:
-        rowwise = _rows_first(rowwise)
+        rowwise = rows_first(rowwise)
     if fmt.second_level is None:
         # Nobody asks for amaxes of whole rows, which take a pass over all elements.
-        per_row = torch.zeros(1, device=elements.device).expand(elements.rows)
+        per_row = torch.zeros(1, dtype=torch.float32, device=elements.device).expand(elements.rows)
     else:
         per_row = elements.absmax()
     per_group = _group_amaxes(elements, groups, fmt, per_row, given.amax, bool(columnwise))
@@ -118,8 +117,8 @@ def _group_amaxes(
 
 def _transformed_amax(elements: Elements, groups: Groups) -> Tensor:
     """(G,) amaxes of the transformed values."""
-    out = torch.zeros(len(groups), device=elements.device)
-    for _, group, row in _tile_parts(groups, elements.cols):
+    out = torch.zeros(len(groups), dtype=torch.float32, device=elements.device)
+    for _, group, row in tile_parts(groups, elements.cols):
         per_tile = absmax(_tile_values(elements, row, is_transformed=True).flatten(1))
         out.scatter_reduce_(0, group, per_tile, "amax")
     return out
@@ -130,23 +129,7 @@ def _named(fmt: Format, out: Mapping[str, Tensor], columnwise: bool) -> dict[str
     if ("codes_t" if columnwise else "codes") not in out:
         return {}
     copy = [out[name] for name in fmt.buffer_names(columnwise)]
-    return _by_name(fmt.buffer_names(columnwise=False), copy)
-
-
-def _by_name(names: Sequence[str], copy: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Buffers by their rowwise names. Codes are bytes: few ops of torch take FP8 dtypes."""
-    buffers = dict(zip(names, copy, strict=True))
-    buffers["codes"] = buffers["codes"].view(torch.uint8)
-    return buffers
-
-
-def _rows_first(copy: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A rowwise copy of uniform groups, its codes and second level one row after the other.
-
-    Views: the rows of all groups are equally far apart. Scales stay as they are.
-    """
-    views = {name: t if name == "scales" else t.flatten() for name, t in copy.items()}
-    return views | {"codes": copy["codes"].flatten(0, 1)}
+    return by_name(fmt.buffer_names(columnwise=False), copy)
 
 
 def _store_level(
@@ -186,7 +169,7 @@ def _quantize_rows(
     if scale is not None:
         shape = groups.num_tiles * TILE_ROWS, ceil_div(cols, vec)
         linear = torch.zeros(shape, dtype=scale.dtype, device=elements.device)
-    for part in _chunks(len(slot), cols):  # the live rows are the first ones
+    for part in slices(len(slot), cols):  # the live rows are the first ones
         blocks = _whole_blocks(elements.take(part), vec).unflatten(1, (-1, vec))
         drawn = None if draws is None else draws.rows(row[part]).unflatten(1, (-1, vec))
         encoded, stored = codec.encode(blocks, absmax(blocks), g[part, None], drawn)
@@ -197,7 +180,7 @@ def _quantize_rows(
         tile, _, _ = groups.used_tiles()
         by_tile = linear.view(groups.num_tiles, TILE_ROWS, linear.shape[1])
         tiles = tile_view(fmt, copy["scales"], columnwise=False)
-        tiles[_tile_index(groups, tile)] = lay_scales(fmt, by_tile[tile], columnwise=False)
+        tiles[tile_index(groups, tile)] = lay_scales(fmt, by_tile[tile], columnwise=False)
 
 
 def _whole_blocks(x: Tensor, vec: int) -> Tensor:
@@ -218,7 +201,7 @@ def _quantize_tiles(
     """The columnwise copy, and the rowwise one of square blocks, slot tile by slot tile."""
     fmt, scale, cols = codec.fmt, codec.fmt.scale, elements.cols
     vec = TILE_ROWS if scale is None else scale.vec_size
-    for tile, group, row in _tile_parts(groups, cols):
+    for tile, group, row in tile_parts(groups, cols):
         live = row >= 0
         values = _tile_values(elements, row, fmt.is_transformed)
         blocks = _column_blocks(values, vec)
@@ -230,10 +213,10 @@ def _quantize_tiles(
         encoded, stored = codec.encode(blocks, a, per_group[group, None, None], drawn)
         codes = encoded.movedim(-1, 2).flatten(1, 2)  # (t, 128, K)
         codes = codes.masked_fill(~_held(fmt, live).unsqueeze(-1), 0)
-        index = _tile_index(groups, tile)
+        index = tile_index(groups, tile)
         if columnwise:
             lying = codes if fmt.columnwise == "untransposed" else codes.mT
-            _code_tiles(fmt, columnwise["codes"])[index] = pack(fmt.element, lying)
+            code_tiles(fmt, columnwise["codes"])[index] = pack(fmt.element, lying)
             if stored is not None:
                 tiles = tile_view(fmt, columnwise["scales"], columnwise=True)
                 tiles[index] = lay_scales(fmt, stored.mT, columnwise=True)
@@ -244,13 +227,6 @@ def _quantize_tiles(
                 by_row = by_row.masked_fill(~live.unsqueeze(-1), 0)
                 tiles = tile_view(fmt, rowwise["scales"], columnwise=False)
                 tiles[index] = lay_scales(fmt, by_row, columnwise=False)
-
-
-def _tile_parts(groups: Groups, cols: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """``Groups.used_tiles`` in parts."""
-    tiles, group, rows = groups.used_tiles()
-    for part in _chunks(len(tiles), TILE_ROWS * cols):
-        yield tiles[part], group[part], rows[part]
 
 
 def _tile_values(elements: Elements, row: Tensor, is_transformed: bool) -> Tensor:
@@ -283,92 +259,3 @@ def _held(fmt: Format, live: Tensor) -> Tensor:
     chunks = live.unflatten(1, (-1, hadamard.CHUNK))
     held: Tensor = chunks.any(2, keepdim=True).expand_as(chunks).flatten(1)
     return held
-
-
-def _code_tiles(fmt: Format, codes_t: Tensor) -> Tensor:
-    """Columnwise codes with the slot tile first: ([G,] tiles, K, codes of 128 rows).
-
-    Those that are not transposed: ([G,] tiles, 128, K).
-    """
-    if fmt.columnwise == "untransposed":
-        by_tile: Tensor = codes_t.unflatten(-2, (-1, TILE_ROWS))
-        return by_tile
-    by_tile = codes_t.unflatten(-1, (-1, fmt.element.width(TILE_ROWS)))
-    return by_tile.movedim(-2, -3)
-
-
-def _tile_index(groups: Groups, tile: Tensor) -> tuple[Tensor, ...]:
-    """Index of slot tiles into the views above."""
-    if not groups.is_uniform:
-        return (tile,)
-    each = groups.num_tiles // len(groups)
-    return (tile // each, tile % each)
-
-
-def dequantize(
-    groups: Groups, fmt: Format, copy: Sequence[Tensor], columnwise: bool, out: Tensor
-) -> None:
-    """Decode one direction into ``out``; rows of the tail are left as they are.
-
-    Of a transformed copy the transform is undone, in fp32, before the only rounding.
-
-    Args:
-        groups: where the groups lie.
-        fmt: the format.
-        copy: the direction's buffers that a reader needs, in the order of ``fmt.operand_names``.
-        columnwise: which direction it is.
-        out: (T, K) or (G, N, K), any floating dtype; one rounding from fp32.
-    """
-    codec, out = codec_of(fmt), out.flatten(0, -2)
-    buffers = _by_name(fmt.operand_names(columnwise=False), copy)
-    if columnwise:
-        _dequantize_tiles(codec, groups, buffers, out)
-        return
-    if groups.is_uniform:
-        buffers = _rows_first(buffers)
-    _dequantize_rows(codec, groups, buffers, out)
-
-
-def _dequantize_rows(codec: Codec, groups: Groups, copy: Mapping[str, Tensor], out: Tensor) -> None:
-    scale, level, cols = codec.fmt.scale, codec.fmt.second_level, out.shape[1]
-    vec = cols if scale is None else scale.vec_size
-    row, slot = groups.slot_of_row()
-    group = groups.group_of_row()
-    for part in _chunks(len(row), cols):
-        source = row[part]
-        stored = vector = None
-        if scale is not None:
-            stored = linear_row_scales(codec.fmt, copy["scales"], slot[part], cols)
-        if level is not None:
-            index = source if level.per == "row" else group[source]
-            vector = copy[level.buffers[0]][index, None]
-        values = decode(codec.fmt.element, copy["codes"][source])
-        factor = codec.decode_factor(stored, vector)
-        out[source] = scaled(values, factor, vec).to(out.dtype)
-
-
-def _dequantize_tiles(
-    codec: Codec, groups: Groups, copy: Mapping[str, Tensor], out: Tensor
-) -> None:
-    fmt, scale, cols = codec.fmt, codec.fmt.scale, out.shape[1]
-    level = fmt.columnwise_level
-    vec = TILE_ROWS if scale is None else scale.vec_size
-    code_tiles = _code_tiles(fmt, copy["codes"])
-    tiles, tile_group, rows = groups.used_tiles()
-    for part in _chunks(len(tiles), TILE_ROWS * round_up(cols, SF_TILE_ROWS)):
-        tile, row = tiles[part], rows[part]
-        index = _tile_index(groups, tile)
-        stored = vector = None
-        if scale is not None:
-            scale_tiles = tile_view(fmt, copy["scales"], columnwise=True)[index]
-            stored = linear_scales(fmt, scale_tiles, True, cols)
-        if level is not None:
-            vector = copy[level.buffers[0]][tile_group[part]][:, None, None]
-        columns = decode(fmt.element, code_tiles[index])
-        if fmt.columnwise == "untransposed":
-            columns = columns.mT
-        values = scaled(columns, codec.decode_factor(stored, vector), vec).mT  # (t, 128, K)
-        if fmt.is_transformed:
-            values = hadamard.undo(values.unflatten(1, (-1, hadamard.CHUNK))).flatten(1, 2)
-        live = row >= 0
-        out[row[live]] = values[live].to(out.dtype)

@@ -18,10 +18,10 @@ from cute_kernels.layout.shapes import (
     SF_TILE_BYTES,
     SF_TILE_COLS,
     SF_TILE_ROWS,
-    TILE_ROWS,
     ceil_div,
     scale_tiles,
 )
+from cute_kernels.layout.slots import TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.formats import BlockScale, Format

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import cute_kernels
 import grouped
+from grouped import recipes
 
 if TYPE_CHECKING:
     from cute_kernels.formats import Format
@@ -20,13 +21,16 @@ __all__ = ["ROLES", "NoiseProbe", "snr_db"]
 ROLES = ("weights", "activations", "gradients")
 
 
-def snr_db(x: Tensor, fmt: Format | None, offs: Tensor | None = None) -> float | None:
+def snr_db(
+    x: Tensor, fmt: Format | None, offs: Tensor | None = None, scale: Tensor | None = None
+) -> float | None:
     """Signal-to-quantization-noise ratio ``10 log10(sum x^2 / sum (x - decode(encode(x)))^2)``.
 
     Args:
         x: (T, K) with ``offs``, or (G, N, K) without.
         fmt: the format; None for rounding to bf16.
         offs: (G,) end row of each group.
+        scale: (G,) scales, of a format that takes them.
 
     Returns:
         Decibels, or None where there is no ratio: ``x`` is zero or loses nothing.
@@ -37,7 +41,7 @@ def snr_db(x: Tensor, fmt: Format | None, offs: Tensor | None = None) -> float |
         # A property of the format, not of a kernel: the backends agree to the bit, and the
         # reference one is the fastest on a CPU.
         with cute_kernels.backend("reference"):
-            decoded = grouped.quantize(x, fmt, offs=offs).dequantize(torch.float32)
+            decoded = grouped.quantize(x, fmt, offs=offs, scale=scale).dequantize(torch.float32)
     signal = x.double().square().sum().item()
     noise = (x.double() - decoded.double()).square().sum().item()
     return 10 * math.log10(signal / noise) if signal and noise else None
@@ -49,7 +53,10 @@ class NoiseProbe:
     def __init__(self, model: nn.Module) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, grouped.nn.GroupedLinear)]
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._seen: list[tuple[str, Tensor, Format | None, Tensor | None]] = []
+        #: Role, and what ``snr_db`` takes.
+        self._seen: list[
+            tuple[str, tuple[Tensor, Format | None, Tensor | None, Tensor | None]]
+        ] = []
 
     def __enter__(self) -> NoiseProbe:
         self._handles = [layer.register_forward_hook(self._record) for layer in self._layers]
@@ -64,11 +71,16 @@ class NoiseProbe:
         assert isinstance(layer.weight, Tensor)
         recipe, (x, offs) = layer.recipe, args
         # A copy: the optimizer changes weights in place before ``mean_db`` looks at them.
-        self._seen.append(("weights", layer.weight.detach().clone(), recipe.weight, None))
-        self._seen.append(("activations", x.detach(), recipe.input, offs))
+        scales: list[Tensor | None] = [None] * 3
+        if layer.scaling is not None:
+            # Those of this call: the next step's has others.
+            scales = [layer.scaling.scale(role).clone() for role in recipes.ROLES]
+        weight = layer.weight.detach().clone()
+        self._seen.append(("weights", (weight, recipe.weight, None, scales[1])))
+        self._seen.append(("activations", (x.detach(), recipe.input, offs, scales[0])))
 
         def record_gradient(grad: Tensor) -> None:
-            self._seen.append(("gradients", grad.detach(), recipe.grad_output, offs))
+            self._seen.append(("gradients", (grad.detach(), recipe.grad_output, offs, scales[2])))
 
         output.register_hook(record_gradient)
 
@@ -76,7 +88,7 @@ class NoiseProbe:
         """Mean ratio over the layers, by role; None for a role without one."""
         means: dict[str, float | None] = {}
         for role in ROLES:
-            ratios = [snr_db(x, fmt, offs) for name, x, fmt, offs in self._seen if name == role]
+            ratios = [snr_db(*seen) for name, seen in self._seen if name == role]
             known = [ratio for ratio in ratios if ratio is not None]
             means[role] = sum(known) / len(known) if known else None
         return means

@@ -71,7 +71,7 @@ class KeptWeight:
     @classmethod
     def of(cls, sources: Sequence[Tensor], recipe: Recipe, copies: Copies) -> KeptWeight | None:
         """The copies, unless they are no tensors with data of their own (fake ones, say)."""
-        if any(type(t) is not Tensor for copy in copies for t in copy or ()):
+        if any(type(t) is not Tensor for copy in copies[:2] for t in copy or ()):
             return None
         return cls(sources, recipe, copies)
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from grouped import debug
 from grouped.autograd import multiply, rows_and_ends
+from grouped.nn.delayed import DelayedScaling
 from grouped.nn.forms import convert
 from grouped.nn.kept import KeptWeight, can_keep, is_static
 from grouped.nn.wgrad import EAGER_ONLY, ParameterGradients, Wgrads
-from grouped.passes import Copies, joined, quantize_weight
-from grouped.recipes import BF16, Recipe
+from grouped.passes import Copies, Scaling, joined, quantize_weight
+from grouped.recipes import BF16, ROLES, FP8Delayed, Recipe, check_recipe
 from grouped.tensor import GroupedTensor
 
 if TYPE_CHECKING:
@@ -79,8 +80,7 @@ class GroupedLinear(debug.Watched):
     ) -> None:
         super().__init__()
         self.recipe = BF16() if recipe is None else recipe
-        if not isinstance(self.recipe, Recipe):
-            raise TypeError(f"recipe must be a grouped.recipes.Recipe, got {recipe!r}")
+        check_recipe(self.recipe)
         for name, size in (
             ("num_groups", num_groups),
             ("in_features", in_features),
@@ -103,6 +103,10 @@ class GroupedLinear(debug.Watched):
         self._kept: KeptWeight | None = None
         #: The last DTensor of each parameter: what FSDP gathers the present one from.
         self._shards: dict[str, Tensor] = {}
+        #: The state of delayed scaling; None under recipes that have none.
+        self.scaling: DelayedScaling | None = None
+        if isinstance(self.recipe, FP8Delayed):
+            self.scaling = DelayedScaling(self.recipe, num_groups, device)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         shapes: dict[str, tuple[int, ...]] = {"weight": (out_features, in_features)}
         if bias:
@@ -125,6 +129,8 @@ class GroupedLinear(debug.Watched):
     def reset_parameters(self) -> None:
         """Initialize each group as ``nn.Linear`` does; both forms draw the same numbers.
 
+        The state of delayed scaling is reset.
+
         A stacked parameter that is sharded (DTensor) or quantized is drawn as a whole: the same
         distribution in another order.
         """
@@ -138,6 +144,8 @@ class GroupedLinear(debug.Watched):
                 for bound, tensor in zip(bounds.values(), tensors, strict=True):
                     if tensor is not None:
                         tensor.uniform_(-bound, bound)
+        if self.scaling is not None:
+            self.scaling.reset()
 
     def _drawn(self, name: str) -> list[Tensor]:
         """What random numbers are written to, in order: groups, or a parameter as a whole."""
@@ -202,14 +210,29 @@ class GroupedLinear(debug.Watched):
         rows, ends = rows_and_ends(x, offs, self.num_groups, self.in_features)
         sources = self._sources("weight")
         self._check_shape(sources[0])
-        copies = self._kept_copies(sources, is_first_microbatch, rows)
+        scaling = self._scaling_of_call(is_first_microbatch)
+        copies = self._kept_copies(sources, is_first_microbatch, rows, scaling)
         bias = self._stacked("bias") if self.has_bias else None
-        y = multiply(rows, sources, bias, ends, self.recipe, copies, sink)
+        y = multiply(rows, sources, bias, ends, self.recipe, copies, sink, scaling)
         flags = debug.flags_of(self, rows.device)
         if flags is not None:
             y = debug.watch(flags, rows, sources, y, ends)
         # Not a view of itself: FSDP warns of those.
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
+
+    def _scaling_of_call(self, is_first_microbatch: bool | None) -> Scaling | None:
+        """The scales of a call under delayed scaling, updated if it is the first of a step.
+
+        None under a recipe that takes none; the state of a layer that was made with one rests then.
+        """
+        if not self.recipe.takes_scales:
+            return None
+        if self.scaling is None:
+            raise RuntimeError(
+                f"the layer has no state for {self.recipe}: make it with this recipe"
+            )
+        self.scaling.begin(is_first_microbatch)
+        return self.scaling.of_call(self.recipe, self.num_groups)
 
     def _sources(self, name: str) -> list[Tensor]:
         """The parameters that ``name`` consists of."""
@@ -252,12 +275,18 @@ class GroupedLinear(debug.Watched):
         self._wgrads.hooks.append(hook)
 
     def _kept_copies(
-        self, sources: list[Tensor], is_first_microbatch: bool | None, rows: Tensor
+        self,
+        sources: list[Tensor],
+        is_first_microbatch: bool | None,
+        rows: Tensor,
+        scaling: Scaling | None,
     ) -> Copies | None:
         """The quantized weight of an earlier call or for later ones; None if this is for itself."""
         if not self.recipe.is_quantized or not can_keep(sources):
             return None
         made_from = [*sources, *self._shards.values()]
+        if scaling is not None:
+            made_from.append(scaling.scales[ROLES.index("weight")])
         if is_first_microbatch is False:
             return self._copies_of_first_microbatch(made_from, rows)
         wants_gradients = torch.is_grad_enabled()
@@ -268,7 +297,7 @@ class GroupedLinear(debug.Watched):
                 return self._kept.copies
         weight = joined(sources)
         # Not where rows require a gradient: a later microbatch may where this one does not.
-        copies = quantize_weight(weight, self.recipe, wants_gradients)
+        copies = quantize_weight(weight, self.recipe, wants_gradients, scaling)
         self._kept = KeptWeight.of(made_from, self.recipe, copies)
         return copies
 

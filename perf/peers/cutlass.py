@@ -158,7 +158,8 @@ def _quantized(
     assert left.rowwise is not None and right.rowwise is not None
     k = a.shape[1]
     # The scales of each group's rows in whole tiles of 128, one group after the other.
-    from cute_kernels.layout.shapes import ceil_div, slot_tile
+    from cute_kernels.layout.shapes import ceil_div
+    from cute_kernels.layout.slots import slot_tile
 
     starts = [0, *offs.tolist()]
     tiles = [

@@ -1,4 +1,4 @@
-"""Counts on the emulator: of both architectures for CI, and with ``--full`` of Blackwell's for the README.
+"""Counts on the emulator: of both architectures for CI, with ``--full`` of Blackwell for tables.
 
 They do not vary between runs, so any difference is a change of a kernel or of what an op launches.
 """

@@ -97,7 +97,12 @@ class Quantization:
         return [False] * rowwise + [True] * columnwise
 
     def fits(self, fmt: Format) -> bool:
-        """Whether it makes sense for a format: amaxes are given to what has one a group."""
+        """Whether it makes sense for a format: amaxes are given to what has one a group.
+
+        With a Hadamard transform there is a second one, of what is transformed.
+        """
+        if self.gives_amax and getattr(fmt, "hadamard", False):
+            return False
         levels = [fmt.level(way) for way in self.ways]
         has_group_level = any(level is not None and level.per == "group" for level in levels)
         return has_group_level or not self.gives_amax

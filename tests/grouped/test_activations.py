@@ -121,6 +121,28 @@ def test_parameters_of_the_clamped_one(fmt):
     assert not got.dequantize()[:37].equal(other.dequantize()[:37])
 
 
+def test_compiled_once_for_all_token_counts():
+    torch._dynamo.reset()
+
+    def function(x, grad, offs):
+        q = grouped.quantize(x, grouped.NVFP4(), offs=offs, activation="swiglu", columnwise=True)
+        d, dbias = grouped.quantize(
+            x, grouped.FP8(), offs=offs, activation="swiglu", grad=grad, dbias=True
+        )
+        return q.dequantize(), q.dequantize(direction="columnwise"), d.dequantize(), dbias
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (40, 41, 130, 7):
+            x, grad = sample(tokens, 96), sample(tokens, 48)
+            offs = torch.tensor([tokens // 3, tokens // 3, tokens], dtype=torch.int32)
+            torch._dynamo.mark_dynamic(x, 0)
+            torch._dynamo.mark_dynamic(grad, 0)
+            for a, b in zip(compiled(x, grad, offs), function(x, grad, offs), strict=True):
+                assert_same_bytes(a, b)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [

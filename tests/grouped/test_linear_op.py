@@ -126,6 +126,19 @@ def test_opcheck(recipe):
     )
 
 
+@pytest.mark.usefixtures("comparable")
+def test_opcheck_with_scales():
+    """Evaluated, as what has no amaxes to record; a training call writes them."""
+    recipe = recipes.FP8Delayed()
+    x, weight = sample(40, K).requires_grad_(), sample(3, N, K).requires_grad_()
+    scales = [torch.rand(3) + 0.5 for _ in range(3)]
+    opcheck(
+        torch.ops.grouped.linear.default,
+        (x, weight, None, OFFS, *recipe.texts, False, scales),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
 # ---------------------------------------------------------------------------- torch.func
 
 

@@ -44,16 +44,16 @@ CASES = [
     ("dequantize", "uniform, of a parameter", lambda: (uniform(True), torch.float16, "rowwise")),
     ("dequantize", "shapes", lambda: (shaped(), None, None)),
     ("dequantize", "shapes, columnwise", lambda: (shaped(True), torch.float32, "columnwise")),
-    ("gemm", "fprop", lambda: (ragged(), uniform(), None, None, False, BF16)),
+    ("gemm", "fprop", lambda: (ragged(), uniform(), None, None, False, BF16, None)),
     (
         "gemm",
         "dgrad with everything",
         lambda: (
             *(ragged(N, FORMATS["row-scaled"]), uniform()),
-            *(torch.rand(3, K), torch.rand(3), True, torch.float32),
+            *(torch.rand(3, K), torch.rand(3), True, torch.float32, None),
         ),
     ),
-    ("gemm", "wgrad", lambda: (ragged(N), ragged(K), None, None, False, torch.float32)),
+    ("gemm", "wgrad", lambda: (ragged(N), ragged(K), None, None, False, torch.float32, None)),
     (
         "gemm_out",
         "fprop",

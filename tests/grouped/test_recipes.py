@@ -71,6 +71,7 @@ def variants(recipe, **options):
         *variants(recipes.MXFP8, grad_dtype=E5M2, weight_block=(32, 32)),
         *variants(recipes.FP8Block, grad_dtype=E5M2, pow2_scales=False, amax_epsilon=100.0),
         *variants(recipes.FP8Current, grad_dtype=E4M3),
+        *variants(recipes.FP8Delayed, grad_dtype=E4M3),
     ],
 )
 def test_an_option_reaches_the_formats(recipe, name, value):
@@ -100,6 +101,8 @@ def test_roles_of_the_named_recipes():
     assert texts(recipes.MXFP8()) == ("mxfp8",) * 3
     assert texts(recipes.FP8Block()) == ("fp8_block", "fp8_block:block=128x128", "fp8_block")
     assert texts(recipes.FP8Current()) == ("fp8", "fp8", "fp8:dtype=e5m2")
+    delayed = "fp8:scaling=delayed"
+    assert texts(recipes.FP8Delayed()) == (delayed, delayed, "fp8:dtype=e5m2,scaling=delayed")
     hybrid = recipes.FP8Block(grad_dtype=E5M2, pow2_scales=False, amax_epsilon=0.5)
     rest = "pow2_scales=false,amax_epsilon=0.5"
     assert texts(hybrid) == (

@@ -14,6 +14,7 @@ from tests.helpers import assert_same_bytes, sample
 
 ROWS, GROUPS, HIDDEN, WIDTH = 40, 3, 64, 32
 OFFS = torch.tensor([13, 13, 35], dtype=torch.int32)
+DELAYED_TOO = ALL_RECIPES | {"fp8-delayed": recipes.FP8Delayed()}
 _OFFS = Saved((GROUPS,), torch.int32, 4 * GROUPS)
 
 
@@ -36,12 +37,14 @@ def expected_of_linear(recipe, rows, n, k, x=True, weight=True):
     if not recipe.is_quantized:
         return [plain(rows, k)] if x else []
     kept = copy_of(recipe.input, (rows, k)) if x else []
+    if recipe.takes_scales:  # The gradient's, and the amaxes of x and of the weight.
+        kept += [plain(GROUPS, dtype=torch.float32)] * 3
     return kept + (copy_of(recipe.weight, (GROUPS, n, k)) if weight else [])
 
 
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
+@pytest.mark.parametrize("recipe", DELAYED_TOO.values(), ids=DELAYED_TOO)
 def test_mlp(recipe, parameters, single):
     mlp = GroupedMLP(
         *(GROUPS, HIDDEN, WIDTH), recipe=recipe, dtype=parameters, single_parameter=single

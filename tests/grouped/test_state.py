@@ -224,13 +224,14 @@ def test_recipes_say_formats_and_nothing_else():
     with pytest.raises(ValueError, match=r"no format for \['weight', 'grad_output'\]"):
         recipes.Recipe(input=grouped.NVFP4())
     with pytest.raises(ValueError, match="row_scaled=True"):
-        recipes.NVFP4(weight=grouped.NVFP4(row_scaled=True))
+        recipes.Recipe(grouped.NVFP4(), grouped.NVFP4(row_scaled=True), grouped.NVFP4())
 
 
 def test_row_scaled_gradients():
     """A recipe of one's own: dgrad then rescales per row."""
     row = grouped.NVFP4(row_scaled=True)
-    layer = layer_of(recipe=recipes.NVFP4(grad_output=row), bias=False, dtype=torch.float32)
+    recipe = recipes.Recipe(grouped.NVFP4(), WEIGHT_FORMAT, row)
+    layer = layer_of(recipe=recipe, bias=False, dtype=torch.float32)
     x, dy = torch.randn(40, K, requires_grad=True), torch.randn(40, N)
     layer(x, OFFS).backward(dy)
     w = grouped.quantize(layer.weight, WEIGHT_FORMAT).dequantize().double()

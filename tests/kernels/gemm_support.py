@@ -74,18 +74,18 @@ class Operand:
     Attributes:
         codes, scales, amax: what kernels take of it.
         fmt: its format; None if plain.
-        per_row: the amaxes are those of rows.
+        columnwise: it is the columnwise copy.
     """
 
     codes: Tensor
     scales: Tensor | None = None
     amax: Tensor | None = None
     fmt: NVFP4 | None = None
-    per_row: bool = False
+    columnwise: bool = False
 
     def read(self) -> reference.Operand:
         """The same for the reference."""
-        return reference.Operand(self.codes, self.fmt, self.scales, self.amax, self.per_row)
+        return reference.Operand(self.codes, self.fmt, self.scales, self.amax, self.columnwise)
 
 
 #: Tensors of an operand, in the order in which kernels take them.
@@ -117,7 +117,7 @@ def quantize(
     out = {name: _poisoned(spec) for name, spec in specs.items()}
     reference.quantize(reference.Elements(x), Groups.of(x.shape, offs, x.device), fmt, out)
     codes, scales, amax = out.values()
-    return Operand(codes, scales, amax, fmt, per_row=row_scaled and not columnwise)
+    return Operand(codes, scales, amax, fmt, columnwise)
 
 
 def randn(*shape: int, seed: int) -> Tensor:

@@ -51,6 +51,14 @@ def test_sums(arch: str, dtype: str) -> None:
         check(arch, lambda dy=dy, offs=offs: dbias(dy, offs))
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_uniform_groups(arch: str) -> None:
+    dy = gradient(3 * 130, 72, ends(390)).view(3, 130, 72)
+    check(arch, lambda: torch.ops.cute_kernels.grouped_dbias(dy))
+    check(arch, lambda: torch.ops.cute_kernels.grouped_dbias(dy[:, ::2, 1:]))
+    check(arch, lambda: torch.ops.cute_kernels.grouped_dbias(dy[:, :0]))
+
+
 def test_the_order_of_the_sums_shows() -> None:
     """Another order gives other bits, so ``test_sums`` sees one."""
     rows, cols, offs = CASES["tiles for two rounds and a part"]

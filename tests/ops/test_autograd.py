@@ -297,7 +297,10 @@ def test_operands_without_a_tangent_pass_in_a_dual_level():
 @pytest.mark.parametrize("name", cute_kernels.ops.__all__)
 def test_every_form_is_documented(name):
     text = getattr(ops, name).__doc__
-    assert "Args:" in text and "Returns:" in text
+    assert "Args:" in text
+    if not hasattr(ops, f"{name}_out"):
+        return  # It writes its arguments and returns nothing.
+    assert "Returns:" in text
     assert text in getattr(ops, f"{name}_out").__doc__
     direct = getattr(cute_kernels.ops, name)
     assert direct.__doc__ == text and direct.__name__ == name

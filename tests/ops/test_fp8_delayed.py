@@ -270,9 +270,32 @@ def test_errors(fmt, change, error, match):
         grouped.quantize(sample(8, 32), fmt, offs=[4, 8], **change)
 
 
+@pytest.mark.parametrize("backend", ["reference", "reference:sm_90a", "reference:sm_100a"])
+def test_products_are_those_of_current_scaling_with_its_own_scales(backend):
+    """Of both operands, and of one beside one with current scaling."""
+    e5m2, offs = FP8(torch.float8_e5m2), [13, 13, 35]
+    values = {"x": (sample(40, 64), FP8()), "w": (sample(3, 48, 64), FP8())}
+    values["dy"] = (sample(40, 48), e5m2)
+    current, delayed = {}, {}
+    for name, (value, fmt) in values.items():
+        options = {"columnwise": True, "offs": None if name == "w" else offs}
+        current[name] = grouped.quantize(value, fmt, **options)
+        scale = current[name].rowwise.scale
+        delayed[name] = grouped.quantize(value, FORMATS[fmt.dtype], scale=scale, **options)
+    with cute_kernels.backend(backend):
+        for a, b in ((delayed, delayed), (delayed, current), (current, delayed)):
+            for left, right, options in (
+                ("x", "w", {}),
+                ("dy", "w", {"transpose_b": True}),
+                ("dy", "x", {"out_dtype": torch.float32}),
+            ):
+                want = grouped.grouped_gemm(current[left], current[right], **options)
+                assert_same_bytes(grouped.grouped_gemm(a[left], b[right], **options), want)
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_kernels_refuse_it_with_a_reason(arch):
-    for op in ("grouped_quantize", "grouped_dequantize"):
+    for op in ("grouped_quantize", "grouped_dequantize"):  # products of FP8 have no kernel at all
         assert cute_kernels.support(op, E4M3, "reference")
         reason = cute_kernels.support(op, E4M3, arch).reason
         assert reason == f"no {arch} kernel of {op} for FP8(scaling='delayed') yet"

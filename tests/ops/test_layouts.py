@@ -185,7 +185,9 @@ BACKENDS = ("reference", "emulated:sm_90a", "emulated:sm_100a")
 
 def test_every_op_has_a_call():
     names = {n.split("::")[1] for n in registry._LIBRARY._op_defs}
-    assert {op for op, _ in CALLS.values()} == {n for n in names if not n.endswith("_out")}
+    # Ops without an ``_out`` form write their arguments, which have to be dense.
+    functional = {n for n in names if f"{n}_out" in names}
+    assert {op for op, _ in CALLS.values()} == functional
 
 
 @pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS)

@@ -103,7 +103,7 @@ def fp8_cases(a, b):
         (m, f"plain x {b} fprop", lambda: fprop(half(), b_format=b)),
         (m, f"plain x {b} dgrad", lambda: dgrad(half(), b_format=b)),
         (quantize, f"{a} fprop", lambda: quantizing(False)),
-        (quantize, f"{a} dgrad", lambda: quantizing(True, *everything, False, *accumulation)),
+        (quantize, f"{a} dgrad", lambda: quantizing(True, *everything, False, None, *accumulation)),
         (k, a, lambda: (*wgrad(), *accumulation)),
     ]
 

@@ -19,6 +19,10 @@ from cute_kernels.runtime.arch import _index_architecture
 from tests.helpers import ops
 from tests.ops.test_layouts import CALLS
 
+#: Fake tensors on a second GPU: PyTorch looks for it where there is a first one.
+needs_no_gpu = pytest.mark.skipif(
+    torch.cuda.device_count() == 1, reason="there is a GPU, and no second one"
+)
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 #: Capability of the second GPU; the first has the other.
 CAPABILITIES = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
@@ -118,6 +122,7 @@ def test_fresh_tensors_are_made_where_they_belong(kernels, monkeypatch):
     assert made == [((2, 3), (3, 1), torch.float32)]
 
 
+@needs_no_gpu
 @pytest.mark.parametrize(("name", "make"), CALLS.values(), ids=CALLS)
 def test_fakes_are_on_the_device_of_the_operands(name, make):
     with cute_kernels.backend("reference"):
@@ -135,6 +140,7 @@ def test_fakes_are_on_the_device_of_the_operands(name, make):
     assert {t.device for t in tree_leaves(results)} == {SECOND}
 
 
+@needs_no_gpu
 def test_operands_of_two_devices_are_refused():
     with FakeTensorMode():
         x = torch.empty(8, 64, dtype=torch.bfloat16, device=SECOND)

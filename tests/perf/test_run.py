@@ -24,7 +24,7 @@ from perf.suites.gemm import Pair
 from tests.helpers import has_compiler
 
 CPU = torch.device("cpu")
-SHAPE = GroupedShape("small", "up", 3, 64, 48)
+SHAPE = GroupedShape("small", "up", 3, 64, 32)
 
 
 def contender(name, value, bound=0.1, raises=None):
@@ -102,10 +102,10 @@ def test_products_are_checked_against_fp32(product):
 def test_least_bytes_count_each_input_once():
     work = Operands(SHAPE, 40, "fprop", "17 0 23", CPU)
     # Weights of the group without rows are not read.
-    assert work.least_bytes(2, 0.5) == 40 * 48 * 2 + 2 * 64 * 48 * 0.5 + 40 * 64 * 2
-    assert work.flops == 2 * 40 * 64 * 48
+    assert work.least_bytes(2, 0.5) == 40 * 32 * 2 + 2 * 64 * 32 * 0.5 + 40 * 64 * 2
+    assert work.flops == 2 * 40 * 64 * 32
     wgrad = Operands(SHAPE, 40, "wgrad", "balanced", CPU)
-    assert wgrad.least_bytes(1, 2) == 40 * 64 + 40 * 48 * 2 + 3 * 64 * 48 * 2
+    assert wgrad.least_bytes(1, 2) == 40 * 64 + 40 * 32 * 2 + 3 * 64 * 32 * 2
     assert element_bytes(grouped.NVFP4()) == 0.5625
     assert element_bytes(grouped.MXFP8()) == 1 + 1 / 32
     assert element_bytes(grouped.FP8Block()) == 1 + 4 / 128

@@ -11,7 +11,8 @@ from cute_kernels.formats import NVFP4, parse
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, round_e2m1
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.philox import philox4x32
-from tests.helpers import assert_same_bytes, offsets, ops, sample
+from tests.emulator.ptx import elementwise
+from tests.helpers import assert_same_bytes, needs_compiler, offsets, ops, sample
 from tests.reference import oracle
 from tests.reference.oracle_variants import block_bytes, round_e2m1_stochastic
 from tests.reference.oracle_variants import philox4x32 as philox_oracle
@@ -290,3 +291,16 @@ def test_one_op_draws_as_two():
     got = ops.m_grouped_quantize_gemm(x, weight[0], offs, weight[1:], SR, "nvfp4", seed=seed)
     assert_same_bytes(got, want)
     assert np.isfinite(got.float().numpy()).all()
+
+
+@needs_compiler
+def test_the_instruction_rounds_by_the_same_bytes():
+    """In the emulator's model, with a byte on top of each half of the random bits."""
+    y = torch.cat([representative()[::5], torch.tensor([torch.nan, -0.3, -6.5])])
+    y = torch.nn.functional.pad(torch.cat([y, -y]), (0, -2 * len(y) % 32))
+    r = torch.randint(0, 256, y.shape, generator=torch.Generator().manual_seed(1))
+    bits = (r << 8 | r << 24).numpy().astype(np.uint32)
+    ptx = "cvt.rs.satfinite.e2m1x4.f32 %v, {%a0, %a0, %a0, %a0}, %a1; cvt.u32.u16 %out, %v;"
+    got = elementwise(f".reg .b16 %v; {ptx}", y.numpy(), bits)
+    want = encode_e2m1_stochastic(y, r.to(torch.uint8)).numpy().astype(np.uint32)
+    assert (got == want * 0x1111).all()

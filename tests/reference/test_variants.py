@@ -9,7 +9,8 @@ import torch
 import grouped
 from cute_kernels import reference
 from cute_kernels.formats import parse
-from cute_kernels.layout.shapes import uniform_tiles
+from cute_kernels.layout.slots import uniform_tiles
+from cute_kernels.reference.codecs.nvfp4 import _square_sum, _sum
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.hadamard import transform
 from tests.helpers import (
@@ -33,6 +34,7 @@ from tests.reference.oracle_variants import (
     SquareFourOverSix,
     Stochastic,
     StochasticHadamard,
+    block_bytes,
     hadamard16,
     undo_hadamard,
 )
@@ -341,6 +343,16 @@ def test_non_contiguous_views():
             check(view, offsets((view.shape[0] - 7, 7)), variant)
 
 
+def drawn(rows, cols, row_blocks, column_blocks):
+    """Bytes (rows, cols) and (slots, cols) of a member behind others with so many blocks."""
+    slots = 128 * uniform_tiles(rows)
+    rowwise = [list(block_bytes(SEED, 0, row_blocks + i)) for i in range(rows * cols // 16)]
+    columnwise = [list(block_bytes(SEED, 1, column_blocks + i)) for i in range(slots // 16 * cols)]
+    by_column = torch.tensor(columnwise, dtype=torch.uint8).view(slots // 16, cols, 16)
+    by_row = torch.tensor(rowwise, dtype=torch.uint8).view(rows, cols)
+    return by_row, by_column.mT.reshape(slots, cols)
+
+
 @pytest.mark.parametrize("name", ["stochastic", "both", "stochastic squares", "4over6", "hadamard"])
 def test_groups_with_shapes_of_their_own(name):
     """Each member is a uniform tensor of one group whose blocks come after those before it."""
@@ -349,28 +361,63 @@ def test_groups_with_shapes_of_their_own(name):
     members = [sample(1, *shape) for shape in shapes]
     x = torch.cat([m.flatten() for m in members])
     call = (variant.text, None, None, True, True, None, variant.seed)
-    got = ops.grouped_quantize(x, *call, flat)
-    decoded = ops.grouped_dequantize(
-        got[0], got[1:3], variant.text, len(x), torch.float32, None, False, flat
-    )
+    got = ops.grouped_quantize(x, *call, shapes=flat)
+    names = fmt.buffer_names(False) + fmt.buffer_names(True)
+    found = dict(zip(names, got, strict=True))
+
+    def decode(buffers, columnwise, rows, shapes=None):
+        copy = [buffers[n] for n in fmt.operand_names(columnwise)]
+        arguments = dequantize_arguments(copy, variant.text, rows, torch.float32, None, columnwise)
+        return ops.grouped_dequantize(*arguments, shapes).flatten()
+
+    decoded = [decode(found, way, len(x), flat) for way in (False, True)]
     before, start = [0, 0], 0
     for member in members:
         specs = [t.clone() for t in ops.grouped_quantize(member, *call)]
-        names = fmt.buffer_names(False) + fmt.buffer_names(True)
         out = dict(zip(names, specs, strict=True))
         _, rows, cols = member.shape
         draws = None
         if variant.seed is not None:
-            draws = reference.KeyedDraws(variant.seed, cols, tuple(before))
+            draws = reference.GivenDraws(*drawn(rows, cols, *before))
         groups = Groups.uniform(1, rows, member.device)
         reference.quantize(
             reference.Elements(member), groups, fmt, out, reference.Given(draws=draws)
         )
-        copy = [out[n] for n in fmt.operand_names(False)]
-        want = ops.grouped_dequantize(
-            *dequantize_arguments(copy, variant.text, rows, torch.float32)
-        )
-        assert_same_bytes(decoded[start : start + rows * cols], want.flatten(), str(member.shape))
+        for way in (False, True):
+            of_member = decoded[way][start : start + rows * cols]
+            assert_same_bytes(of_member, decode(out, way, rows), f"{member.shape}, {way}")
         start += rows * cols
         before[0] += rows * cols // 16
         before[1] += uniform_tiles(rows) * 8 * cols
+
+
+@pytest.mark.parametrize("text", ["nvfp4:four_over_six", "nvfp4:block=16x16,four_over_six"])
+def test_of_equal_errors_the_scale_that_maps_to_six_is_kept(text):
+    """6 is 6 * 1 and 4 * 1.5, both exactly."""
+    x, amax = torch.full((16, 16), 6.0), torch.tensor([1536.0])
+    codes, scales, _ = ops.grouped_quantize(x, text, offsets((16,)), amax)
+    assert (codes == 0x77).all()
+    assert scales.view(torch.float8_e4m3fn).float().max() == 1.0
+    # 5 is 4 * 1.25, but 6 * 0.8125 is not.
+    x.fill_(5.0)
+    codes, scales, _ = ops.grouped_quantize(x, text, offsets((16,)), amax)
+    assert (codes == 0x66).all()
+    assert scales.view(torch.float8_e4m3fn).float().max() == 1.25
+
+
+def test_the_order_in_which_errors_are_summed():
+    """A choice seldom hangs on it, so the sums themselves."""
+    errors = torch.rand(16, 16, 3, 64).exp() * torch.randint(0, 20, (16, 16, 3, 64)).exp2()
+    one_by_one = np.zeros((16, 3, 64), np.float32)
+    for term in errors.numpy():
+        one_by_one = one_by_one + term
+    assert torch.equal(_sum(errors), torch.from_numpy(one_by_one))
+    # (rows, ..., K): columns of a row one by one, then the rows as a tree.
+    squares = errors[:, 0].numpy().reshape(16, 3, 4, 16)
+    rows = np.zeros((16, 3, 4), np.float32)
+    for column in range(16):
+        rows = rows + squares[..., column]
+    for half in (8, 4, 2, 1):
+        rows = np.stack([rows[i] + rows[i + half] for i in range(half)])
+    want = torch.from_numpy(rows[0]).repeat_interleave(16, -1)
+    assert torch.equal(_square_sum(errors[:, 0]), want)

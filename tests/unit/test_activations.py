@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 import grouped
-from cute_kernels.activations import ACTIVATIONS, Activation, parse_activation
+from cute_kernels.activations import ACTIVATIONS, Activation, is_gated, parse_activation
 
 GATED = {"geglu", "swiglu", "reglu", "qgeglu", "sreglu", "clamped_swiglu"}
 
@@ -18,7 +18,7 @@ def test_records_are_values(name):
     assert act == Activation(name) and hash(act) == hash(Activation(name))
     assert copy.deepcopy(act) == act and pickle.loads(pickle.dumps(act)) == act
     assert act.text == name and parse_activation(name) == act
-    assert act.is_gated == (name in GATED)
+    assert act.is_gated == is_gated(act.text) == (name in GATED)
     assert act.width(64) == (32 if act.is_gated else 64)
     assert act.is_clamped == (name == "clamped_swiglu")
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -48,6 +48,11 @@ TEXTS = {
 def test_texts(text):
     assert TEXTS[text].text == text
     assert parse_activation(text) == TEXTS[text]
+    assert is_gated(text)
+
+
+def test_what_is_no_text_is_not_gated():
+    assert not is_gated("swish") and not is_gated("")
 
 
 def test_defaults_of_the_clamped_one():

@@ -42,6 +42,22 @@ def test_nvfp4_constants():
     assert not NVFP4().is_2d and NVFP4(block=(16, 16)).is_2d
 
 
+@pytest.mark.parametrize(("bound", "per"), [*itertools.product((None, 256, 448), ("group", "row"))])
+def test_the_bound_of_block_scales_decides_the_second_level(bound, per):
+    fmt = NVFP4(row_scaled=per == "row", four_over_six=True, e4m3_max=bound)
+    want = bound or 256
+    assert fmt.e4m3_max == want and fmt.tensor_max == 6.0 * want
+    assert fmt.second_level.factor == 1 / (6.0 * want) and fmt.second_level.per == per
+    assert fmt.columnwise_level.factor == 1 / (6.0 * want)
+    assert NVFP4().e4m3_max == 448 and NVFP4(e4m3_max=448) == NVFP4()
+
+
+def test_facts_of_variants():
+    assert NVFP4(hadamard=True).is_transformed and NVFP4(stochastic_rounding=True).is_stochastic
+    for fmt in EVERY:
+        assert not fmt.is_transformed and not fmt.is_stochastic
+
+
 def test_a_list_is_taken_as_block():
     assert NVFP4(block=[16, 16]) == NVFP4(block=(16, 16))
     hash(NVFP4(block=[16, 16]))
@@ -86,6 +102,23 @@ def test_fp8_element_follows_the_dtype(cls, dtype, element):
             ValueError,
             ["four_over_six", "stochastic_rounding"],
         ),
+        (lambda: NVFP4(e4m3_max=256), ValueError, ["e4m3_max=256 needs four_over_six"]),
+        (
+            lambda: NVFP4(four_over_six=True, e4m3_max=300),
+            ValueError,
+            ["e4m3_max", "448 or 256", "300"],
+        ),
+        (
+            lambda: NVFP4(four_over_six=True, e4m3_max=256.0),
+            TypeError,
+            ["e4m3_max", "int", "256.0"],
+        ),
+        (lambda: NVFP4(four_over_six_error="mse"), ValueError, ["'mse' needs four_over_six"]),
+        (
+            lambda: NVFP4(four_over_six=True, four_over_six_error="max"),
+            ValueError,
+            ["four_over_six_error", "mae or mse", "'max'"],
+        ),
         (lambda: MXFP8(block=(1, 16)), ValueError, ["block", "(1, 32) or (32, 32)", "(1, 16)"]),
         (lambda: MXFP8(dtype=torch.float16), ValueError, ["dtype", "torch.float16"]),
         (lambda: FP8Block(block=(128, 1)), ValueError, ["block", "(128, 1)"]),
@@ -110,6 +143,11 @@ TEXTS = {
     "nvfp4": NVFP4(),
     "nvfp4:row_scaled": NVFP4(row_scaled=True),
     "nvfp4:block=16x16,stochastic_rounding": NVFP4(block=(16, 16), stochastic_rounding=True),
+    "nvfp4:hadamard,stochastic_rounding": NVFP4(hadamard=True, stochastic_rounding=True),
+    "nvfp4:row_scaled,four_over_six": NVFP4(row_scaled=True, four_over_six=True, e4m3_max=256),
+    "nvfp4:four_over_six,e4m3_max=448,four_over_six_error=mse": NVFP4(
+        four_over_six=True, e4m3_max=448, four_over_six_error="mse"
+    ),
     "mxfp8": MXFP8(),
     "mxfp8:dtype=e5m2,block=32x32": MXFP8(torch.float8_e5m2, (32, 32)),
     "fp8_block:pow2_scales=false,amax_epsilon=1e-12": FP8Block(
@@ -139,6 +177,10 @@ def test_a_record_has_one_text(text, fmt):
         ("nvfp4:", ["must be written 'nvfp4'"]),
         ("nvfp4:row_scaled,row_scaled=false", ["must be written 'nvfp4'"]),
         ("nvfp4:block=1x16", ["must be written 'nvfp4'"]),
+        ("nvfp4:e4m3_max=448", ["must be written 'nvfp4'"]),
+        ("nvfp4:four_over_six,e4m3_max=256", ["must be written 'nvfp4:four_over_six'"]),
+        ("nvfp4:four_over_six,e4m3_max=big", ["e4m3_max", "'big'"]),
+        ("nvfp4:e4m3_max=256", ["needs four_over_six"]),
         ("mxfp8:dtype=e3m4", ["'mxfp8:dtype=e3m4'", "dtype", "e4m3 or e5m2", "'e3m4'"]),
         ("mxfp8:dtype", ["'mxfp8:dtype'", "e4m3 or e5m2"]),
         ("fp8_block:pow2_scales=no", ["pow2_scales", "true or false", "'no'"]),

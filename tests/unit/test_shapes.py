@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels.layout import shapes
+from cute_kernels.layout import shapes, slots
 from cute_kernels.layout.buffers import code_pitch
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.scales import tile_scales, untile_scales
@@ -32,18 +32,18 @@ def test_code_pitch_is_the_next_size_that_tma_takes(width, itemsize):
 def test_slots_never_overlap_and_fit(splits, tail):
     end_of_previous, start = 0, 0
     for group, rows in enumerate(splits):
-        first = shapes.slot_tile(start, group)
+        first = slots.slot_tile(start, group)
         assert first >= end_of_previous
-        end_of_previous = first + shapes.ceil_div(rows, shapes.TILE_ROWS)
+        end_of_previous = first + shapes.ceil_div(rows, slots.TILE_ROWS)
         start += rows
-    assert end_of_previous <= shapes.num_slot_tiles(start + tail, len(splits))
+    assert end_of_previous <= slots.num_slot_tiles(start + tail, len(splits))
 
 
 @given(st.integers(1, 1 << 31), st.integers(1, 5000))
 def test_slot_buffer_is_no_larger_than_the_layout_needs(rows, num_groups):
-    last = shapes.slot_tile(rows - 1, num_groups - 1)  # the last group holds one row
+    last = slots.slot_tile(rows - 1, num_groups - 1)  # the last group holds one row
     needed = last + 1
-    assert shapes.num_slot_tiles(rows, num_groups) == needed + (rows % shapes.TILE_ROWS == 0)
+    assert slots.num_slot_tiles(rows, num_groups) == needed + (rows % slots.TILE_ROWS == 0)
 
 
 def scale_offset(row, block, tiles_along_k):
@@ -83,7 +83,7 @@ def test_scale_tiles_hold_every_block_and_waste_less_than_a_tile(elements, sf_ve
 
 @given(st.integers(0, 1 << 20))
 def test_uniform_tiles_hold_every_row(rows):
-    assert 0 <= shapes.uniform_tiles(rows) * shapes.TILE_ROWS - rows < shapes.TILE_ROWS
+    assert 0 <= slots.uniform_tiles(rows) * slots.TILE_ROWS - rows < slots.TILE_ROWS
 
 
 @given(st.integers(1, 3), st.integers(1, 19), st.booleans())
@@ -107,15 +107,15 @@ def test_reference_places_groups_by_the_slot_rule(splits, tail):
     rows = int(ends[-1]) + tail
     groups = Groups.ragged(ends.int(), rows)
     starts = [0, *ends.tolist()][:-1]
-    assert groups.first_tile.tolist() == [shapes.slot_tile(s, g) for g, s in enumerate(starts)]
-    assert groups.num_tiles == shapes.num_slot_tiles(rows, len(splits))
+    assert groups.first_tile.tolist() == [slots.slot_tile(s, g) for g, s in enumerate(starts)]
+    assert groups.num_tiles == slots.num_slot_tiles(rows, len(splits))
     tile, group, row = groups.used_tiles()
     assert tile.unique().numel() == tile.numel()
     held = row[row >= 0]
     assert held.tolist() == list(range(int(ends[-1])))  # each live row once, in order, no tail
     live, slot = groups.slot_of_row()
     assert live.tolist() == held.tolist()
-    expected = (tile[:, None] * shapes.TILE_ROWS + torch.arange(shapes.TILE_ROWS))[row >= 0]
+    expected = (tile[:, None] * slots.TILE_ROWS + torch.arange(slots.TILE_ROWS))[row >= 0]
     assert slot.tolist() == expected.tolist()
     assert group.tolist() == sorted(group.tolist())
 
@@ -134,13 +134,13 @@ def test_any_offsets_stay_inside_the_buffers(offs, rows):
     assert row.numel() == 0 or int(row.max()) < rows
     live, slot = groups.slot_of_row()
     assert len(live) <= rows
-    assert ((slot >= 0) & (slot < groups.num_tiles * shapes.TILE_ROWS)).all()
+    assert ((slot >= 0) & (slot < groups.num_tiles * slots.TILE_ROWS)).all()
 
 
 @given(st.integers(1, 5), st.integers(0, 300))
 def test_uniform_groups_take_whole_tiles_each(num_groups, rows):
     groups = Groups.uniform(num_groups, rows, torch.device("cpu"))
-    each = shapes.uniform_tiles(rows)
+    each = slots.uniform_tiles(rows)
     assert groups.num_tiles == num_groups * each
     tile, group, row = groups.used_tiles()
     assert tile.tolist() == list(range(num_groups * each))

@@ -54,7 +54,7 @@ from cute_kernels.gemm.views import (
     scale_type,
     scales_view,
 )
-from cute_kernels.layout.shapes import TILE_ROWS, most_rows
+from cute_kernels.layout.slots import TILE_ROWS, most_rows
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.sm100.config import Sm100GemmConfig

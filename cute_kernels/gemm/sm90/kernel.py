@@ -31,7 +31,7 @@ from cute_kernels.gemm.sm90.loader import StageLoad
 from cute_kernels.gemm.sm90.storage import Barriers, Layouts, Stages, make_pipelines
 from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
 from cute_kernels.gemm.views import matrix_view, output_view, ragged_rows_view
-from cute_kernels.layout.shapes import TILE_ROWS, most_rows
+from cute_kernels.layout.slots import TILE_ROWS, most_rows
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.sm90.config import Sm90GemmConfig

@@ -12,7 +12,8 @@ from cute_kernels.device.codecs import Level
 from cute_kernels.device.groups import Grouping
 from cute_kernels.device.memory import load_shared, store_global, store_shared, store_shared_half
 from cute_kernels.device.ptx import f32_as_bits
-from cute_kernels.layout.shapes import SF_TILE_BYTES, TILE_ROWS
+from cute_kernels.layout.shapes import SF_TILE_BYTES
+from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.tiles.geometry import (
     BOX_BYTES,
     BOX_SIZE,

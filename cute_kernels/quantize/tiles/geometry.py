@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from cute_kernels.layout.shapes import SF_TILE_COLS, TILE_ROWS
+from cute_kernels.layout.shapes import SF_TILE_COLS
+from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.config import DTYPE_BYTES
 
 if TYPE_CHECKING:

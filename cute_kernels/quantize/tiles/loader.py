@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import f32_as_bits
-from cute_kernels.layout.shapes import TILE_ROWS
+from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.fakes import dsl_dtype
 from cute_kernels.quantize.tiles.geometry import (
     BOX_BYTES,

@@ -27,8 +27,8 @@ from cute_kernels.layout.shapes import (
     SF_TILE_BYTES,
     SF_TILE_COLS,
     SF_TILE_ROWS,
-    TILE_ROWS,
 )
+from cute_kernels.layout.slots import TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
