@@ -15,6 +15,7 @@ COMMANDS = {
     "run": "measure suites, and keep records",
     "compare": "two sets of records: what got slower?",
     "readme": "the measured tables of the README, from the records",
+    "dashboard": "all records as one page, or a site",
     "sanitize": "kernels under compute-sanitizer on a GPU",
 }
 

@@ -45,7 +45,7 @@ _RANGES = (1.128, 1.693, 2.059, 2.326, 2.534, 2.704, 2.847, 2.970, 3.078)
 #: Standard error of a median over that of a mean, of normal numbers.
 _MEDIAN = math.sqrt(math.pi / 2)
 #: Units of which more is better.
-_RATES = frozenset({"TB/s", "TFLOP/s"})
+_RATES = frozenset({"TB/s", "TFLOP/s", "dB"})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -131,3 +131,10 @@ def test_renewing_is_of_the_whole_record():
     for more in (["--format", "fp8"], ["--backend", "emulated:sm_90a"], ["--full", "--no-peers"]):
         assert main(["run", "counts", "--renew", *more]) == 2
     assert main(["run", "gemm", "--check"]) == 2
+
+
+def test_more_of_a_rate_or_of_a_signal_is_better():
+    for unit in ("TB/s", "TFLOP/s", "dB"):
+        old = dataclasses.replace(TIME, unit=unit)
+        assert verdict(old, {"value": 120.0}) == "better"
+        assert verdict(old, {"value": 80.0}) == "worse"
