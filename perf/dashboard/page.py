@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import lzma
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perf.dashboard.payload import payload
+from perf.dashboard.things import payload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perf.records import Record
 
-__all__ = ["ASSETS", "VENDORED", "page"]
+__all__ = ["ASSETS", "VENDORED", "page", "vendored"]
 
 ASSETS = Path(__file__).parent / "assets"
-#: The plotting library, as its package has it; ``origin.json`` says which.
+#: The plotting library as its package has it, its code compressed; ``origin.json`` says which.
 VENDORED = Path(__file__).parent / "vendor" / "uplot"
 #: In the order in which they need each other.
 SCRIPTS = ("dom", "data", "filters", "plot", "tables", "plots", "views", "main")
 
 
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8").strip()
+def vendored(name: str) -> bytes:
+    """A file of the plotting library."""
+    path = VENDORED / name
+    return (
+        path.read_bytes()
+        if path.exists()
+        else lzma.decompress(path.with_name(f"{name}.xz").read_bytes())
+    )
 
 
 def page(records: Sequence[Record], data: str = "") -> str:
@@ -36,17 +45,17 @@ def page(records: Sequence[Record], data: str = "") -> str:
     Raises:
         ValueError: there are no records.
     """
-    # Inside of a script element only "<" could end it; JSON may say it another way.
-    text = json.dumps(payload(records), separators=(",", ":"), ensure_ascii=False)
+    packed = gzip.compress(json.dumps(payload(records), separators=(",", ":")).encode(), mtime=0)
+    scripts = [(ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
     parts = {
-        "style": f"{_text(VENDORED / 'uPlot.min.css')}\n{_text(ASSETS / 'style.css')}",
-        "license": _text(VENDORED / "LICENSE"),
-        "plotting": _text(VENDORED / "uPlot.iife.min.js"),
-        "records": text.replace("<", "\\u003c"),
-        "script": "\n".join(_text(ASSETS / f"{name}.js") for name in SCRIPTS),
+        "style": vendored("uPlot.min.css").decode()
+        + (ASSETS / "style.css").read_text(encoding="utf-8"),
+        "license": vendored("LICENSE").decode(),
+        "plotting": vendored("uPlot.iife.min.js").decode(),
+        "records": base64.b64encode(packed).decode(),
+        "script": "\n".join(scripts),
         "data": f'<a href="{data}" download>All records</a>' if data else "",
     }
-    made = _text(ASSETS / "page.html")
     # One pass: no part is looked at for the marks of another.
-    pieces = made.split("@@")
-    return "".join(parts[p] if i % 2 else p for i, p in enumerate(pieces)) + "\n"
+    pieces = (ASSETS / "page.html").read_text(encoding="utf-8").split("@@")
+    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))

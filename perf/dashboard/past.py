@@ -39,37 +39,26 @@ def past(paths: Iterable[Path], present: Sequence[Record]) -> list[Record]:
     Raises:
         ValueError: git cannot say.
     """
-    known = {_identity(record) for record in present}
-    found: list[Record] = []
+    known = {_identity(record): record for record in present}
     unread = 0
     for path in paths:
         folder = path if path.is_dir() else path.parent
         pattern = "*.jsonl*" if path.is_dir() else path.name
-        log = _git(folder, "log", "--reverse", "--format=>%H", "--name-only", "--", pattern)
+        # Of a file that a commit removes there is no version.
+        log = ["log", "--reverse", "--diff-filter=d", "--format=>%H", "--name-only", "--", pattern]
         commit = ""
-        for line in filter(None, log.decode().splitlines()):
+        for line in _git(folder, *log).decode().split():
             if line.startswith(">"):
                 commit = line[1:]
                 continue
-            version = _version(folder, commit, line)
-            unread += version is None
-            for record in version or ():
-                if _identity(record) not in known:
-                    known.add(_identity(record))
-                    found.append(record)
+            with tempfile.TemporaryDirectory() as scratch:
+                copy = Path(scratch, Path(line).name)
+                copy.write_bytes(_git(folder, "show", f"{commit}:{line}"))
+                try:
+                    for record in read(copy):
+                        known.setdefault(_identity(record), record)
+                except ValueError:
+                    unread += 1
     if unread:
         print(f"passed over {unread} versions of files that are no records of this schema")
-    return found
-
-
-def _version(folder: Path, commit: str, name: str) -> list[Record] | None:
-    """The records of a file in a commit, none if it was removed there; None if it has others."""
-    if not _git(folder, "ls-tree", "--full-tree", commit, name):
-        return []
-    with tempfile.TemporaryDirectory() as scratch:
-        copy = Path(scratch, Path(name).name)
-        copy.write_bytes(_git(folder, "show", f"{commit}:{name}"))
-        try:
-            return read(copy)
-        except ValueError:
-            return None
+    return list(known.values())[len({_identity(record) for record in present}) :]

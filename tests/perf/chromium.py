@@ -24,8 +24,7 @@ _OPTIONS = (
     " --disable-background-networking --mute-audio"
 )
 _SECONDS = 20.0
-_KEYS = {"Tab": 9, "Enter": 13, "Space": 32, "End": 35, "Home": 36}
-_KEYS |= {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+_KEYS = {"Tab": 9, "Enter": 13, "Space": 32, "End": 35, "ArrowRight": 39, "ArrowDown": 40}
 
 
 class Browser:

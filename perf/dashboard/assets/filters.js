@@ -10,66 +10,56 @@ function readAddress() {
   params = new URLSearchParams(query || "");
 }
 
+const hashOf = (path, query) => `#/${path}${query.size ? `?${query}` : ""}`;
+
 /** The address of a view, with the filters as they are and other parameters given. */
 function address(path, more = {}) {
-  const kept = new URLSearchParams();
-  for (const name of FILTERS) if (params.get(name)) kept.set(name, params.get(name));
-  for (const [name, value] of Object.entries(more)) {
-    if (value === null || value === "") kept.delete(name);
-    else kept.set(name, value);
-  }
-  return `#/${path}${kept.size ? `?${kept}` : ""}`;
+  const kept = FILTERS.filter((name) => params.get(name)).map((name) => [name, params.get(name)]);
+  return hashOf(path, new URLSearchParams({ ...Object.fromEntries(kept), ...more }));
 }
 
 /** Change a parameter of this view. */
 function choose(name, value) {
   if (value) params.set(name, value);
   else params.delete(name);
-  history.replaceState(null, "", `#/${route.join("/")}${params.size ? `?${params}` : ""}`);
+  history.replaceState(null, "", hashOf(route.join("/"), params));
   render(false);
 }
 
 function isChosen(thing) {
   const is = (name, value) => !params.get(name) || params.get(name) === value;
   if (thing.variant && !params.get("variants") && params.get("contender") !== thing.contender) return false;
-  if (!is("suite", thing.suite) || !is("place", thing.where)) return false;
-  if (!is("format", thing.format) || !is("contender", thing.contender)) return false;
-  const words = (params.get("text") || "").toLowerCase().split(/\s+/).filter(Boolean);
-  return words.every((word) => thing.text.includes(word));
+  const words = (params.get("text") || "").toLowerCase().split(/\s+/);
+  return is("suite", thing.suite) && is("place", thing.where) && is("format", thing.format) && is("contender", thing.contender)
+    && words.every((word) => thing.text.includes(word));
 }
 
 const chosen = (things = THINGS) => things.filter(isChosen);
 
-function selectField(name, label, groups, all) {
-  const option = (value, text) => h("option", { value }, text);
-  const select = h("select", { id: `filter-${name}`, onchange: (e) => choose(name, e.target.value) }, option("", all));
-  for (const [title, options] of groups) {
-    const made = options.map(([value, text]) => option(value, text));
-    select.append(...(title ? [h("optgroup", { label: title }, made)] : made));
-  }
-  return h("div", { class: "field" }, h("label", { for: `filter-${name}` }, label), select);
+/** A labelled select: options by [value, text], in groups by title. */
+function selectField(id, label, groups, selected, change) {
+  const made = Object.entries(groups).filter(([, options]) => options.length).map(([title, options]) => {
+    const own = options.map(([value, text]) => h("option", { value, selected: value === selected }, text));
+    return title ? h("optgroup", { label: title }, own) : own;
+  });
+  return h("div", { class: "field" }, h("label", { for: id }, label), h("select", { id, onchange: (e) => change(e.target.value) }, made));
 }
 
-const pairs = (values) => unique(values).filter(Boolean).sort(natural).map((v) => [v, v]);
-
 function buildFilters() {
-  const places = Object.entries(KINDS).map(([kind, title]) => {
-    const found = unique(THINGS.filter((t) => t.kind === kind).map((t) => t.place)).sort(natural);
-    return [title, found.map((place) => [`${kind}:${place}`, place || "unknown"])];
-  });
+  const select = (name, label, all, groups) => selectField(`filter-${name}`, label, { "": [["", all]], ...groups }, "", (value) => choose(name, value));
+  const of = (of, things = THINGS) => unique(things.map(of)).filter(Boolean).sort(natural).map((value) => [value, value.replace(/^(gpu|cpu|emulator):/, "")]);
+  const places = Object.entries(KINDS).map(([kind, title]) => [title, of((t) => t.where, THINGS.filter((t) => t.kind === kind))]);
   let timer = 0;
-  const typed = (e) => {
+  const typed = (event) => {
     clearTimeout(timer);
-    timer = setTimeout(() => choose("text", e.target.value.trim()), 120);
+    timer = setTimeout(() => choose("text", event.target.value.trim()), 120);
   };
   $("filter-form").replaceChildren(
-    selectField("suite", "Suite", [["", pairs(THINGS.map((t) => t.suite))]], "All suites"),
-    selectField("place", "GPU or machine", places.filter(([, options]) => options.length), "All machines"),
-    selectField("format", "Format", [["", pairs(THINGS.map((t) => t.format))]], "All formats"),
-    selectField("contender", "Contender", [
-      ["Contenders", pairs(THINGS.filter((t) => !t.variant).map((t) => t.contender))],
-      ["Our variants", pairs(THINGS.filter((t) => t.variant).map((t) => t.contender))],
-    ], "All contenders"),
+    select("suite", "Suite", "All suites", { Suites: of((t) => t.suite) }),
+    select("place", "GPU or machine", "All machines", Object.fromEntries(places)),
+    select("format", "Format", "All formats", { Formats: of((t) => t.format) }),
+    select("contender", "Contender", "All contenders",
+      { Contenders: of((t) => !t.variant && t.contender), "Our variants": of((t) => t.variant && t.contender) }),
     h("div", { class: "field" }, h("label", { for: "filter-text" }, "Text"),
       h("input", { id: "filter-text", type: "search", placeholder: "DeepSeek wgrad", autocomplete: "off", oninput: typed })),
     h("div", { class: "field check" },
@@ -77,7 +67,7 @@ function buildFilters() {
       h("label", { for: "filter-variants" }, "Our tuning variants")),
     h("button", { type: "button", id: "filter-clear", onclick: clearFilters }, "Clear"),
   );
-  $("filter-form").addEventListener("submit", (e) => e.preventDefault());
+  $("filter-form").addEventListener("submit", (event) => event.preventDefault());
 }
 
 function clearFilters() {
@@ -89,8 +79,9 @@ function clearFilters() {
 function showFilters() {
   for (const name of FILTERS) {
     const control = $(`filter-${name}`);
-    if (control.type === "checkbox") control.checked = Boolean(params.get(name));
-    else if (control !== document.activeElement || control.tagName === "SELECT") control.value = params.get(name) || "";
+    control.checked = Boolean(params.get(name));
+    // What is being typed is newer than the address.
+    if (control !== document.activeElement || control.tagName === "SELECT") control.value = params.get(name) || "";
   }
   const active = FILTERS.filter((name) => params.get(name)).length;
   $("filter-count").textContent = active ? `(${active} active)` : "";
