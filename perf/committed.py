@@ -22,7 +22,7 @@ RENEW = "python -m perf run counts --renew"
 
 def record_of(full: bool) -> Path:
     """The committed file: of CI, or of the tables of the README."""
-    return RESULTS / ("counts-readme.jsonl.xz" if full else "counts-ci.jsonl")
+    return RESULTS / ("counts-readme.jsonl.xz" if full else "counts-ci.jsonl.xz")
 
 
 def _measured(options: Options, choice: Choice, out: Path | None) -> tuple[list[Record], int]:

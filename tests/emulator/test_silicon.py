@@ -29,11 +29,7 @@ def _emulate(index: int, x: np.ndarray) -> np.ndarray:
 def test_equals_h200(recorded, index, name):
     x, answers = recorded
     got = _emulate(index, x)
-    wrong = np.flatnonzero(silicon.digests(name, got) != answers[name])
-    # Each digest is of 32 results, of which at least one is wrong.
-    assert not len(wrong), [
-        (tuple(hex(v) for v in x[i]), hex(got[i])) for i in range(32 * wrong[0], 32 * wrong[0] + 32)
-    ]
+    assert silicon.digest(name, got) == answers[name]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +40,7 @@ def test_equals_h200(recorded, index, name):
 def test_is_close_to_h200(recorded, index, name):
     x, answers = recorded
     got = _emulate(index, x).astype(np.uint32).view(np.float32).astype(np.float64)
-    want = answers[name].astype(np.uint32).view(np.float32).astype(np.float64)
+    want = answers[name].view(np.float32).astype(np.float64)
     finite = np.isfinite(got) & np.isfinite(want) & (np.abs(want) > 1e-30)
     assert finite.sum() > 400
     np.testing.assert_allclose(got[finite], want[finite], rtol=2e-5)

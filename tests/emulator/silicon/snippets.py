@@ -1,7 +1,8 @@
 """Instructions whose answers on an H200 are kept in ``h200.npz``: PTX by name.
 
-Of exact ones digests are kept, each of 32 results, for they are small; the results themselves are
-in this repository's history (``git show 913b744:tests/emulator/silicon/h200.xz``).
+Of an exact one the digest of its 1024 results is kept, of an approximation how far each is from the
+correctly rounded one, in units in the last place; the results themselves are in this repository's
+history (``git show 913b744:tests/emulator/silicon/h200.xz``).
 
 A snippet reads the 32-bit registers %a, %b, %c (as floats %fa, %fb, %fc) and the 64-bit registers
 %A and %B ({a, b} and {c, d}) and leaves its result in %r (32 bits) or %R (64 bits).
@@ -270,16 +271,34 @@ def canonical(name: str, results: np.ndarray) -> np.ndarray:
     return np.where(is_nan, np.uint64(0x7FFFFFFF), results)
 
 
-def digests(name: str, results: np.ndarray) -> np.ndarray:
-    """(32,) uint32: a digest of the results of each 32 inputs, all NaN alike."""
-    parts = canonical(name, results).reshape(-1, 32)
-    hashed = (hashlib.blake2b(part.tobytes(), digest_size=4).digest() for part in parts)
-    return np.frombuffer(b"".join(hashed), np.uint32)
+def digest(name: str, results: np.ndarray) -> int:
+    """64 bits for results (1024,) uint64, all NaN alike."""
+    hashed = hashlib.blake2b(canonical(name, results).tobytes(), digest_size=8).digest()
+    return int.from_bytes(hashed, "little")
 
 
-def answers() -> dict[str, np.ndarray]:
-    """What the H200 answered, by name: values (1024,) of approximations, else ``digests``."""
+def rounded(name: str, x: np.ndarray) -> np.ndarray:
+    """(1024,) uint32: bits of the correctly rounded float32 that an approximation is near to."""
+    with np.errstate(all="ignore"):
+        a, b = (np.ascontiguousarray(x[:, i]).view(np.float32).astype(np.float64) for i in (0, 1))
+        exact = {
+            "ex2": lambda: np.exp2(a),
+            "lg2": lambda: np.log2(abs(a)),
+            "rcp": lambda: 1 / a,
+            "rsqrt": lambda: 1 / np.sqrt(abs(a)),
+            "sqrt": lambda: np.sqrt(abs(a)),
+            "tanh": lambda: np.tanh(a),
+            "div": lambda: a / b,
+        }[name.split(".")[0]]()
+        return np.where(np.isnan(exact), 0x7FFFFFFF, exact.astype(np.float32).view(np.uint32))
+
+
+def answers() -> dict[str, int | np.ndarray]:
+    """What the H200 answered, by name: bits (1024,) uint32 of approximations, else ``digest``."""
+    x = inputs()
     with np.load(_ANSWERS) as held:
-        exact, approximate = list(held["digests"]), list(held["approximate"])
-    named = snippets().items()
-    return {n: (approximate if s.approximate else exact).pop(0) for n, s in named}
+        exact, ulps = iter(held["digests"].tolist()), iter(held["ulps"].view(np.uint32))
+    return {
+        n: rounded(n, x) + next(ulps) if s.approximate else next(exact)
+        for n, s in snippets().items()
+    }
