@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Environment", "commit", "environment", "now", "package_version"]
+__all__ = ["Environment", "commit", "environment", "gpu_uuid", "now", "package_version"]
 
 _QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit"
 
@@ -83,12 +83,17 @@ def environment(kind: str, gpu: str = "") -> Environment:
     return Environment(**common, versions=versions, **_gpu())
 
 
+def gpu_uuid() -> str:
+    """The GPU in use as NVML knows it: torch may count others, or in another order."""
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
 def _gpu() -> dict[str, Any]:
     """Name, driver, clocks and power limit of the GPU in use."""
-    index = torch.cuda.current_device()
-    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    name, driver, *numbers = (cell.strip() for cell in lines[index].split(","))
+    command = ["nvidia-smi", f"--id={gpu_uuid()}", f"--query-gpu={_QUERY}"]
+    command.append("--format=csv,noheader,nounits")
+    line = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    name, driver, *numbers = (cell.strip() for cell in line.split(","))
     # The memory's clock does not change under load, the multiprocessors' does.
     _, memory, most, limit = (float(x) if re.fullmatch(r"[\d.]+", x) else 0.0 for x in numbers)
     return {

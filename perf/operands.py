@@ -77,19 +77,20 @@ class Operands:
         """Groups with rows; the weights of the others are not read."""
         return sum(map(bool, self.sizes))
 
-    def least_bytes(self, a_bytes: float, b_bytes: float) -> float:
-        """Bytes of operands and bf16 output, each once.
+    def least_bytes(self, a_bytes: float, b_bytes: float, out_bytes: float = 2.0) -> float:
+        """Bytes of operands and output, each once.
 
         Args:
             a_bytes: of an element of A, its scales included.
             b_bytes: of one of B.
+            out_bytes: of one of the output, bf16 if nothing else is said.
         """
         weights = self.shape.n * self.shape.k
         if self.is_wgrad:
-            out = 2.0 * self.shape.experts * weights
+            out = out_bytes * self.shape.experts * weights
             return self.a.numel() * a_bytes + self.b.numel() * b_bytes + out
         cols = self.shape.n if self.product == "fprop" else self.shape.k
-        tokens = self.a.numel() * a_bytes + 2.0 * self.rows * cols
+        tokens = self.a.numel() * a_bytes + out_bytes * self.rows * cols
         return tokens + self.used_groups * weights * b_bytes
 
     def error(self, out: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> float:

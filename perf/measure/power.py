@@ -7,6 +7,8 @@ import statistics
 import threading
 from typing import Any
 
+from perf.environment import gpu_uuid
+
 __all__ = ["PowerMeter"]
 
 _SECONDS = 0.005
@@ -15,14 +17,15 @@ _NVML_CLOCK_SM = 1
 
 
 class PowerMeter:
-    """Samples the first GPU whenever it is entered; the first half of the samples is dropped."""
+    """Samples the GPU in use whenever it is entered; the first half of the samples is dropped."""
 
     def __init__(self) -> None:
         self._nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
         self._device = ctypes.c_void_p()
         self._samples: list[tuple[int, float]] = []
         self._check(self._nvml.nvmlInit_v2())
-        self._check(self._nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self._device)))
+        uuid = gpu_uuid().encode()
+        self._check(self._nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(self._device)))
 
     @staticmethod
     def _check(status: int) -> None:

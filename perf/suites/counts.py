@@ -75,7 +75,7 @@ def _quantizers(meter: Meter, options: Options) -> Iterator[Task]:
     for made in quantize.tasks_of(meter, options, shape, "counts"):
         if made.case["op"] == "dequantize":
             yield _only(made, lambda c: c.format in ("nvfp4", "nvfp4:row_scaled", "fp8"))
-        elif made.case["op"] != "quantize":
+        elif not made.case["op"].endswith("quantize"):
             yield made
 
 

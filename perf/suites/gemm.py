@@ -39,12 +39,14 @@ class Pair:
         b: text of that of B.
         prepacked: B has the order of bits of ``prepack``.
         quantizes: A is quantized by the same call.
+        accumulates: the product is added to fp32, as gradients of weights are.
     """
 
     a: str | None
     b: str | None
     prepacked: bool = False
     quantizes: bool = False
+    accumulates: bool = False
 
     def text(self, product: str) -> str:
         """As ``Record.format``, in one of ``cases.PRODUCTS``."""
@@ -55,7 +57,9 @@ class Pair:
     @property
     def variant(self) -> str:
         """What the contender's name says of it."""
-        return ", prepacked" * self.prepacked + ", tokens quantized too" * self.quantizes
+        said = {"prepacked": self.prepacked, "tokens quantized too": self.quantizes}
+        said["accumulating"] = self.accumulates
+        return "".join(f", {text}" for text, is_so in said.items() if is_so)
 
     def fits(self, product: str) -> bool:
         """Whether it makes sense for one of ``cases.PRODUCTS``.
@@ -63,7 +67,7 @@ class Pair:
         A wgrad has no weights, and no operand with a level of each row.
         """
         if product != "wgrad":
-            return product == "fprop" or not self.quantizes
+            return not self.accumulates and (product == "fprop" or not self.quantizes)
         a, b = self.formats
         level = None if a is None else a.second_level
         by_row = level is not None and level.per == "row"
@@ -86,6 +90,7 @@ PAIRS = (
     Pair("mxfp8", "mxfp8"),
     Pair("fp8_block", "fp8_block:block=128x128"),
     Pair(None, None),
+    *(Pair(text, text, accumulates=True) for text in ("nvfp4", "fp8", "mxfp8", "fp8_block", None)),
 )
 #: Rows of an expert where decoding, mixed and training meet.
 _TOKENS = (1, 8, 16, 64, 128, 512, 4096)
@@ -102,7 +107,8 @@ def ours(pair: Pair, work: Operands, meter: Meter) -> Contender:
         prepare=functools.partial(_prepare, pair, work, meter),
         error=functools.partial(_error, pair, work),
         bound=_BOUND,
-        bytes=work.least_bytes(*_bytes(pair, work)),
+        # What is added to is read and written.
+        bytes=work.least_bytes(*_bytes(pair, work), 8.0 if pair.accumulates else 2.0),
         flops=work.flops,
     )
 
@@ -147,6 +153,9 @@ def _prepare(pair: Pair, work: Operands, meter: Meter) -> Callable[[], Tensor]:
         return functools.partial(grouped.linear, a, b, None, work.offs, recipe)
     if plain_a:
         options["offs"] = work.offs
+    if pair.accumulates:
+        options["out"] = torch.zeros(dataclasses.astuple(work.shape)[2:], device=work.device)
+        options["accumulate"] = True
     return functools.partial(grouped.grouped_gemm, a, b, **options)
 
 

@@ -229,7 +229,13 @@ def recipes() -> dict[str, grouped.recipes.Recipe]:
     return {name: getattr(grouped.recipes, name)() for name in names}
 
 
-def _ours(work: LayerWork, recipe: grouped.recipes.Recipe, kept: bool, meter: Meter) -> Step:
+def _ours(
+    work: LayerWork,
+    recipe: grouped.recipes.Recipe,
+    kept: bool,
+    meter: Meter,
+    compiled: bool = False,
+) -> Step:
     """A layer of this package.
 
     Args:
@@ -237,6 +243,7 @@ def _ours(work: LayerWork, recipe: grouped.recipes.Recipe, kept: bool, meter: Me
         recipe: its recipe.
         kept: its weight was quantized in an earlier pass.
         meter: what measures.
+        compiled: by ``torch.compile``, as one graph.
     """
     for role in ("input", "weight", "grad_output"):
         fmt = getattr(recipe, role)
@@ -264,9 +271,8 @@ def _ours(work: LayerWork, recipe: grouped.recipes.Recipe, kept: bool, meter: Me
     elif kept:
         module(work.x.detach().clone().requires_grad_(), work.offs, is_first_microbatch=True)
         call["is_first_microbatch"] = False
-    return work.step(
-        lambda x: module(x, work.offs, **call), [[linear.weight] for linear in linears]
-    )
+    layer = torch.compile(module, fullgraph=True) if compiled else module
+    return work.step(lambda x: layer(x, work.offs, **call), [[linear.weight] for linear in linears])
 
 
 def _contenders(work: LayerWork, meter: Meter, options: Options) -> Iterator[Contender]:
@@ -275,6 +281,9 @@ def _contenders(work: LayerWork, meter: Meter, options: Options) -> Iterator[Con
         for kept in (False, True) if recipe.is_quantized and work.backward else (False,):
             make = functools.partial(_ours, work, recipe, kept, meter)
             yield work.contender(f"ours{', weight kept' * kept}", name, make, bound)
+        if options.full and meter.kind == "gpu":
+            make = functools.partial(_ours, work, recipe, False, meter, True)
+            yield work.contender("ours, compiled", name, make, bound)
     yield from options.competing(meter, lambda peer: peer.layers(work))
 
 

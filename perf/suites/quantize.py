@@ -54,6 +54,7 @@ class Input:
 
     Attributes:
         x: (rows, cols).
+        grad: (rows, cols / 2) gradient of what a gated activation makes of ``x``.
         offs: (groups,) end rows.
         amax: (groups,) of each group.
     """
@@ -65,6 +66,7 @@ class Input:
         self.x = torch.empty(rows, cols, dtype=torch.bfloat16, device=device)
         self.x.normal_(generator=generator)
         self.x *= torch.exp2(torch.randn(rows, 1, device=device, generator=generator))
+        self.grad = self.x.new_empty(rows, cols // 2).normal_(generator=generator)
         cuts = torch.rand(groups, device=device, generator=generator) + 0.5
         self.offs = (cuts.cumsum(0) / cuts.sum() * rows).round().int()
         self.offs[-1] = rows
@@ -85,10 +87,12 @@ class Quantization:
     Attributes:
         directions: a key of ``DIRECTIONS``.
         gives_amax: the amaxes of groups are given.
+        prologue: ``"swiglu"`` if that of the input is quantized, ``"dswiglu"`` if its gradient is.
     """
 
     directions: str
     gives_amax: bool
+    prologue: str = ""
 
     @property
     def ways(self) -> list[bool]:
@@ -111,11 +115,18 @@ class Quantization:
         """Bytes that an element takes in all copies."""
         return len(self.ways) * element_bytes(fmt)
 
+    def moved(self, data: Input, fmt: Format) -> float:
+        """Bytes that are read and written at least."""
+        elements = data.x.numel() // (2 if self.prologue == "swiglu" else 1)
+        read = data.x.nbytes + (data.grad.nbytes if self.prologue == "dswiglu" else 0)
+        return read + elements * self.written(fmt)
+
     @property
     def case(self) -> dict[str, str]:
         """As ``Record.case``."""
         amax = "given" if self.gives_amax else "computed"
-        return {"op": "quantize", "directions": self.directions, "amax": amax}
+        op = f"{self.prologue}+quantize" if self.prologue else "quantize"
+        return {"op": op, "directions": self.directions, "amax": amax}
 
 
 #: What users ask for, in the order of the tables.
@@ -123,12 +134,19 @@ QUANTIZATIONS = tuple(
     Quantization(directions, given)
     for directions, given in itertools.product(DIRECTIONS, (True, False))
 )
+_FUSED = tuple(
+    Quantization(directions, False, prologue)
+    for prologue, directions in itertools.product(("swiglu", "dswiglu"), ("row", "row+column"))
+)
 
 
 def _quantize(data: Input, text: str, asked: Quantization) -> list[Tensor]:
     amax = data.amax if asked.gives_amax else None
+    fused: tuple[Any, ...] = ()
+    if asked.prologue:
+        fused = (None, None, "swiglu", data.grad if asked.prologue == "dswiglu" else None)
     buffers: list[Tensor] = ops.grouped_quantize(
-        data.x, text, data.offs, amax, *DIRECTIONS[asked.directions]
+        data.x, text, data.offs, amax, *DIRECTIONS[asked.directions], *fused
     )
     return buffers
 
@@ -162,7 +180,8 @@ def ours(data: Input, text: str, asked: Quantization, meter: Meter) -> Contender
     fmt = parse(text)
 
     def prepare() -> Callable[[], Any]:
-        require("grouped_quantize", fmt, meter.arch, columnwise=True in asked.ways)
+        facts = {"columnwise": True in asked.ways, "activation": bool(asked.prologue)}
+        require("grouped_quantize", fmt, meter.arch, **facts)
         return functools.partial(_quantize, data, text, asked)
 
     return Contender(
@@ -170,7 +189,7 @@ def ours(data: Input, text: str, asked: Quantization, meter: Meter) -> Contender
         text,
         prepare,
         functools.partial(_quantize_error, data, fmt, asked),
-        bytes=data.x.numel() * (data.x.element_size() + asked.written(fmt)),
+        bytes=asked.moved(data, fmt),
     )
 
 
@@ -225,7 +244,9 @@ def quantize_task(
         data = Input(*shape, meter.device, options.seed, copy)
         fitting = [text for text in FORMATS if asked.fits(parse(text))]
         found = [ours(data, text, asked, meter) for text in fitting]
-        return [*found, *options.competing(meter, lambda peer: peer.quantizers(data, asked))]
+        if not asked.prologue:
+            found += options.competing(meter, lambda peer: peer.quantizers(data, asked))
+        return found
 
     return Task(suite, asked.case | _shape_case(shape), contenders)
 
@@ -238,7 +259,7 @@ def tasks_of(
     meter: Meter, options: Options, shape: tuple[int, int, int], suite: str = "quantize"
 ) -> Iterator[Task]:
     """Everything that is done to one input."""
-    for asked in QUANTIZATIONS:
+    for asked in (*QUANTIZATIONS, *_FUSED):
         yield quantize_task(meter, options, shape, asked, suite)
     size = _shape_case(shape)
     for name, way in (("row", False), ("column", True)):

@@ -9,7 +9,7 @@ import torch
 import grouped
 from cute_kernels.capability import UnsupportedError
 from perf.__main__ import main
-from perf.cases import GroupedShape
+from perf.cases import PRODUCTS, GroupedShape
 from perf.contender import Contender, Task, relative_error
 from perf.measure import meter_of
 from perf.measure.base import of_times
@@ -21,6 +21,7 @@ from perf.run import Choice, Report, measure_suite, measure_task
 from perf.suites import SUITES, gemm, layer, suite
 from perf.suites.base import Options, element_bytes
 from perf.suites.gemm import Pair
+from perf.suites.quantize import Input, Quantization
 from tests.helpers import has_compiler
 
 CPU = torch.device("cpu")
@@ -103,7 +104,12 @@ def test_least_bytes_count_each_input_once():
     work = Operands(SHAPE, 40, "fprop", "17 0 23", CPU)
     # Weights of the group without rows are not read.
     assert work.least_bytes(2, 0.5) == 40 * 32 * 2 + 2 * 64 * 32 * 0.5 + 40 * 64 * 2
+    assert work.least_bytes(2, 0.5, 4) == work.least_bytes(2, 0.5) + 40 * 64 * 2
     assert work.flops == 2 * 40 * 64 * 32
+    # SwiGLU halves the columns; its gradient reads that of the result as well.
+    data, fmt = Input(8, 64, 1, CPU), grouped.FP8()
+    for prologue, moved in (("", 2 + 1), ("swiglu", 2 + 0.5), ("dswiglu", 2 + 1 + 1)):
+        assert Quantization("row", False, prologue).moved(data, fmt) == 8 * 64 * moved
     wgrad = Operands(SHAPE, 40, "wgrad", "balanced", CPU)
     assert wgrad.least_bytes(1, 2) == 40 * 64 + 40 * 32 * 2 + 3 * 64 * 32 * 2
     assert element_bytes(grouped.NVFP4()) == 0.5625
@@ -122,6 +128,8 @@ def test_pairs_fit_products():
     assert row_scaled.fits("dgrad") and not row_scaled.fits("wgrad")
     assert mixed.fits("dgrad") and not mixed.fits("wgrad") and plain.fits("wgrad")
     assert Pair("nvfp4", "nvfp4:block=16x16").text("wgrad") == "nvfp4 x nvfp4"
+    adding = Pair(None, None, accumulates=True)
+    assert [adding.fits(p) for p in PRODUCTS] == [False, False, True]
     assert plain.text("fprop") == "bfloat16" and mixed.text("fprop") == "bfloat16 x nvfp4"
 
 
@@ -147,12 +155,15 @@ def test_gemm_on_the_reference():
             "ours, tokens quantized too",
             "nvfp4:row_scaled x nvfp4",
         ) in who or product != "fprop"
+        assert (("ours, accumulating", "fp8 x fp8") in who) == (product == "wgrad")
 
 
 def test_quantize_on_the_reference():
-    records, _ = run("quantize", r"directions=row\+column amax=given|op=amax", backend="reference")
+    chosen = r"directions=row\+column amax=given|op=amax|op=dswiglu.*=row "
+    records, _ = run("quantize", chosen, backend="reference")
     who = {(r.case["op"], r.case.get("directions"), r.format) for r in records}
     assert {("quantize", "row+column", "nvfp4"), ("amax", None, "bfloat16")} < who
+    assert ("dswiglu+quantize", "row", "mxfp8") in who
     assert {r.error for r in records if r.case["op"] == "quantize"} == {0.0}
     assert {r.kind for r in records} == {"cpu"} and all(r.commit and r.machine for r in records)
 
