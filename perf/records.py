@@ -157,12 +157,16 @@ class Record:
     @property
     def tbs(self) -> float | None:
         """TB/s of the least bytes, of a time."""
-        return None if self.bytes is None else self.bytes / self.microseconds * 1e-6
+        return self._rate(self.bytes)
 
     @property
     def tflops(self) -> float | None:
         """TFLOP/s of the useful operations, of a time."""
-        return None if self.flops is None else self.flops / self.microseconds * 1e-6
+        return self._rate(self.flops)
+
+    def _rate(self, work: float | None) -> float | None:
+        time = self.microseconds
+        return work / time * 1e-6 if work is not None and time else None
 
     def share(self, ceiling: str) -> float | None:
         """Fraction of a ceiling of the same run; None if it was not measured."""

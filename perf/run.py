@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["Choice", "Report", "add_arguments", "main", "measure_suite", "measure_task"]
 
 _LOG_SECONDS = 30.0
+#: What else is a time of all of a task's work.
+_EAGER = "eager time"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,12 @@ class Report:
     unsupported: list[str] = dataclasses.field(default_factory=list)
     is_bad: bool = False
 
+    def raised(self, task: Task, contender: Contender, reason: Exception) -> None:
+        """Note what a contender raised."""
+        text = str(reason).strip().partition("\n")[0]
+        self.failed.append(f"{task}: {contender}: {type(reason).__name__}: {text}")
+        self.is_bad |= contender.is_ours
+
 
 def measure_task(
     task: Task, meter: Meter, facts: dict[str, Any], choice: Choice, report: Report
@@ -94,8 +102,21 @@ def measure_task(
             checked.append(right)
     records: list[Record] = []
     for batch in _batches(checked, meter.room()):
-        records += _measure_batch(task, batch, meter, facts)
+        records += _measured(task, batch, meter, facts, report)
     return records
+
+
+def _measured(
+    task: Task, batch: Sequence[_Checked], meter: Meter, facts: dict[str, Any], report: Report
+) -> list[Record]:
+    """The records of contenders that have room together; who raises does not disturb the others."""
+    try:
+        return _measure_batch(task, batch, meter, facts)
+    except Exception as reason:  # what can be called may still not be captured
+        if len(batch) == 1:
+            report.raised(task, batch[0].contender, reason)
+            return []
+    return [record for one in batch for record in _measured(task, [one], meter, facts, report)]
 
 
 @dataclasses.dataclass
@@ -147,6 +168,8 @@ def _measure_batch(
 
 def _record(task: Task, one: _Checked, own: dict[str, Any], facts: dict[str, Any]) -> Record:
     contender, fields = one.contender, _joined(facts, own)
+    # A part of the time is not that of all the work.
+    is_part = own["unit"] == "us" and own["what"] not in (contender.what, _EAGER)
     if contender.versions:
         fields["versions"] = {**facts.get("versions", {}), **contender.versions}
     return Record(
@@ -155,8 +178,8 @@ def _record(task: Task, one: _Checked, own: dict[str, Any], facts: dict[str, Any
         contender=contender.name,
         format=contender.format,
         error=_short(one.error),
-        bytes=contender.bytes,
-        flops=contender.flops,
+        bytes=None if is_part else contender.bytes,
+        flops=None if is_part else contender.flops,
         note=contender.note,
         **fields,
     )
@@ -186,9 +209,7 @@ def _checked(task: Task, contender: Contender, meter: Meter, report: Report) -> 
         report.unsupported.append(f"{contender}: {str(reason).rpartition(': ')[2]}")
         return None
     except Exception as reason:  # a library may raise whatever it likes
-        text = str(reason).strip().partition("\n")[0]
-        report.failed.append(f"{task}: {contender}: {type(reason).__name__}: {text}")
-        report.is_bad |= contender.is_ours
+        report.raised(task, contender, reason)
         return None
     if not error <= contender.bound:
         allowed = f"relative error {error:.3g}, at most {contender.bound:.3g} is right"

@@ -115,7 +115,8 @@ class HostMeter(Meter):
             with self.active():
                 run()
                 mine = [self._time(run, contender.what)]
-                mine.append(Measurement("launches", len(launches), "1", mine[0].protocol))
+                if contender.is_ours:
+                    mine.append(Measurement("launches", len(launches), "1", mine[0].protocol))
                 if self.kind == "gpu" and launches:
                     again = functools.partial(_call_all, launches)
                     mine.append(self._time(again, f"{contender.what} of launches"))

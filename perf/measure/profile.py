@@ -60,7 +60,8 @@ def _by_kind(run: Callable[[], Any]) -> Iterable[Measurement]:
     for event in profile.key_averages():
         total[kind_of_kernel(event.key, _kinds())] += event.device_time_total / _STEPS
     for kind, us in sorted(total.items()):
-        yield Measurement(f"GPU time of {kind}", round(us, 1), "us", "profiled", None, _STEPS)
+        if us:
+            yield Measurement(f"GPU time of {kind}", round(us, 1), "us", "profiled", None, _STEPS)
 
 
 @functools.cache

@@ -29,13 +29,12 @@ _TOKENS = 512
 class _MemoryMeter(Meter):
     """Adds up storages of fake tensors; on a GPU the peak is the allocator's."""
 
-    backend = "reference"
-    arch = "reference"
-
     def __init__(self, backend: str, quick: bool) -> None:
         is_gpu = torch.cuda.is_available() and backend in ("", "cuda")
         self.kind = "gpu" if is_gpu else "cpu"
         self.device = torch.device("cuda" if is_gpu else "cpu")
+        self.backend = "cuda" if is_gpu else "reference"
+        self.arch = self.backend
         self.quick = quick
 
     def environment(self) -> Environment:
@@ -45,9 +44,12 @@ class _MemoryMeter(Meter):
         self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
     ) -> list[list[Measurement]]:
         protocol = "allocated" if self.kind == "gpu" else "fake tensors"
+        del contenders
+        with self.active():
+            found = [run() for run, *_ in runs]
         return [
-            [Measurement(name, n, "byte", protocol, 0.0, 1) for name, n in run().items()]
-            for _, (run, *_) in zip(contenders, runs, strict=True)
+            [Measurement(name, n, "byte", protocol, 0.0, 1) for name, n in of.items()]
+            for of in found
         ]
 
 

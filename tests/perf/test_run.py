@@ -1,7 +1,9 @@
 """Running suites: contenders are checked, and only those that are right are measured."""
 
+import dataclasses
 import functools
 import re
+import unittest.mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from perf.__main__ import main
 from perf.cases import PRODUCTS, GroupedShape
 from perf.contender import Contender, Task, relative_error
 from perf.measure import meter_of
-from perf.measure.base import of_times
+from perf.measure.base import Measurement, of_times
 from perf.measure.emulator import count
 from perf.operands import Operands
 from perf.peers.pytorch import PEER
@@ -58,6 +60,39 @@ def test_who_is_wrong_is_not_timed():
         alone = Task("s", {"rows": 1}, functools.partial(lambda c, copy: [c], ours))
         assert not measure_task(alone, meter, {"kind": "cpu"}, Choice(), report)
         assert report.is_bad
+
+
+def test_who_cannot_be_timed_does_not_disturb_the_others():
+    calls = []
+
+    def prepare():
+        def run():
+            calls.append(1)
+            if len(calls) > 1:
+                raise RuntimeError("not under capture")
+
+        return run
+
+    broken = Contender("broken", "f", prepare, lambda got: 0.0)
+    report = Report()
+    task = Task("s", {}, lambda copy: [contender("right", 0.0), broken])
+    meter = meter_of("reference", "", True, {})
+    found = measure_task(task, meter, {"kind": "cpu"}, Choice(), report)
+    assert [r.contender for r in found] == ["right"]
+    assert report.failed == ["s : broken [f]: RuntimeError: not under capture"]
+
+
+def test_only_times_of_all_the_work_have_a_rate():
+    """On a GPU a step has parts, some of which take no time at all."""
+    meter = meter_of("reference", "", True, {})
+    times = {"time": 2.0, "eager time": 4.0, "GPU time of GEMM": 0.0}
+    found = [[Measurement(what, us, "us", "p") for what, us in times.items()]]
+    task = Task("s", {}, lambda copy: [contender("ours", 0.0)])
+    facts = {"kind": "gpu", "ceilings": {"copy": 1.0}}
+    with unittest.mock.patch.object(meter, "measure", lambda contenders, runs: found):
+        records = measure_task(task, meter, facts, Choice(), Report())
+    assert [r.share("copy") for r in records] == [8e-6 / 2, 8e-6 / 4, None]
+    assert dataclasses.replace(records[0], value=0.0).share("copy") is None
 
 
 def test_contenders_are_chosen_by_name_and_format():
