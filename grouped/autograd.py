@@ -29,6 +29,7 @@ from grouped.validation import check_is_tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from grouped.debug import Probe
     from grouped.nn.delayed import DelayedScaling
     from grouped.offsets import Offsets
 
@@ -151,6 +152,7 @@ def multiply(
     copies: Copies | None = None,
     sink: WeightGradients | None = None,
     scaling: Scaling | None = None,
+    probe: Probe | None = None,
 ) -> Tensor:
     """``linear`` of (T, K) rows and of offs as the kernels take them.
 
@@ -163,6 +165,7 @@ def multiply(
         copies: the quantized weight, if there is one already. Not while something traces this.
         sink: what takes the gradients of weight and bias. Not while something traces this.
         scaling: the scales of this call under delayed scaling.
+        probe: what looks at the operands. Not while something traces this.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
         y: Tensor = torch.ops.grouped.linear(
@@ -170,7 +173,7 @@ def multiply(
             *(scaling or ()),
         )
         return y
-    return _differentiable(x, weights, bias, offs, recipe, copies, sink, scaling)
+    return _differentiable(x, weights, bias, offs, recipe, copies, sink, scaling, probe)
 
 
 # ------------------------------------------------------------------------------------- autograd
@@ -191,7 +194,7 @@ def _unflat(flat: Sequence[Tensor], call: LinearCall, needs: Sequence[bool]) -> 
 
 
 #: Where the weights begin among the inputs of ``_Linear``.
-_WEIGHTS = 8
+_WEIGHTS = 9
 
 
 def _two(amaxes: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -213,16 +216,19 @@ class _Linear(torch.autograd.Function):
         copies: Copies | None,
         sink: WeightGradients | None,
         scaling: Scaling | None,
+        probe: Probe | None,
         *weights: Tensor,
     ) -> Tensor:
         wanted = any(ctx.needs_input_grad[_WEIGHTS:]), ctx.needs_input_grad[1]
         ctx.needs = ctx.needs_input_grad[0], *(wanted if sink is None else sink.wanted)
-        y, kept, amaxes = forward(x, weights, bias, offs, recipe, copies, ctx.needs, scaling)
+        options = (copies, ctx.needs, scaling, probe)
+        y, kept, amaxes = forward(x, weights, bias, offs, recipe, *options)
         # The scale may be updated in place before the backward pass, which is this call's.
         scale = None if scaling is None else scaling.scales[-1].clone()
         ctx.save_for_backward(offs, scale, *_two(amaxes), *_flat(kept))
         # Not saved: other calls write the amaxes of the step in between.
-        ctx.call, ctx.sink, ctx.scaling = LinearCall.of(x, weights[0], bias, recipe), sink, scaling
+        ctx.call = LinearCall.of(x, weights[0], bias, recipe, probe)
+        ctx.sink, ctx.scaling = sink, scaling
         return y
 
     @staticmethod
@@ -375,19 +381,21 @@ def _differentiable(
     copies: Copies | None = None,
     sink: WeightGradients | None = None,
     scaling: Scaling | None = None,
+    probe: Probe | None = None,
 ) -> Tensor:
     anchor = None if sink is None else sink.anchor
     if anchor is not None:
         weights, bias = [w.detach() for w in weights], bias if bias is None else bias.detach()
     operands = (x, bias, anchor, *weights)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-        rest = (offs, recipe, copies, sink, scaling, *weights)
+        rest = (offs, recipe, copies, sink, scaling, probe, *weights)
         return _Linear.apply(x, bias, anchor, *rest)  # type: ignore[no-any-return,no-untyped-call]
     if forward_ad._current_level >= 0:
         for t in operands:
             if t is not None and forward_ad.unpack_dual(t).tangent is not None:
                 _refuse_forward_mode()
-    y, _, amaxes = forward(x, weights, bias, offs, recipe, copies, (False, False), scaling)
+    options = (copies, (False, False), scaling, probe)
+    y, _, amaxes = forward(x, weights, bias, offs, recipe, *options)
     if scaling is not None:
         # No backward pass will.
         scaling.record(amaxes)

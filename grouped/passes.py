@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cute_kernels.formats import Format
+    from grouped.debug import Probe
     from grouped.members import QuantizedCopy
     from grouped.recipes import Recipe
 
@@ -119,15 +120,24 @@ class LinearCall(NamedTuple):
     bias_dtype: torch.dtype | None
     #: The weight has one parameter a group.
     discrete: bool
+    #: What looks at its operands.
+    probe: Probe | None = None
 
     @classmethod
-    def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> LinearCall:
+    def of(
+        cls,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        probe: Probe | None = None,
+    ) -> LinearCall:
         """Of the call with these operands, the first parameter of the weight among them."""
         prepacked, weight_format = False, recipe.texts[1]
         if isinstance(weight, GroupedTensor):
             prepacked, weight_format = weight.prepacked, weight.format.text
         dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return cls(recipe, prepacked, weight_format, *dtypes, weight.dim() == 2)
+        return cls(recipe, prepacked, weight_format, *dtypes, weight.dim() == 2, probe)
 
     def weight_gradient(
         self, operands: WgradOperands, out: Tensor | None = None, *, accumulate: bool = False
@@ -229,6 +239,7 @@ def _groups_of(rows: Tensor, offs: Tensor | None) -> Tensor:
 
 
 def _quantize_and_multiply(
+    role: str,
     x: Tensor,
     weight: list[Tensor],
     offs: Tensor,
@@ -242,6 +253,7 @@ def _quantize_and_multiply(
     """The product of quantized x and the weight, and x's columnwise copy if asked for.
 
     Args:
+        role: what x is.
         x: (T, K) rows: activations, or gradients of the output.
         weight: the copy of the weight whose blocks run along K.
         offs: (G,) end rows.
@@ -254,12 +266,15 @@ def _quantize_and_multiply(
     """
     codes, *scales = weight
     options = (bias, None, transpose, call.dtype)
-    if not columnwise and scale is None and not call.recipe.propagate_nonfinite:
+    is_seen = call.recipe.propagate_nonfinite or call.probe is not None
+    if not columnwise and scale is None and not is_seen:
         texts = (fmt.text, call.weight_format)
         last = (call.prepacked, draw_seed(fmt, x.device))
         y = ops.m_grouped_quantize_gemm(x, codes, offs, scales, *texts, *options, *last)
         return y, Copies()
     copies = _quantize(x, offs, fmt, call.recipe, True, columnwise, scale)
+    if call.probe is not None:
+        call.probe.see(role, x, copies, fmt, offs)
     a_codes, *a_scales = cast("list[Tensor]", copies.rowwise)
     operands = (a_scales, scales, fmt.text, call.weight_format, call.prepacked)
     return ops.m_grouped_gemm(a_codes, codes, offs, *options, *operands), copies
@@ -302,6 +317,7 @@ def forward(
     copies: Copies | None,
     needs: Sequence[bool],
     scaling: Scaling | None = None,
+    probe: Probe | None = None,
 ) -> tuple[Tensor, Kept, list[Tensor | None]]:
     """The product, and what the gradients of x (``needs[0]``) and the weight (``[1]``) read.
 
@@ -314,7 +330,12 @@ def forward(
         _check_grouped(weight, need_dx)
     if not recipe.is_quantized:
         low_x = x if isinstance(weight, GroupedTensor) else low(x)
-        y = _plain_product(low_x, _low_weight(weights, low_x.dtype), bias, offs, False, x.dtype)
+        low_weight = _low_weight(weights, low_x.dtype)
+        y = _plain_product(low_x, low_weight, bias, offs, False, x.dtype)
+        if probe is not None:
+            probe.see("input", x, Copies([low_x]), None, offs)
+            _see_weight(probe, weights, Copies([low_weight]), None)
+        del low_weight
         # Cast and joined again for dx: parameters cost nothing to keep, copies as much as they do.
         of_weight = list(weights)
         if isinstance(weight, GroupedTensor):
@@ -325,16 +346,27 @@ def forward(
         copies = _copies_of(weight)
     elif copies is None:
         copies = quantize_weight(joined(weights), recipe, need_dx, scaling)
+    if probe is not None:
+        _see_weight(probe, weights, copies, recipe.weight)
     rowwise, columnwise, amax = copies
-    call, fmt = LinearCall.of(x, weight, bias, recipe), _format(recipe, "input")
+    call, fmt = LinearCall.of(x, weight, bias, recipe, probe), _format(recipe, "input")
     y, of_x = _quantize_and_multiply(
-        *(x, rowwise or [], offs, bias, fmt, call),
+        *("input", x, rowwise or [], offs, bias, fmt, call),
         transpose=False,
         columnwise=need_dweight,
         scale=_scale(scaling, "input"),
     )
     kept = (of_x.columnwise, columnwise if need_dx else None)
     return y, kept, [] if scaling is None else [of_x.amax, amax]
+
+
+def _see_weight(
+    probe: Probe, weights: Sequence[Tensor], copies: Copies, fmt: Format | None
+) -> None:
+    weight = weights[0]
+    if isinstance(weight, GroupedTensor):
+        copies, fmt = _copies_of(weight), weight.format
+    probe.see("weight", weight if weight.dim() == 3 else weights, copies, fmt)
 
 
 def _copies_of(weight: GroupedTensor) -> Copies:
@@ -397,6 +429,8 @@ def _plain_gradients(
     if needs[0] and weight is not None:
         b = _low_weight(weight, low_dy.dtype)
         dx = _plain_product(low_dy, b, None, offs, True, call.dtype)
+    if call.probe is not None:
+        call.probe.see("grad_output", dy, Copies([low_dy]), None, offs)
     return dx, [low_dy] if needs[1] else None
 
 
@@ -413,11 +447,14 @@ def _quantized_gradients(
     fmt = _format(call.recipe, "grad_output")
     if need_dx and weight is not None:
         return _quantize_and_multiply(
-            *(dy, weight, offs, None, fmt, call),
+            *("grad_output", dy, weight, offs, None, fmt, call),
             transpose=True,
             columnwise=need_dweight,
             scale=scale,
         )
     if need_dweight:
-        return None, _quantize(dy, offs, fmt, call.recipe, False, True, scale)
+        copies = _quantize(dy, offs, fmt, call.recipe, False, True, scale)
+        if call.probe is not None:
+            call.probe.see("grad_output", dy, copies, fmt, offs)
+        return None, copies
     return None, Copies()

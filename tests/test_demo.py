@@ -25,7 +25,6 @@ from grouped.demo import report
 from grouped.demo import train as training
 from grouped.demo.data import Batch, Corpus, load_corpus, sample_batch, unigram_entropy
 from grouped.demo.model import LanguageModel, MixtureOfExperts, ModelConfig
-from grouped.demo.snr import NoiseProbe, snr_db
 from grouped.demo.train import ExpertLoad, Run, TrainConfig
 
 if TYPE_CHECKING:
@@ -370,35 +369,26 @@ def test_expert_load() -> None:
     assert load == ExpertLoad(max_over_mean=2.0, idle=2)
 
 
-def test_snr() -> None:
-    # bf16 has 8 significant bits: 1 + 2^-9 rounds to 1.
-    x = torch.tensor([[1 + 2**-9]])
-    assert snr_db(x, None) == pytest.approx(20 * math.log10((1 + 2**-9) * 2**9))
-    assert snr_db(x.round(), None) is None
-    assert snr_db(torch.zeros(1, 16), grouped.NVFP4(), torch.tensor([1])) is None
-    # amax 6 * 448 makes every scale exact; 5.0 is a tie that goes to 4, everything else is exact.
-    x = torch.tensor([[6.0] + [5.0] + [0.0] * 14]) * 448
-    assert snr_db(x, grouped.NVFP4(), torch.tensor([1])) == pytest.approx(10 * math.log10(61))
-
-
-def test_noise_probe_sees_each_layer_once() -> None:
-    torch.manual_seed(0)
-    model = LanguageModel(SMALL, grouped.recipes.NVFP4())
-    inputs = torch.randint(256, (2, 16))
-    probe = NoiseProbe(model)
-    with probe:
-        model(inputs).logits.sum().backward()
-    weights = [
-        layer.weight.detach().clone()
-        for layer in model.modules()
-        if isinstance(layer, grouped.nn.GroupedLinear)
-    ]
-    before = probe.mean_db()
-    ratios = [snr_db(weight, grouped.NVFP4(block=(16, 16))) for weight in weights]
-    assert len(ratios) == 2 and before["weights"] == pytest.approx(sum(ratios) / 2)
-    # Neither later passes nor later changes of the weights count.
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(torch.rand_like(parameter))
-    model(inputs).logits.sum().backward()
-    assert probe.mean_db() == before
+def test_the_last_step_is_inspected_and_more_on_request(tmp_path: Path) -> None:
+    path, other = tmp_path / "numerics.jsonl", "MXFP8"
+    path.write_text("of an earlier run")
+    sizes = ("--intermediate", "64", "--steps", "20", "--plot", "never")
+    recipes = ("--recipe", "BF16", other)
+    _, printed, results = run_demo(tmp_path, *sizes, *recipes, "--inspect", str(path))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert f", {path}\n" in printed and {line["run"] for line in lines} == {"BF16", other}
+    assert sorted({line["step"] for line in lines}) == list(range(1, 20, 2))
+    last = [e for e in lines if (e["run"], e["step"], e["direction"]) == (other, 19, "rowwise")]
+    for name, role in (
+        ("weights", "weight"),
+        ("activations", "input"),
+        ("gradients", "grad_output"),
+    ):
+        totals = [(sum(e["signal"]), sum(e["noise"])) for e in last if e["role"] == role]
+        ratios = [10 * math.log10(signal / noise) for signal, noise in totals]
+        assert len(ratios) == 2  # gate_up and down
+        assert results["runs"][1]["snr_db"][name] == pytest.approx(sum(ratios) / 2, rel=1e-4)
+    # To look changes nothing.
+    _, _, without = run_demo(tmp_path, *sizes, *recipes)
+    for run, same in zip(results["runs"], without["runs"], strict=True):
+        assert all(run[key] == same[key] for key in ("losses", "end_loss", "snr_db"))

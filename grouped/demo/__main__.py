@@ -55,6 +55,14 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="plot the losses: if matplotlib is installed, or insist on it, or not at all",
     )
+    add(
+        "--inspect",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="write what quantization does by step, layer, role and expert: JSON lines of "
+        "grouped.debug.inspect, which python -m perf dashboard draws",
+    )
     train_config, model_config = TrainConfig(), ModelConfig()
     add("--steps", type=int, default=train_config.steps, help="optimizer steps")
     add("--batch", type=int, default=train_config.batch, help="sequences a step")
@@ -94,6 +102,12 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out: {error}")
+    args.inspect = getattr(args, "inspect", None)
+    if args.inspect is not None:
+        try:
+            args.inspect.write_text("")
+        except OSError as error:
+            parser.error(f"--inspect: {error}")
 
 
 def _asked(args: argparse.Namespace) -> list[str]:
@@ -111,7 +125,11 @@ def _check_sizes(names: Sequence[str], model_config: ModelConfig) -> None:
 
 
 def _train_with_progress(
-    recipe: str, corpus: Corpus, model_config: ModelConfig, config: TrainConfig
+    recipe: str,
+    corpus: Corpus,
+    model_config: ModelConfig,
+    config: TrainConfig,
+    inspect: Path | None,
 ) -> Run:
     progress = report.make_progress(config.steps, recipe)
 
@@ -120,7 +138,7 @@ def _train_with_progress(
         progress.update()
 
     try:
-        return train(recipe, corpus, model_config, config, on_step)
+        return train(recipe, corpus, model_config, config, on_step, inspect)
     finally:
         progress.close()
 
@@ -141,7 +159,7 @@ def _train_all(
     status = 0
     for recipe in _asked(args):
         try:
-            run = _train_with_progress(recipe, corpus, model_config, config)
+            run = _train_with_progress(recipe, corpus, model_config, config, args.inspect)
         except cute_kernels.UnsupportedError as error:
             print(f"error: {recipe} does not run here: {error}", file=sys.stderr)
             status = 1
@@ -195,6 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not runs:
         return status
     files = report.write_results(args.out, runs, facts)
+    if args.inspect is not None:
+        files.append(args.inspect)
     if args.plot != "never":
         files.append(report.write_plot(args.out, runs, entropy))
     print(f"\n{report.table(runs)}\n\n{_LEGEND.format(entropy=entropy)}")

@@ -13,19 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grouped import recipes
+from grouped import debug, recipes
 from grouped.demo.data import Batch, Corpus, sample_batch
 from grouped.demo.model import LanguageModel, ModelConfig
-from grouped.demo.snr import NoiseProbe
+from grouped.demo.snr import mean_db
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 __all__ = ["ExpertLoad", "Run", "TrainConfig", "train"]
 
 _BALANCE_WEIGHT = 0.01
 _MAX_GRAD_NORM = 1.0
 _MOST_HELD_OUT_BATCHES = 8
+_INSPECTED_STEPS = 16
 #: Fixed: runs of any seed are measured on the same batches.
 _HELD_OUT_SEED = 1234
 
@@ -128,6 +130,7 @@ def train(
     model_config: ModelConfig,
     config: TrainConfig,
     on_step: Callable[[float], None] = lambda loss: None,
+    inspect: Path | None = None,
 ) -> Run:
     """Train a fresh model in one recipe.
 
@@ -137,6 +140,8 @@ def train(
         model_config: sizes of the model.
         config: how to train.
         on_step: called after each step with its loss.
+        inspect: file to which what quantization did is appended, in about 16 of the steps
+            (``grouped.debug.inspect``).
 
     Returns:
         The losses and measurements. Ctrl-C ends the training, but what was learned until then is
@@ -152,12 +157,17 @@ def train(
             inputs, targets = sample_batch(data, config.batch, model_config.context, generator)
             yield inputs.to(config.device), targets.to(config.device)
 
+    lens = debug.inspect(model)
     held_out = list(batches(corpus.held_out, config.held_out_batches, _HELD_OUT_SEED))
     try:
         run.start_loss = _evaluate(model, held_out)
-        _train_steps(model, batches(corpus.train, config.steps, config.seed), config, run, on_step)
+        every = None if inspect is None else math.ceil(config.steps / _INSPECTED_STEPS)
+        steps = batches(corpus.train, config.steps, config.seed)
+        _train_steps(model, steps, config, run, on_step, lens, every)
     except KeyboardInterrupt:
         run.interrupted = True
+    if inspect is not None:
+        lens.save(inspect, run=recipe, append=True)
     try:
         run.end_loss = _evaluate(model, held_out)
     except KeyboardInterrupt:
@@ -171,16 +181,21 @@ def _train_steps(
     config: TrainConfig,
     run: Run,
     on_step: Callable[[float], None],
+    lens: debug.inspect,
+    every: int | None,
 ) -> None:
-    """Take all steps, noting their measurements in ``run`` as they come."""
+    """Take all steps, noting their measurements in ``run`` as they come.
+
+    The lens looks at every so many of them, counted from the last one.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    probe = NoiseProbe(model)
     for step, (inputs, targets) in enumerate(batches):
         started = time.perf_counter()
-        last = step == config.steps - 1
+        left = config.steps - 1 - step
+        looks = left == 0 or (every is not None and left % every == 0)
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate_at(step)
-        with probe if last else contextlib.nullcontext():
+        with lens if looks else contextlib.nullcontext():
             output = model(inputs)
             loss = _cross_entropy(output.logits, targets)
             optimizer.zero_grad()
@@ -191,8 +206,9 @@ def _train_steps(
         run.losses.append(loss.item())
         run.step_seconds.append(time.perf_counter() - started)
         run.load = ExpertLoad.of(output.tokens_per_expert)
-        if last:
-            run.snr_db = probe.mean_db()
+        if not left:
+            run.snr_db = mean_db(lens)
+        lens.step()
         on_step(run.losses[-1])
 
 

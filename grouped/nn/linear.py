@@ -183,6 +183,18 @@ class GroupedLinear(debug.Watched):
             RuntimeError: ``is_first_microbatch=False``, and no weight was kept, or it changed; or
                 something traces or transforms a layer that trains in eager mode only.
         """
+        if self._lens is not None:
+            seen: Tensor = self._inspected(x, offs, is_first_microbatch)
+            return seen
+        return self._call(x, offs, is_first_microbatch)
+
+    @torch.compiler.disable(reason=debug.EAGER_ONLY)  # type: ignore[untyped-decorator]
+    def _inspected(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
+        """``forward`` inside ``grouped.debug.inspect``."""
+        debug.check_eager()
+        return self._call(x, offs, is_first_microbatch)
+
+    def _call(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
         if self._wgrads.active and torch.is_grad_enabled() and self._has_trainable():
             y: Tensor = self._train_apart(x, offs, is_first_microbatch)
             return y
@@ -213,7 +225,8 @@ class GroupedLinear(debug.Watched):
         scaling = self._scaling_of_call(is_first_microbatch)
         copies = self._kept_copies(sources, is_first_microbatch, rows, scaling)
         bias = self._stacked("bias") if self.has_bias else None
-        y = multiply(rows, sources, bias, ends, self.recipe, copies, sink, scaling)
+        probe = None if self._lens is None else self._lens.probe()
+        y = multiply(rows, sources, bias, ends, self.recipe, copies, sink, scaling, probe)
         flags = debug.flags_of(self, rows.device)
         if flags is not None:
             y = debug.watch(flags, rows, sources, y, ends)
@@ -345,7 +358,7 @@ class GroupedLinear(debug.Watched):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has other parameters, and a file none at all.
-        return {**self.__dict__, "_kept": None, "_nonfinite": None, "_shards": {}}
+        return {**self.__dict__, "_kept": None, "_nonfinite": None, "_lens": None, "_shards": {}}
 
     def _apply(self, fn: Any, recurse: bool = True) -> GroupedLinear:
         self._kept = None

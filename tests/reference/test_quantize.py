@@ -1,18 +1,19 @@
-"""NVFP4 quantization, byte for byte against the scalar oracle."""
+"""Quantization on the reference backend, byte for byte against the scalar oracles."""
 
 import numpy as np
 import pytest
 import torch
 
+from cute_kernels.formats import parse
 from tests.helpers import (
     DTYPES,
-    NVFP4_TEXTS,
     SENTINEL,
     SPLITS,
+    assert_same_buffers,
     assert_same_bytes,
     dequantize_arguments,
-    end_rows,
     ends,
+    many_groups,
     offsets,
     ops,
     poisoned,
@@ -20,233 +21,327 @@ from tests.helpers import (
     weird_values,
 )
 from tests.reference import oracle
+from tests.reference.block_oracle import Rules
+from tests.reference.block_oracle import quantize as expect
 
-#: What the oracle is told of the second level and block shape, by name.
-FLAGS = {"1x16": {}, "16x16": {"block_2d": True}, "row-scaled": {"row_scaled": True}}
-KINDS = NVFP4_TEXTS
-NAMES = ("codes", "scales", "amax", "codes_t", "scales_t", "amax_t")
+#: The texts of formats, and what the oracles are told of them: of NVFP4 its flags, of the others
+#: what they are in the words of the specification.
+NVFP4 = {
+    "nvfp4": {},
+    "nvfp4:block=16x16": {"block_2d": True},
+    "nvfp4:row_scaled": {"row_scaled": True},
+}
+RULES = {
+    "mxfp8": Rules("mxfp8", "e4m3", 1, 32),
+    "mxfp8:dtype=e5m2": Rules("mxfp8", "e5m2", 1, 32),
+    "mxfp8:block=32x32": Rules("mxfp8", "e4m3", 32, 32),
+    "mxfp8:dtype=e5m2,block=32x32": Rules("mxfp8", "e5m2", 32, 32),
+    "fp8_block": Rules("fp8_block", "e4m3", 1, 128),
+    "fp8_block:dtype=e5m2,pow2_scales=false": Rules("fp8_block", "e5m2", 1, 128, pow2=False),
+    "fp8_block:amax_epsilon=0.25": Rules("fp8_block", "e4m3", 1, 128, epsilon=0.25),
+    "fp8_block:block=128x128": Rules("fp8_block", "e4m3", 128, 128),
+    "fp8_block:block=128x128,dtype=e5m2": Rules("fp8_block", "e5m2", 128, 128),
+    "fp8_block:block=128x128,pow2_scales=false": Rules("fp8_block", "e4m3", 128, 128, pow2=False),
+    "fp8_block:block=128x128,pow2_scales=false,amax_epsilon=0.25": Rules(
+        "fp8_block", "e4m3", 128, 128, pow2=False, epsilon=0.25
+    ),
+}
+TEXTS = [*NVFP4, *RULES]
+every_format = pytest.mark.parametrize("text", TEXTS)
+every_nvfp4 = pytest.mark.parametrize("text", NVFP4)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+#: Formats and directions of which an oracle says what they decode to.
+DECODED = [*((text, False) for text in TEXTS), *((text, True) for text in RULES)]
 
 
-def expected(x, offs, kind, *, amax=None, fill=0):
-    """The oracle's six buffers, shaped as the op returns them."""
-    uniform = offs is None
-    cols = x.shape[-1]
+def buffer_names(text, rowwise=True, columnwise=True):
+    fmt = parse(text)
+    asked = [way for way, on in ((False, rowwise), (True, columnwise)) if on]
+    return [name for way in asked for name in fmt.buffer_names(way)]
+
+
+def quantize(x, text, offs=None, rowwise=True, columnwise=True, amax=None):
+    """Buffers of the op by name."""
+    found = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise)
+    return dict(zip(buffer_names(text, rowwise, columnwise), found, strict=True))
+
+
+def expected(x, text, offs, fill=0, amax=None):
+    """The oracle's buffers by name, as the op returns them, and the values of ``DECODED``."""
+    if text in NVFP4:
+        return expected_nvfp4(x, text, offs, fill, amax)
+    return expected_blocks(x, text, offs, fill)
+
+
+def expected_nvfp4(x, text, offs, fill, amax):
+    uniform, row_scaled, cols = offs is None, "row_scaled" in NVFP4[text], x.shape[-1]
     if uniform:
         groups, tiles = oracle.uniform_groups(*x.shape[:2])
     else:
-        groups, tiles = oracle.ragged_groups(offs, x.shape[0])
-    q = oracle.quantize(
-        x.float().flatten(0, -2).numpy(),
-        groups,
-        tiles,
-        uniform=uniform,
-        given_amax=None if amax is None else amax.numpy(),
-        fill=fill,
-        **FLAGS[kind],
-    )
+        groups, tiles = oracle.ragged_groups(offs.tolist(), x.shape[0])
+    given = None if amax is None else amax.numpy()
+    values = x.float().flatten(0, -2).numpy()
+    options = {"uniform": uniform, "given_amax": given, "fill": fill} | NVFP4[text]
+    q = oracle.quantize(values, groups, tiles, **options)
     batch = x.shape[:1] if uniform else ()
     each = tiles // len(groups) if uniform else tiles
-    row_scaled = kind == "row-scaled"
-    shapes = (
-        (*x.shape[:-1], cols // 2),
-        (*batch, each, -1, 512),
-        x.shape[:-1] if row_scaled else (len(groups),),
-        (*batch, cols, 64 * each),
-        (*batch, -(-cols // 128), 2 * each, 512),
-        (len(groups),),
-    )
-    buffers = (q.codes, q.scales, q.amax, np.stack(q.codes_t), np.stack(q.scales_t), q.amax_t)
-    return [torch.from_numpy(b).reshape(s) for b, s in zip(buffers, shapes, strict=True)]
+    shapes = {
+        "codes": (*x.shape[:-1], cols // 2),
+        "scales": (*batch, each, -1, 512),
+        "amax": x.shape[:-1] if row_scaled else (len(groups),),
+        "codes_t": (*batch, cols, 64 * each),
+        "scales_t": (*batch, -(-cols // 128), 2 * each, 512),
+        "amax_t": (len(groups),),
+    }
+    found = {n: torch.from_numpy(np.array(getattr(q, n))).reshape(s) for n, s in shapes.items()}
+    if not uniform and len(x):
+        decoded = oracle.dequantize_rowwise(q, groups, cols, row_scaled)
+        found["values"] = torch.from_numpy(decoded)
+    return found
 
 
-def check(x, splits_or_none, kind, *, amax=None):
-    """Functional and out form, alone and together, against the oracle."""
-    offs = None if splits_or_none is None else offsets(splits_or_none)
-    want = expected(x, None if offs is None else offs.tolist(), kind, amax=amax)
-    before = x.clone()
-    got = ops.grouped_quantize(x, KINDS[kind], offs, amax, columnwise=True)
-    for name, g, w in zip(NAMES, got, want, strict=True):
-        assert_same_bytes(g, w, f"{name} of the functional form")
-    for rowwise, columnwise in ((True, False), (False, True)):
-        if kind == "row-scaled" and amax is not None and not columnwise:
+def expected_blocks(x, text, offs, fill):
+    def ragged(x, rows):
+        groups, tiles = oracle.ragged_groups(rows, len(x))
+        dtype = str(x.dtype).removeprefix("torch.")
+        made = expect(x.float().numpy(), groups, tiles, RULES[text], dtype, fill)
+        return vars(made)
+
+    if offs is not None:
+        found = {name: torch.from_numpy(t) for name, t in ragged(x, offs.tolist()).items()}
+    else:
+        # Each group of a uniform tensor has the buffers of a tensor of its own, save for a tile
+        # that ragged groups need when their rows fill their tiles.
+        each = [ragged(group, [len(group)]) for group in x]
+        tiles = oracle.ceil_div(x.shape[1], 128)
+        found = {name: torch.from_numpy(np.stack([e[name] for e in each])) for name in each[0]}
+        slots, is_mx = 128 * tiles, RULES[text].is_mx
+        found["codes_t"] = found["codes_t"][:, :slots] if is_mx else found["codes_t"][..., :slots]
+        found["scales_t"] = (
+            found["scales_t"][:, :, :tiles] if is_mx else found["scales_t"][:, :tiles]
+        )
+        if is_mx or RULES[text].rows > 1:
+            found["scales"] = found["scales"][:, :tiles]
+        else:
+            found["scales"] = found["scales"][..., :slots]
+    element = parse(text).element.dtype
+    codes = {name: found[name].view(element) for name in ("codes", "codes_t")}
+    return found | codes
+
+
+def check(x, text, offs=None, amax=None):
+    """Functional and out form, each direction alone and both together, against the oracle."""
+    whole, before = expected(x, text, offs, amax=amax), x.clone()
+    want = {name: whole[name] for name in buffer_names(text)}
+    got = quantize(x, text, offs, amax=amax)
+    assert_same_buffers(got, want)
+    for rowwise in (False, True):
+        if rowwise and amax is not None and text == "nvfp4:row_scaled":
             continue  # refused: the amax of a group would not be used
-        alone = ops.grouped_quantize(x, KINDS[kind], offs, amax, rowwise, columnwise)
-        asked = slice(0, 3) if rowwise else slice(3, 6)
-        for name, a, w in zip(NAMES[asked], alone, want[asked], strict=True):
-            assert_same_bytes(a, w, f"{name} alone")
-    check_out_form(x, offs, kind, amax, got)
+        alone = quantize(x, text, offs, rowwise, not rowwise, amax)
+        assert_same_buffers(alone, {name: want[name] for name in alone})
+    check_out_form(x, text, offs, got, amax)
     assert_same_bytes(x, before, "input")
 
 
-def check_out_form(x, offs, kind, amax, like):
-    """Buffers full of sentinels: only what the layout says is written, pitch padding is not."""
-    outputs = [poisoned(t) for t in like]
-    ops.grouped_quantize_out(x, KINDS[kind], offs, amax, columnwise=True, out=outputs)
-    rows = None if offs is None else offs.tolist()
-    want = expected(x, rows, kind, amax=amax, fill=SENTINEL)
-    for name, got, w in zip(NAMES, outputs, want, strict=True):
-        assert_same_bytes(got, w, f"{name} of the out form")
-    codes = outputs[0]
-    pitch, width = codes.stride(-2), codes.shape[-1]
-    assert pitch % 16 == 0
-    storage = torch.empty(0, dtype=torch.uint8).set_(codes.untyped_storage())
-    last = len(storage) - width if len(storage) else 0
-    for start in range(0, last, pitch):
-        assert (storage[start + width : start + pitch] == SENTINEL).all(), "pitch padding"
+def check_out_form(x, text, offs, like, amax=None):
+    """Buffers of sentinels: only what the layout says is written, pitch padding is not."""
+    outputs = {name: poisoned(t) for name, t in like.items()}
+    ops.grouped_quantize_out(x, text, offs, amax, True, True, out=list(outputs.values()))
+    want = expected(x, text, offs, SENTINEL, amax)
+    assert_same_buffers(outputs, {name: want[name] for name in outputs})
+    for name in ("codes", "codes_t"):
+        codes = outputs[name]
+        assert codes.stride(-2) % 16 == 0
+        storage = torch.empty(0, dtype=torch.uint8).set_(codes.untyped_storage())
+        written = torch.zeros(len(storage), dtype=torch.bool)
+        written.as_strided(codes.shape, codes.stride())[:] = True
+        assert (storage[~written] == SENTINEL).all(), "pitch padding"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_format
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-def test_ragged_splits(splits, kind):
-    check(sample(sum(splits), 48), splits, kind)
+def test_ragged_splits(splits, text):
+    check(sample(sum(splits), 48 if text in NVFP4 else 96), text, offsets(splits))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cols", [16, 32, 80, 272])
-def test_widths(cols, kind):
-    splits = (17, 0, 30)
-    check(sample(sum(splits), cols), splits, kind)
+@every_format
+@pytest.mark.parametrize("cols", [1, 2, 3, 4, 5, 9, 17])
+def test_widths(cols, text):
+    check(sample(47, cols * parse(text).k_multiple), text, offsets((17, 0, 30)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_dtypes_with_extreme_values(dtype, kind):
-    splits = (22, 3, 20)  # groups with and without Inf, NaN and maxima
-    check(weird_values(45, 48, dtype), splits, kind)
+@every_format
+@every_dtype
+def test_extreme_values(dtype, text):
+    # Groups with and without Inf, NaN and maxima, and a tail.
+    check(weird_values(190, 160, dtype), text, offsets((22, 3, 140, 10)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_second_levels_from_denormal_to_the_largest(dtype, kind):
+@every_format
+@every_dtype
+def test_amaxes_from_denormal_to_the_largest(dtype, text):
     info = torch.finfo(dtype)
-    scales = torch.tensor([info.tiny * info.eps, info.tiny, 1e-4, 1.0, info.max / 8])
-    x = (torch.randn(5, 6, 32).clamp(-7, 7) * scales[:, None, None].double()).to(dtype)
-    check(x.flatten(0, 1), (6,) * 5, kind)
+    sizes = [info.tiny * info.eps, info.tiny, 1e-37, 3e-36, 1e-4, 1.0, info.max / 8]
+    x = torch.randn(7, 6, 64).clamp(-7, 7).double() * torch.tensor(sizes)[:, None, None].double()
+    x = x.to(dtype)
+    check(x.flatten(0, 1), text, offsets((6,) * 7))
+    check(x.flatten(0, 1), text, offsets((42,)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_format
 @pytest.mark.parametrize("value", [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3.4e38])
-def test_constant_input(value, kind):
-    check(torch.full((18, 32), value), (1, 17), kind)
+def test_constant_input(value, text):
+    check(torch.full((18, 64), value), text, offsets((1, 17)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(1, 1, 16), (2, 40, 48), (3, 128, 16), (2, 130, 80)], ids=str)
-def test_uniform_groups(shape, kind):
-    check(sample(*shape), None, kind)
+@every_format
+@pytest.mark.parametrize("shape", [(1, 1, 32), (2, 40, 96), (3, 128, 32), (2, 130, 160)], ids=str)
+def test_uniform_groups(shape, text):
+    check(sample(*shape), text)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["nvfp4", *RULES])
+def test_more_than_a_thousand_groups(text):
+    offs = many_groups()
+    check(sample(int(offs[-1]) + 3, parse(text).k_multiple), text, offs)
+
+
+@every_format
+def test_the_tail_is_neither_read_nor_written(text):
+    x, offs = sample(335, 64), offsets((20, 0, 115))
+    x[135:] = torch.nan
+    got = quantize(x, text, offs)
+    check_out_form(x, text, offs, got)
+    x[135:] = 1e30
+    assert_same_buffers(quantize(x, text, offs), got)
+
+
+@every_format
+@pytest.mark.parametrize(
+    "rows", [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1], [0, 0]], ids=str
+)
+def test_garbage_offsets_act_as_their_clamped_values(rows, text):
+    x = sample(40, 32)
+    check_out_form(x, text, ends(*rows), quantize(x, text, ends(*rows)))
+
+
+@every_format
+def test_non_contiguous_input(text):
+    wide = sample(64, 128)
+    for x in (wide[:, 32:96], wide[::2, :96], wide.T[:, :32]):
+        offs = offsets((7, x.shape[0] - 7))
+        assert_same_buffers(quantize(x, text, offs), quantize(x.contiguous(), text, offs))
+    weights = sample(3, 64, 48).mT
+    assert_same_buffers(quantize(weights, text), quantize(weights.contiguous(), text))
+
+
+def decoded(buffers, text, columnwise, rows, dtype, offs):
+    copy = [buffers[name] for name in parse(text).operand_names(columnwise)]
+    return dequantize_arguments(copy, text, rows, dtype, offs, columnwise)
+
+
+@every_dtype
+@pytest.mark.parametrize(("text", "columnwise"), DECODED)
+def test_dequantize(text, columnwise, dtype):
+    x, offs = weird_values(205, 160, torch.float32), offsets((19, 0, 41, 130, 0))
+    buffers, values = quantize(x, text, offs), "values_t" if columnwise else "values"
+    want = expected(x, text, offs)[values].to(dtype)
+    arguments = decoded(buffers, text, columnwise, 205, dtype, offs)
+    assert_same_bytes(ops.grouped_dequantize(*arguments), want, any_nan=True)
+    out = poisoned(want)
+    ops.grouped_dequantize_out(*arguments, out=out)
+    assert_same_bytes(out[:190], want[:190], any_nan=True)
+    assert_same_bytes(out[190:], poisoned(want)[190:])
+
+
+@pytest.mark.parametrize("text", RULES)
+@pytest.mark.parametrize("rows", [1, 128, 140])
+def test_dequantize_uniform(rows, text):
+    x = sample(3, rows, 160)
+    buffers, want = quantize(x, text), expected(x, text, None)
+    for columnwise, values in ((False, "values"), (True, "values_t")):
+        arguments = decoded(buffers, text, columnwise, rows, torch.float32, None)
+        assert_same_bytes(ops.grouped_dequantize(*arguments), want[values])
+
+
+@pytest.mark.parametrize("text", [t for t in TEXTS if parse(t).is_2d])
+def test_square_blocks_hold_the_same_values_in_both_directions(text):
+    x, offs = weird_values(333, 160, torch.bfloat16), offsets((33, 0, 300))
+    buffers = quantize(x, text, offs)
+    rowwise, columnwise = (
+        ops.grouped_dequantize(*decoded(buffers, text, way, 333, torch.float32, offs))
+        for way in (False, True)
+    )
+    assert_same_bytes(rowwise, columnwise)
+
+
+@pytest.mark.parametrize("text", RULES)
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
+def test_buffers_that_are_no_copy_of_the_format_are_refused(columnwise, text):
+    x, offs = sample(40, 160), offsets((10, 30))
+    codes, scales, *rest = decoded(quantize(x, text, offs), text, columnwise, 40, x.dtype, offs)
+    name = "scales_t" if columnwise else "scales"
+    for wrong in (scales[0][..., :-1], scales[0][:-1], scales[0].unsqueeze(0)):
+        with pytest.raises(ValueError, match=rf"scales\[0\], the {name} of {text}, must have"):
+            ops.grouped_dequantize(codes, [wrong], *rest)
+    with pytest.raises(TypeError, match=rf"scales\[0\], the {name} of {text}, must be"):
+        ops.grouped_dequantize(codes, [scales[0].to(torch.int64)], *rest)
+    with pytest.raises(ValueError, match=f"must be {name} of {text}, got 2 tensors"):
+        ops.grouped_dequantize(codes, [*scales, torch.ones(2)], *rest)
+    with pytest.raises(TypeError, match="codes must be float8"):
+        ops.grouped_dequantize(codes.view(torch.uint8), scales, *rest)
+
+
+# --------------------------------------------------------------------------------------- NVFP4
+
+
+@every_nvfp4
 @pytest.mark.parametrize("uniform", [False, True])
-def test_given_amax(uniform, kind):
+def test_given_amax(uniform, text):
     amax = torch.tensor([0.3, 1e4, 0.0])  # smaller than the values, larger, and none
     x = sample(3, 20, 32)
-    check(x if uniform else x.flatten(0, 1), None if uniform else (20, 20, 20), kind, amax=amax)
+    check(*((x, text) if uniform else (x.flatten(0, 1), text, offsets((20, 20, 20)))), amax=amax)
 
 
 @pytest.mark.parametrize("amax", [torch.nan, torch.inf, 1e-45, 1e-36, 3.4e38])
 def test_given_amax_at_the_extremes(amax):
-    check(weird_values(20, 32, torch.float32), (20,), "1x16", amax=torch.tensor([amax]))
+    x = weird_values(20, 32, torch.float32)
+    check(x, "nvfp4", ends(20), amax=torch.tensor([amax]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_ties_of_codes_and_of_scales(kind):
+@every_nvfp4
+def test_ties_of_codes_and_of_scales(text):
     # The group's and each row's amax is 2688, so S_enc is 1; blocks of amax 6 have scale 1.
     quarter = torch.randint(-24, 25, (32, 48)) / 4
     quarter[:, 16] = 6.0  # codes tie wherever the value ends in .25 or .75
     quarter[:, 32:] *= torch.randint(1, 120, (32, 1))  # scales between E4M3 numbers
     quarter[:, 0] = 2688.0
-    check(quarter, (32,), kind)
+    check(quarter, text, ends(32))
 
 
-def test_more_than_a_thousand_groups():
-    splits = torch.zeros(1100, dtype=torch.int64)
-    splits[::11] = 1
-    splits[1050] = 140
-    check(sample(int(splits.sum()), 16), tuple(splits.tolist()), "1x16")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_capacity_tail_is_neither_read_nor_written(kind):
-    splits, tail = (20, 0, 115), 200
-    x = sample(sum(splits) + tail, 32)
-    x[sum(splits) :] = torch.nan
-    offs = offsets(splits)
-    got = ops.grouped_quantize(x, KINDS[kind], offs, columnwise=True)
-    check_out_form(x, offs, kind, None, got)
-    x[sum(splits) :] = 1e30
-    again = ops.grouped_quantize(x, KINDS[kind], offs, columnwise=True)
-    for name, a, b in zip(NAMES, got, again, strict=True):
-        assert_same_bytes(a, b, name)
-
-
-@pytest.mark.parametrize(
-    "rows", [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1], [0, 0]], ids=str
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_garbage_offsets_act_as_their_clamped_values(rows, kind):
-    x = sample(40, 32)
-    given = ends(*rows)
-    got = ops.grouped_quantize(x, KINDS[kind], given, columnwise=True)
-    check_out_form(x, given, kind, None, got)
-
-
-@pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_non_contiguous_input(kind, columnwise):
-    wide = sample(30, 96)
-    for x in (wide[:, 16:64], wide[::2, :48], wide.reshape(96, 30).T[:, :48]):
-        offs = offsets((7, x.shape[0] - 7))
-        got = ops.grouped_quantize(x, KINDS[kind], offs, columnwise=columnwise)
-        want = ops.grouped_quantize(x.contiguous(), KINDS[kind], offs, columnwise=columnwise)
-        for name, g, w in zip(NAMES[: len(want)], got, want, strict=True):
-            assert_same_bytes(g, w, name)
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_dequantize_rowwise(kind, dtype):
-    splits, tail = (19, 0, 40), 5
-    x = sample(sum(splits) + tail, 80, dtype=torch.float32)
-    groups, tiles = oracle.ragged_groups(end_rows(splits), x.shape[0])
-    q = oracle.quantize(x.numpy(), groups, tiles, **FLAGS[kind])
-    row_scaled = kind == "row-scaled"
-    want = torch.from_numpy(oracle.dequantize_rowwise(q, groups, 80, row_scaled)).to(dtype)
-    copy = [torch.from_numpy(b) for b in (q.codes, q.scales.reshape(tiles, -1, 512), q.amax)]
-    offs = offsets(splits)
-    arguments = dequantize_arguments(copy, KINDS[kind], x.shape[0], dtype, offs)
-    assert_same_bytes(ops.grouped_dequantize(*arguments), want)
-    out = poisoned(want)
-    ops.grouped_dequantize_out(*arguments, out=out)
-    untouched = poisoned(want)[sum(splits) :]
-    assert_same_bytes(out, torch.cat([want[: sum(splits)], untouched]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_dequantize_uniform_is_dequantize_of_each_member(kind):
-    x = sample(3, 140, 48)
-    text, whole = KINDS[kind], ends(140)
+@every_nvfp4
+def test_dequantize_uniform_is_dequantize_of_each_member(text):
+    x, whole = sample(3, 140, 48), ends(140)
     for columnwise in (False, True):
-        directions = {"rowwise": not columnwise, "columnwise": columnwise}
 
-        def decoded(x, offs, columnwise=columnwise, directions=directions):
-            copy = ops.grouped_quantize(x, text, offs, **directions)
-            arguments = dequantize_arguments(copy, text, 140, torch.float32, offs, columnwise)
+        def values(x, offs, columnwise=columnwise):
+            buffers = quantize(x, text, offs, not columnwise, columnwise)
+            arguments = decoded(buffers, text, columnwise, 140, torch.float32, offs)
             return ops.grouped_dequantize(*arguments)
 
-        got = decoded(x, None)
+        got = values(x, None)
         for g in range(3):
-            assert_same_bytes(got[g], decoded(x[g], whole))
+            assert_same_bytes(got[g], values(x[g], whole))
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("kind", ["1x16", "16x16"])
-def test_dequantize_columnwise(kind, dtype):
+@every_dtype
+@pytest.mark.parametrize("text", ["nvfp4", "nvfp4:block=16x16"])
+def test_dequantize_columnwise(text, dtype):
     """Against the rowwise copy of the transposed group, which the columnwise copy equals."""
     splits = (19, 0, 140)
     x = sample(sum(splits) + 5, 48)
     offs = offsets(splits)
-    text = KINDS[kind]
     q = ops.grouped_quantize(x, text, offs, rowwise=False, columnwise=True)
     got = ops.grouped_dequantize(*dequantize_arguments(q, text, x.shape[0], dtype, offs, True))
     start = 0
@@ -260,15 +355,3 @@ def test_dequantize_columnwise(kind, dtype):
         assert_same_bytes(got[start:end], want.T[:rows])
         start = end
     assert not got[start:].any()
-
-
-def test_16x16_copies_hold_the_same_values():
-    x, splits = sample(150, 48), (33, 0, 117)
-    offs = offsets(splits)
-    text = KINDS["16x16"]
-    q = ops.grouped_quantize(x, text, offs, columnwise=True)
-    rowwise, columnwise = (
-        ops.grouped_dequantize(*dequantize_arguments(copy, text, 150, torch.float32, offs, way))
-        for copy, way in ((q[:3], False), (q[3:], True))
-    )
-    assert_same_bytes(rowwise, columnwise)

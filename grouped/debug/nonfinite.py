@@ -13,6 +13,8 @@ from grouped.tensor import GroupedTensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from grouped.debug.lens import LayerLens
+
 __all__ = ["ROLES", "Watched", "detect_nonfinite"]
 
 #: What is looked at in each layer, in the order of ``detect_nonfinite.report``.
@@ -23,10 +25,12 @@ _active: detect_nonfinite | None = None
 
 
 class Watched(nn.Module):
-    """Base of the layers that ``detect_nonfinite`` watches."""
+    """Base of the layers that ``detect_nonfinite`` watches and ``inspect`` looks into."""
 
-    #: The flags that it set up, one for each of ``ROLES``.
+    #: The flags that the one set up, one for each of ``ROLES``.
     _nonfinite: Tensor | None = None
+    #: What the other set up.
+    _lens: LayerLens | None = None
 
 
 class detect_nonfinite:  # noqa: N801 - a context manager, named as torch.autograd's are
