@@ -3,7 +3,8 @@
 Counts of the emulator do not vary: whatever is more than ``--least`` worse is a regression. A time
 is one only if it is also more than noise: ``SIGMAS`` standard errors of the difference of two
 medians. The error of a median is estimated from the range of its repeats, as in control charts, and
-runs differ by more than their repeats do: by ``BETWEEN``, or by what the runs of a set show.
+runs differ by more than their repeats do: by ``BETWEEN``. Three or more runs of a commit show it
+themselves: then what they show counts, repeats and all, but no less than ``BETWEEN``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perf.records import Record, load
+from perf.records import ENOUGH_RUNS, Record, load
 
 if TYPE_CHECKING:
     import argparse
@@ -128,10 +129,11 @@ def _sides(records: Iterable[Record]) -> dict[tuple[Any, ...], _Side]:
         variance = 0.0
         if not newest.is_count and value:
             between = BETWEEN[newest.kind]
-            if len(runs) > 2:
-                spread = statistics.stdev(record.value for record in runs)
-                between = max(between, spread / abs(value))
             repeats = statistics.fmean(_repeat_error(record) ** 2 for record in runs)
+            if len(runs) >= ENOUGH_RUNS:
+                # Runs differ by the error of their repeats, too.
+                spread = statistics.stdev(record.value for record in runs)
+                between, repeats = max(between, spread / abs(value)), 0.0
             variance = (between**2 + repeats) / len(runs)
         sides[key] = _Side(newest, value, variance)
     return sides

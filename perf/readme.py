@@ -1,8 +1,9 @@
 """``perf readme``: the measured tables of the README, written from the committed records.
 
 Each lies between ``<!-- perf table: NAME -->`` and ``<!-- end of perf table -->``. A cell shows the
-newest record of what it asks for, with half of its spread; below a table stands where its records
-are from. ``--check`` fails if the README says anything else.
+newest record of what it asks for, or the median of three or more runs of one commit, with half of
+the spread; below a table stands where its records are from. ``--check`` fails if the README says
+anything else.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perf.records import RESULTS, Record, load
+from perf.records import RESULTS, Record, load, pooled
 from perf.tables import TABLES, Cell, Column, Row, Table, matches
 
 if TYPE_CHECKING:
@@ -30,9 +31,13 @@ _BLOCK = re.compile(
 
 
 def newest(records: Sequence[Record], where: dict[str, object]) -> Record | None:
-    """The newest record that has these fields and entries of its case; None if there is none."""
+    """The newest record that has these fields and entries of its case; None if there is none.
+
+    If it is of several runs of a commit, they are ``pooled``.
+    """
     found = [record for record in records if matches(record, where)]
-    return max(found, key=lambda record: record.time, default=None)
+    last = max(found, key=lambda record: record.time, default=None)
+    return last and pooled([record for record in found if record.key == last.key])
 
 
 #: Marks of cells whose records are not of the run that most cells of a table are of.
@@ -80,7 +85,7 @@ class _Renderer:
         digits = column.cell.digits
         text = f"{value:.{digits}f}"
         if half:
-            text += f" ± {half:.{digits if half >= 10**-digits else digits + 1}f}"
+            text += f" ± {half:.{digits}f}" if half >= 10**-digits else f" ± {half:.1g}"
         return text + column.cell.unit, record
 
     def lines(self) -> tuple[list[str], str]:

@@ -16,6 +16,7 @@ import functools
 import json
 import lzma
 import math
+import statistics
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
+    "ENOUGH_RUNS",
     "KINDS",
     "ORIGINS",
     "RESULTS",
@@ -31,6 +33,7 @@ __all__ = [
     "Writer",
     "latest",
     "load",
+    "pooled",
     "read",
     "write",
 ]
@@ -42,6 +45,8 @@ KINDS = ("gpu", "cpu", "emulator")
 #: Where a number is from: ``perf run``; a record of the scripts before it; a text whose raw record
 #: is gone.
 ORIGINS = ("run", "converted", "noted")
+#: From as many runs of a commit on, they themselves say how much runs differ.
+ENOUGH_RUNS = 3
 #: The records of this repository.
 RESULTS = Path(__file__).parent / "results"
 
@@ -330,14 +335,23 @@ def load(*paths: Path) -> list[Record]:
     return records
 
 
+def pooled(runs: Sequence[Record]) -> Record:
+    """The last run of one thing; of three or more on its commit their median and their range."""
+    newest = max(reversed(runs), key=lambda record: record.time)
+    values = [record.value for record in runs if record.commit == newest.commit]
+    if newest.is_count or not newest.commit or len(values) < ENOUGH_RUNS:
+        return newest
+    spread = round(max(values) - min(values), 6)
+    value = statistics.median(values)
+    return dataclasses.replace(newest, value=value, spread=spread, repeats=len(values))
+
+
 def latest(records: Iterable[Record]) -> list[Record]:
-    """Of each thing that was measured the last measurement, in the order of their first."""
-    newest: dict[tuple[Any, ...], Record] = {}
+    """Of each thing that was measured the last runs, ``pooled``, in the order of their first."""
+    by_key: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        old = newest.get(record.key)
-        if old is None or old.time <= record.time:
-            newest[record.key] = record
-    return list(newest.values())
+        by_key.setdefault(record.key, []).append(record)
+    return list(map(pooled, by_key.values()))
 
 
 class Writer:

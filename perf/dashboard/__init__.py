@@ -6,9 +6,10 @@ The same records give the same bytes: nothing of the machine that builds the pag
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perf.dashboard.badge import badge
+from perf.dashboard.numerics import read_numerics
 from perf.dashboard.page import page
 from perf.dashboard.past import past
 from perf.records import RESULTS, Record, load, write
@@ -20,19 +21,20 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "main", "publish"]
 
 
-def publish(folder: Path, records: Sequence[Record]) -> list[Path]:
+def publish(folder: Path, records: Sequence[Record], numerics: Sequence[Any] = ()) -> list[Path]:
     """Write a static site: the page, its records, and the badge.
 
     Args:
         folder: made where it is missing. Files of the same names are replaced.
         records: all that there are.
+        numerics: as ``read_numerics`` gives them.
 
     Returns:
         What was written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     index, data, image = (folder / n for n in ("index.html", "records.jsonl", "badge.svg"))
-    index.write_text(page(records, data.name), encoding="utf-8")
+    index.write_text(page(records, data.name, numerics), encoding="utf-8")
     write(data, records)
     image.write_text(badge(records), encoding="utf-8")
     return [index, data, image]
@@ -41,6 +43,10 @@ def publish(folder: Path, records: Sequence[Record]) -> list[Path]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``perf dashboard``."""
     parser.add_argument("records", nargs="*", type=Path, help=f"files or folders; or {RESULTS}")
+    text = "what grouped.debug.inspect saved, in a view of its own; may be repeated"
+    parser.add_argument(
+        "--numerics", action="append", type=Path, default=[], metavar="FILE", help=text
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the page")
     parser.add_argument("--publish", type=Path, metavar="DIR", help="write a static site")
     parser.add_argument("--badge", type=Path, metavar="FILE", help="write the README's badge")
@@ -61,12 +67,13 @@ def main(arguments: argparse.Namespace) -> int:
     records = load(*paths)
     if arguments.history:
         records = past(paths, records) + records
+    numerics = read_numerics(arguments.numerics)
     written = []
     if arguments.out:
-        arguments.out.write_text(page(records), encoding="utf-8")
+        arguments.out.write_text(page(records, numerics=numerics), encoding="utf-8")
         written.append(arguments.out)
     if arguments.publish:
-        written += publish(arguments.publish, records)
+        written += publish(arguments.publish, records, numerics)
     if arguments.badge:
         arguments.badge.write_text(badge(records), encoding="utf-8")
         written.append(arguments.badge)

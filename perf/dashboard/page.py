@@ -7,7 +7,7 @@ import gzip
 import json
 import lzma
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perf.dashboard.things import payload
 
@@ -22,7 +22,7 @@ ASSETS = Path(__file__).parent / "assets"
 #: The plotting library as its package has it, its code compressed; ``origin.json`` says which.
 VENDORED = Path(__file__).parent / "vendor" / "uplot"
 #: In the order in which they need each other.
-SCRIPTS = ("dom", "data", "filters", "plot", "tables", "plots", "views", "main")
+SCRIPTS = ("dom", "data", "filters", "plot", "tables", "plots", "views", "numerics", "main")
 
 
 def vendored(name: str) -> bytes:
@@ -35,17 +35,19 @@ def vendored(name: str) -> bytes:
     )
 
 
-def page(records: Sequence[Record], data: str = "") -> str:
+def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()) -> str:
     """The whole page.
 
     Args:
         records: all that it shows.
         data: address of a file of them, if there is one beside the page.
+        numerics: as ``read_numerics`` gives them, of a view of their own.
 
     Raises:
         ValueError: there are no records.
     """
-    packed = gzip.compress(json.dumps(payload(records), separators=(",", ":")).encode(), mtime=0)
+    text = json.dumps(payload(records, numerics), separators=(",", ":"))
+    packed = gzip.compress(text.encode(), mtime=0)
     scripts = [(ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
     parts = {
         "style": vendored("uPlot.min.css").decode()

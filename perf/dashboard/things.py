@@ -176,11 +176,12 @@ def _order(record: Record) -> tuple[Any, ...]:
     return (record.kind, record.suite, case, record.key[:8], record.time, rest)
 
 
-def payload(records: Sequence[Record]) -> dict[str, Any]:
+def payload(records: Sequence[Record], numerics: Sequence[Any] = ()) -> dict[str, Any]:
     """What the page needs, as JSON can say it.
 
     Args:
         records: in any order; what is shown does not depend on it.
+        numerics: as ``read_numerics`` gives them.
 
     Raises:
         ValueError: there are none.
@@ -201,4 +202,5 @@ def payload(records: Sequence[Record]) -> dict[str, Any]:
         "commits": list(commits.items()),
         "things": things,
         "roofs": roofs,
+        "numerics": list(numerics),
     }

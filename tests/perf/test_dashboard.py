@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import gzip
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -49,12 +50,20 @@ def test_the_page_is_whole_and_depends_on_the_records_alone():
 def test_all_newest_numbers_are_in_the_page(records):
     fields = ["suite", "what", "unit", "protocol", "kind", "contender", "format"]
     fields += ["value", "spread", "error", "bytes", "flops"]
-    wanted = {}
-    for record in sorted(records, key=lambda record: record.time):
-        row = [getattr(record, name) for name in fields]
-        made = json.dumps([*row, dict(record.case), record.gpu or record.machine], sort_keys=True)
-        wanted.setdefault(record.key, {}).setdefault(record.time, set()).add(made)
-    newest = [of_thing[max(of_thing)] for of_thing in wanted.values()]
+    newest = []
+    for _, found in itertools.groupby(sorted(records, key=lambda r: repr(r.key)), lambda r: r.key):
+        of_thing = list(found)
+        last = max(of_thing, key=lambda record: record.time)
+        runs = [record for record in of_thing if record.commit == last.commit]
+        shown = [record for record in runs if record.time == last.time]
+        values = [record.value for record in runs]
+        if len(runs) >= 3 and last.kind != "emulator" and last.commit:
+            spread = round(max(values) - min(values), 6)
+            pool = {"value": statistics.median(values), "spread": spread}
+            shown = [dataclasses.replace(r, **pool) for r in shown]
+        rows = [[getattr(r, name) for name in fields] for r in shown]
+        where = [dict(last.case), last.gpu or last.machine]
+        newest.append({json.dumps([*row, *where], sort_keys=True) for row in rows})
     defaults = {"format": "", "protocol": ""}
     things = payload(records)["things"]
     assert len(things) == len(newest)
