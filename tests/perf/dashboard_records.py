@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 
+import torch
+
+import grouped
 from perf.records import RESULTS, Record, load
 
 OLD, NEW = ("aaaaaaa", "2026-11-01T00:00:00+00:00"), ("bbbbbbb", "2026-11-02T00:00:00+00:00")
@@ -45,6 +48,18 @@ def _made():
 
 RECORDS = list(_made())
 CURRENT = [record for record in RECORDS if record.commit == NEW[0]]
+
+
+def save_numerics(path, steps=2):
+    """What two experts' layer loses in so many steps, as ``grouped.debug.inspect`` saves it."""
+    torch.manual_seed(0)
+    options = {"bias": False, "recipe": grouped.recipes.MXFP8(), "dtype": torch.bfloat16}
+    model = torch.nn.ModuleDict({"up": grouped.nn.GroupedLinear(2, 64, 32, **options)})
+    with grouped.debug.inspect(model) as lens:
+        for _ in range(steps):
+            model["up"](torch.randn(9, 64).bfloat16(), torch.tensor([3, 9], dtype=torch.int32))
+            lens.step()
+    lens.save(path, run="a run")
 
 
 @functools.cache

@@ -16,11 +16,12 @@ import pytest
 from perf.__main__ import main
 from perf.compare import compare
 from perf.dashboard.badge import badge, speedups
+from perf.dashboard.numerics import read_numerics
 from perf.dashboard.page import VENDORED, page, vendored
 from perf.dashboard.past import past
 from perf.dashboard.things import commits_of, history_of, kernel_of, payload, roofs_of
 from perf.records import RESULTS, read, write
-from tests.perf.dashboard_records import CURRENT, OLD, RECORDS, all_committed
+from tests.perf.dashboard_records import CURRENT, OLD, RECORDS, all_committed, save_numerics
 
 BADGE = RESULTS.parent.parent / "docs" / "badge.svg"
 
@@ -160,6 +161,20 @@ def test_publish(tmp_path, capsys):
     source.write_text("")
     assert main(["dashboard", str(source), "--out", str(one)]) == 2
     assert "no records" in capsys.readouterr().err
+
+
+def test_numerics_are_read_once_and_only_in_their_form(tmp_path):
+    file = tmp_path / "n.jsonl"
+    save_numerics(file)
+    found = read_numerics([file, file])
+    assert [(r["step"], r["role"]) for r in found if r["direction"] == "rowwise"] == [
+        (step, role) for step in (0, 1) for role in ("weight", "input")
+    ]
+    assert {r["run"] for r in found} == {"a run"} and all(len(r["amax"]) == 2 for r in found)
+    for text in ('{"numerics": 2}', '{"numerics": 1}', "[]", "no JSON"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="line 1, is no record of numerics"):
+            read_numerics([file])
 
 
 def test_history_brings_back_what_was_replaced(tmp_path, capsys):

@@ -6,9 +6,18 @@ import re
 
 import pytest
 
+from perf.dashboard.numerics import read_numerics
 from perf.dashboard.page import ASSETS, page
 from tests.perf.chromium import MISSING, Browser
-from tests.perf.dashboard_records import COUNTS, CURRENT, NVFP4, RECORDS, TOKENS, all_committed
+from tests.perf.dashboard_records import (
+    COUNTS,
+    CURRENT,
+    NVFP4,
+    RECORDS,
+    TOKENS,
+    all_committed,
+    save_numerics,
+)
 
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=f"no browser: {MISSING}"),
@@ -16,6 +25,8 @@ pytestmark = [
     pytest.mark.xdist_group("chromium"),
 ]
 
+#: Texts of the heads and titles of the numbers of a row of a table.
+ROW = "[...e.cells].map((c) => c.title || c.textContent).join('|')"
 VIEWS = ("", "latest", "tokens", "roofline", "history", "kernels")
 KERNEL = "kernel/gemm-nvfp4-row-scaled-x-nvfp4-fprop"
 LIGHT, DARK = "rgb(255, 255, 255)", "rgb(18, 21, 27)"
@@ -44,7 +55,9 @@ def browser(started):
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
-    (folder / "made.html").write_text(page(RECORDS), encoding="utf-8")
+    save_numerics(folder / "numerics.jsonl")
+    numerics = read_numerics([folder / "numerics.jsonl"])
+    (folder / "made.html").write_text(page(RECORDS, numerics=numerics), encoding="utf-8")
     (folder / "committed.html").write_text(page(all_committed()), encoding="utf-8")
     return folder
 
@@ -252,6 +265,26 @@ def test_the_page_of_a_kernel_has_its_counts(browser, made):
     assert any(name.startswith("torch") for name in texts(browser, ".legend button"))
 
 
+def test_numerics(browser, pages):
+    browser.open(pages / "made.html", "#/numerics")
+    pick(browser, "quantity", "amax")
+    pick(browser, "operand", "up, input, rowwise, mxfp8")
+    wanted = [r for r in read_numerics([pages / "numerics.jsonl"]) if r["role"] == "input"]
+    wanted = [r["amax"] for r in wanted if r["direction"] == "rowwise"]
+    for expert in (0, 1):
+        drawn = points(browser, "numerics", f"expert {expert}")
+        assert drawn == [[step, row[expert]] for step, row in enumerate(wanted)]
+    assert all(is_drawn(browser, "numerics"))
+    pick(browser, "step", "0")
+    rows = [e.split("|") for e in all_of(browser, ".profile tbody tr", ROW)]
+    assert [[float(v) for v in row] for name, *row in rows if name.startswith("up, input, r")] == [
+        wanted[0]
+    ]
+    # Without them there is no such view.
+    browser.open(pages / "committed.html", "#/numerics")
+    assert texts(browser, "h1") == ["No such page"]
+
+
 def test_the_keyboard_reaches_everything(browser, made):
     browser.open(made, "#/tokens")
     browser.evaluate("document.activeElement.blur()")
@@ -310,7 +343,7 @@ def test_a_screen_reader_finds_its_way(browser, made):
     assert filters <= names
     assert any("9 points of 3 series" in name for name in names)
     assert browser.evaluate("document.documentElement.lang") == "en"
-    for view in (*VIEWS, KERNEL):
+    for view in (*VIEWS, "numerics", KERNEL):
         go(browser, view)
         levels = all_of(browser, "h1,h2,h3", "+e.tagName[1]")
         assert levels[0] == 1 and all(b - a <= 1 for a, b in itertools.pairwise(levels)), view
@@ -331,7 +364,8 @@ def test_a_phone_needs_no_sideways_scrolling(browser, pages, width, which):
     browser.open(pages / f"{which}.html")
     assert browser.evaluate("document.getElementById('filter-box').open") is False
     case = browser.evaluate(f"{PAGE}.things[0].caseId")
-    for view in (*VIEWS, KERNEL, f"case/{case}", "latest?suite=counts"):
+    more = ("numerics",) if which == "made" else ()
+    for view in (*VIEWS, *more, KERNEL, f"case/{case}", "latest?suite=counts"):
         go(browser, view)
         sizes = browser.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert sizes == [width, width], view

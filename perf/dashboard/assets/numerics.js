@@ -23,7 +23,7 @@ function stepsPlot(title, records, quantity) {
       x, y, label: `step ${x}`, text: format(y), href: hashOf("numerics", new URLSearchParams({ ...Object.fromEntries(params), step: x })),
     })),
   }));
-  return plotFigure({ name: "numerics", title: `${title}: ${label}`, series, columns: ["step", label], x: { label: "step" }, y: { label, format } });
+  return plotFigure({ name: "numerics", title: `${title}: ${label}`, series, columns: ["step", label], x: { label: "step", ticks: records.map((r) => r.step), room: 34 }, y: { label, format } });
 }
 
 /** One step: operands in rows, experts in columns; the higher a number, the stronger its colour. */
