@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "run": "measure suites, and keep records",
     "compare": "two sets of records: what got slower?",
+    "explain": "time and memory of a layer of experts, predicted for each recipe",
     "readme": "the measured tables of the README, from the records",
     "dashboard": "all records as one page, or a site",
     "sanitize": "kernels under compute-sanitizer on a GPU",

@@ -71,7 +71,7 @@ bits, special values, ties, denormals): 220 agree bit for bit, 8 approximate one
 Every instruction class is tested against NumPy, and every checker by a kernel with its fault and a
 corrected twin. The rule by which Hopper adds gave an H200's fp32 results of whole GEMMs bit for
 bit (bf16, fp16, e4m3; K 512 to 4096), and those of single tiles of every kind with subnormals,
-zeros, Inf and NaN (``tests/reference/h200_wgmma.npz``). The rule for ``tcgen05`` is the one that
+zeros, Inf and NaN (``tests/reference/h200_wgmma.txt``). The rule for ``tcgen05`` is the one that
 arXiv 2511.10909 found on a B200; no B200 was at hand. NVIDIA's examples pass their own checks,
 eager, in chaos mode and without a data race: persistent GEMMs with one and two CTAs (static and
 dynamic schedules) and the grouped block-scaled GEMM on sm_100a; the persistent, grouped and FP8

@@ -1,0 +1,132 @@
+"""The experts of a layer as kernels, and what a training step of them takes in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+from cute_kernels.capability import support
+from cute_kernels.layout.buffers import buffers
+from cute_kernels.layout.shapes import ceil_div
+from perf.measure.memory import Sizes, measure
+from perf.planner.work import Counts, Kernel, Product, gate, product, quantization
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from grouped.recipes import Recipe
+    from perf.planner.gpus import Gpu
+
+__all__ = ["Layer", "Memory", "memory", "missing_kernels", "passes", "step_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Experts of one rank.
+
+    Attributes:
+        sizes: rows of each.
+        hidden: width of a token.
+        intermediate: width inside an expert.
+        is_mlp: SwiGLU and the second product too; otherwise the first product alone.
+    """
+
+    sizes: tuple[int, ...]
+    hidden: int
+    intermediate: int
+    is_mlp: bool = True
+
+    @property
+    def linears(self) -> tuple[tuple[str, int, int], ...]:
+        """Name, N and K of the products."""
+        up = ("up", 2 * self.intermediate, self.hidden)
+        return (up, ("down", self.hidden, self.intermediate)) if self.is_mlp else (up,)
+
+
+def passes(layer: Layer, recipe: Recipe, gpu: Gpu, counts: Counts) -> dict[str, list[Kernel]]:
+    """The kernels of each pass.
+
+    Returns:
+        ``"serving"``: forward in ``eval()``, weights quantized before. ``"weights"``: quantizing
+        them. ``"forward"`` and ``"backward"`` of training, without that.
+    """
+    found: dict[str, list[Kernel]] = {n: [] for n in ("serving", "weights", "forward", "backward")}
+    rows = sum(layer.sizes)
+    x, w, dy = recipe.input, recipe.weight, recipe.grad_output
+    quantize = functools.partial(quantization, counts=counts, directions="row+column")
+    for name, n, k in layer.linears:
+        shape = functools.partial(Product, sizes=layer.sizes, n=n, k=k)
+        # Where no copy is kept, one quantizer gives what a product would expand.
+        is_fused = gpu.multiplied(x)[1]
+        if x is not None and w is not None and dy is not None:
+            of_weights = len(layer.sizes) * n * k
+            found["weights"].append(quantize(f"quantize {name} weights", of_weights, w))
+            to_serve = quantize(
+                *(f"quantize {name} input", rows * k, x), directions="row", to_values=is_fused
+            )
+            found["serving"].append(to_serve)
+            found["forward"].append(quantize(f"quantize {name} input", rows * k, x))
+            found["backward"].append(quantize(f"quantize {name} gradient", rows * n, dy))
+        for where, ready in (("serving", is_fused), ("forward", False)):
+            work = shape("fprop", a=x, b=w, ready=ready)
+            found[where] += product(work, gpu, f"{name} fprop")
+        for which, a, b in (("dgrad", dy, w), ("wgrad", dy, x)):
+            found["backward"] += product(shape(which, a=a, b=b), gpu, f"{name} {which}")
+    if layer.is_mlp:
+        for where, which in (("serving", "forward"), ("forward", "forward"), ("backward",) * 2):
+            elements = rows * layer.intermediate
+            found[where].append(gate(f"SwiGLU {which}", elements, which))
+    return found
+
+
+def step_of(found: Mapping[str, list[Kernel]], kept: bool = False) -> list[Kernel]:
+    """The kernels of a training step, of all ``passes``; without the weights' if those are kept."""
+    return [*([] if kept else found["weights"]), *found["forward"], *found["backward"]]
+
+
+def missing_kernels(recipe: Recipe, gpu: Gpu) -> str:
+    """Why the package does not run a recipe there; empty if it does."""
+    for fmt in (recipe.input, recipe.weight, recipe.grad_output):
+        for op in ("grouped_quantize", "grouped_gemm") if fmt is not None else ("grouped_gemm",):
+            status = support(op, fmt, gpu.arch, columnwise=fmt is not None)
+            if not status:
+                return status.reason
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of a training step of the experts of a rank.
+
+    Attributes:
+        weights: of the parameters in bf16; their gradients, which take as much, are in the peak.
+        quantized: of both quantized copies of the weights.
+        kept: what autograd keeps of activations.
+        kept_weights: of weights.
+        peak: most that lives at once above parameters and input.
+        total: of parameters and peak.
+    """
+
+    weights: int
+    quantized: int
+    kept: int
+    kept_weights: int
+    peak: int
+    total: int
+
+
+def memory(layer: Layer, recipe: Recipe) -> Memory:
+    """What a step of ``GroupedMLP`` takes: it runs on fake tensors, see ``measure.memory``."""
+    experts = len(layer.sizes)
+    rows = ceil_div(sum(layer.sizes), experts)
+    saved, peak = measure(recipe, Sizes(experts, layer.hidden, layer.intermediate, rows))
+    kept = sum(t.nbytes for t in saved)
+    kept_weights = sum(t.nbytes for t in saved if t.shape[:-2] == (experts,))
+    weights = quantized = 0
+    for _, n, k in layer.linears:
+        weights += 2 * experts * n * k
+        if recipe.weight is not None:
+            specs = buffers(recipe.weight, (experts, n, k), None, columnwise=True).values()
+            quantized += sum(spec.extent * spec.dtype.itemsize for spec in specs)
+    return Memory(weights, quantized, kept - kept_weights, kept_weights, peak, weights + peak)

@@ -1,0 +1,264 @@
+"""Times of kernels: a few coefficients, fitted to records.
+
+    time = launches * launch + (memory^q + core^q)^(1/q)
+    core = multiply * products + decode * instructions + fill * waves
+
+``memory`` is what the bytes take at the rate of a copy, ``products`` what the operations take at
+that of a large dense product, ``instructions`` at the rate of issue, each times a coefficient; q
+says how well they overlap (1: not at all). So a coefficient is near 1, whatever the GPU. Each has
+a value that is assumed, from which records pull it away: one that no record knows keeps it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from perf.planner.gpus import Gpu
+    from perf.planner.work import Kernel
+
+__all__ = ["Model", "Observation", "Parts", "errors", "fit"]
+
+#: What is assumed, by the beginning of a coefficient's name, the longest first. ``launch`` and
+#: ``fill`` are microseconds, ``decode`` instructions an element, ``overlap`` is q - 1.
+_ASSUMED = {
+    "memory": 1.05,
+    "memory elementwise": 1.2,
+    "multiply": 1.05,
+    "multiply fp8, fp8_block": 1.1,  # Sums move to registers every 128 of K.
+    "decode": 2.5,
+    "instruction": 0.7,  # An instruction of PTX; most hide behind memory.
+    "fill": 1.5,
+    "launch": 2.0,
+    "launch quantize": 6.0,
+    "overlap": 2.0,
+}
+#: Standard deviation of the logarithm of a coefficient around that, and its weight beside a record.
+_DOUBT, _PRIOR = 0.25, 0.5
+#: Beyond this a relative error counts linearly: some records are of kernels that have gone.
+_OUTLIER = 0.05
+_STEPS = 200
+_TINY = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """A time that was measured, and the kernels that took it one after the other.
+
+    Attributes:
+        kernels: what they did.
+        microseconds: of all together.
+        gpu: where.
+        suite: of the record.
+        weight: beside the others: less if the kernels have changed since.
+    """
+
+    kernels: Sequence[Kernel]
+    microseconds: float
+    gpu: Gpu
+    suite: str
+    weight: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a kernel's time is made of, in microseconds: ``total`` is less than their sum.
+
+    Attributes:
+        total: the time.
+        by: of ``"launch"``, ``"memory"``, ``"tensor core"``, ``"power"`` and ``"issue rate"``.
+    """
+
+    total: float
+    by: Mapping[str, float]
+
+    @property
+    def bound(self) -> str:
+        """What takes most."""
+        return max(self.by, key=lambda name: self.by[name])
+
+
+def _assumed(name: str) -> float:
+    return _ASSUMED[max((key for key in _ASSUMED if name.startswith(key)), key=len)]
+
+
+def _names(kernel: Kernel) -> tuple[str, ...]:
+    """Coefficients of a kernel, in the order of ``_times``; empty where it needs none."""
+    kind, fill = kernel.kind, f"fill {kernel.kind}" * (kernel.waves > 0)
+    named = (f"launch {kind}", f"memory {kind}", f"overlap {kind}")
+    return (*named, kernel.multiply, kernel.decode, fill)
+
+
+def _units(kernel: Kernel, gpu: Gpu, where: float = 0.0) -> tuple[float, ...]:
+    """Launches; microseconds of memory, products and instructions at the GPU's rates; waves."""
+    dense = gpu.dense[kernel.multiplied].at(where) * 1e6 if kernel.multiplied else 1.0
+    memory = kernel.bytes / gpu.copy.at(where) * 1e-6
+    rest = (kernel.flops / dense, kernel.instructions / gpu.issue * 1e6, kernel.waves)
+    return (kernel.launches, memory, *rest)
+
+
+def _times(units: Tensor, values: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Microseconds of each kernel, and its parts.
+
+    Args:
+        units: (5, kernels), as ``_units``.
+        values: (6, kernels) coefficients, as ``_names``.
+    """
+    launch, memory, overlap, *core = values
+    parts = [u * c for u, c in zip(units, (launch, memory, *core), strict=True)]
+    q = 1 + overlap
+    core = parts[2] + parts[3] + parts[4]
+    slower: Tensor = parts[1].clamp_min(_TINY) ** q + core.clamp_min(_TINY) ** q
+    return parts[0] + slower ** (1 / q), parts
+
+
+class _Problem:
+    """Observations as tensors."""
+
+    def __init__(self, observed: Sequence[Observation]) -> None:
+        kernels = [(kernel, o.gpu) for o in observed for kernel in o.kernels]
+        names = [_names(kernel) for kernel, _ in kernels]
+        self.names = sorted({name for each in names for name in each if name})
+        index = {name: i for i, name in enumerate([*self.names, ""])}
+        self._of = torch.tensor([[index[name] for name in each] for each in names]).T
+        self._units = torch.tensor([_units(*each) for each in kernels], dtype=torch.float64).T
+        owner = [i for i, o in enumerate(observed) for _ in o.kernels]
+        self._owner = torch.tensor(owner)
+        facts = [(o.microseconds, o.weight) for o in observed]
+        self._wanted, self.weights = torch.tensor(facts, dtype=torch.float64).T
+
+    def errors(self, logs: Tensor) -> Tensor:
+        """Logarithms of predicted over measured."""
+        values = torch.cat([logs.exp(), logs.new_zeros(1)])
+        times, _ = _times(self._units, values[self._of])
+        sums = torch.zeros_like(self._wanted).index_add(0, self._owner, times)
+        found: Tensor = (sums / self._wanted).log()
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Coefficients.
+
+    Attributes:
+        values: by name, those that were fitted.
+        known: those among them that this package's own kernels were seen with.
+        count: observations.
+        error: median relative error of what was held out.
+        spread: what 9 in 10 of those errors are below.
+        by_suite: median errors of suites.
+    """
+
+    values: Mapping[str, float]
+    known: frozenset[str]
+    count: int
+    error: float
+    spread: float
+    by_suite: Mapping[str, float]
+
+    def is_known(self, kernel: Kernel) -> bool:
+        """Whether kernels of its kind were measured."""
+        return all(name in self.known for name in _names(kernel) if name)
+
+    def _value(self, name: str, where: float) -> float:
+        if not name:
+            return 0.0
+        value = self.values.get(name) or _assumed(name)
+        is_sure = name in self.known or name.startswith("overlap")
+        return value if is_sure else value * math.exp(-where * _DOUBT)
+
+    def parts(self, kernel: Kernel, gpu: Gpu, where: float = 0.0) -> Parts:
+        """The time of a kernel.
+
+        Args:
+            kernel: its work.
+            gpu: where it runs.
+            where: -1 for the slow end of what is not known, 1 for the fast one.
+        """
+        units = torch.tensor([_units(kernel, gpu, where)], dtype=torch.float64).T
+        values = [[self._value(name, where)] for name in _names(kernel)]
+        total, found = _times(units, torch.tensor(values, dtype=torch.float64))
+        launch, memory, multiply, decode, fill = (float(part) for part in found)
+        by = {"launch": launch, "memory": memory, "issue rate": decode}
+        # Where tiles are full, at the clock of the data sheet they would take less.
+        is_full = kernel.useful > kernel.flops / 2
+        if is_full and kernel.flops / gpu.peak[kernel.multiplied] * 1e-6 < multiply:
+            return Parts(float(total), by | {"power": multiply, "tensor core": fill})
+        by["tensor core"] = multiply + fill
+        return Parts(float(total), by)
+
+    def range(self, kernel: Kernel, gpu: Gpu) -> tuple[float, float]:
+        """Between what its time is expected: by what is not known, and by the model's error."""
+        middle = self.parts(kernel, gpu).total
+        doubts = math.log1p(self.spread), math.log1p(gpu.doubt)
+        low, high = (
+            math.hypot(math.log(self.parts(kernel, gpu, where).total / middle), *doubts)
+            for where in (1.0, -1.0)
+        )
+        return middle * math.exp(-low), middle * math.exp(high)
+
+
+def _solve(
+    observed: Sequence[Observation], fixed: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """The coefficients that fit observations best, beside those that are fixed."""
+    problem, fixed = _Problem(observed), fixed or {}
+    start = torch.tensor([fixed.get(n) or _assumed(n) for n in problem.names]).double().log()
+    free = torch.tensor([name not in fixed for name in problem.names])
+    moved = torch.zeros_like(start, requires_grad=True)
+    solver = torch.optim.LBFGS([moved], max_iter=_STEPS, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        solver.zero_grad()
+        found = problem.errors(start + moved * free) / _OUTLIER
+        each = torch.nn.functional.huber_loss(found, torch.zeros_like(found), reduction="none")
+        value: Tensor = (each * problem.weights).sum() + _PRIOR * (moved / _DOUBT).square().sum()
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    solver.step(loss)
+    values = (start + moved.detach() * free).exp().tolist()
+    return dict(zip(problem.names, values, strict=True))
+
+
+def errors(values: Mapping[str, float], observed: Sequence[Observation]) -> list[float]:
+    """Logarithms of predicted over measured."""
+    problem = _Problem(observed)
+    known = [values.get(name) or _assumed(name) for name in problem.names]
+    found: list[float] = problem.errors(torch.tensor(known).double().log()).tolist()
+    return found
+
+
+def fit(ours: Sequence[Observation], stand_ins: Sequence[Observation] = ()) -> Model:
+    """The model of records, and its error where it has not seen them.
+
+    The error is that of each half of ``ours``, every other one, by the coefficients of the other.
+
+    Args:
+        ours: of this package's kernels.
+        stand_ins: of peers' kernels that do what ours do not yet: they tell what is left unknown.
+    """
+    by_suite: dict[str, list[float]] = {}
+    for half in (0, 1):
+        unseen = ours[1 - half :: 2]
+        for seen, error in zip(unseen, errors(_solve(ours[half::2]), unseen), strict=True):
+            by_suite.setdefault(seen.suite, []).append(abs(error))
+    every = [error for found in by_suite.values() for error in found]
+    values = _solve(ours)
+    return Model(
+        {**(_solve(stand_ins, values) if stand_ins else {}), **values},
+        frozenset(values),
+        len(ours),
+        statistics.median(every),
+        statistics.quantiles(every, n=10)[-1],
+        {suite: statistics.median(found) for suite, found in by_suite.items()},
+    )
