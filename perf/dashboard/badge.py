@@ -14,16 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["badge", "speedups"]
 
 _SIDES = (("ours", "nvfp4:row_scaled x nvfp4"), ("torch", "bfloat16"))
-_LABEL = "NVFP4 grouped GEMM"
 _SVG = """\
 <svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img">
-<title>{label}: {message}</title>
+<title>{text}</title>
 <rect width="{width}" height="20" rx="3" fill="#1d4ed8"/>
-<path d="M3 0h{left}v20H3a3 3 0 0 1-3-3V3a3 3 0 0 1 3-3z" fill="#3f3f46"/>
-<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">
-<text x="6" y="14" textLength="{label_length}">{label}</text>
-<text x="{message_x}" y="14" textLength="{message_length}">{message}</text>
-</g>
+<text x="6" y="14" fill="#fff" style="font: 11px Verdana" textLength="{length}">{text}</text>
 </svg>
 """
 
@@ -54,18 +49,10 @@ def speedups(records: Iterable[Record]) -> tuple[str, list[float]]:
 def badge(records: Iterable[Record]) -> str:
     """An SVG that shows the median and the range over all cases, slow ones included."""
     gpu, found = speedups(records)
-    message = "not measured yet"
+    text = "NVFP4 grouped GEMM: not measured yet"
     if found:
-        middle = f"{statistics.median(found):.2f}x torch bf16 on {gpu.removeprefix('NVIDIA ')}"
-        message = f"{middle} ({found[0]:.2f}x to {found[-1]:.2f}x, {len(found)} cases)"
+        text = f"NVFP4 grouped GEMM: {statistics.median(found):.2f}x torch bf16 on {gpu}"
+        text += f" ({found[0]:.2f}x to {found[-1]:.2f}x, {len(found)} cases)"
     # Letters of 11 px Verdana are 6.6 px wide, on the average of such texts.
-    label_length, message_length = (round(6.6 * len(text)) for text in (_LABEL, message))
-    return _SVG.format(
-        label=_LABEL,
-        message=escape(message),
-        width=label_length + message_length + 24,
-        left=label_length + 9,
-        message_x=label_length + 18,
-        label_length=label_length,
-        message_length=message_length,
-    )
+    length = round(6.6 * len(text))
+    return _SVG.format(text=escape(text), length=length, width=length + 12)

@@ -168,12 +168,8 @@ def _thing(record: Record, history: list[list[Any]]) -> dict[str, Any]:
 
 def _order(record: Record) -> tuple[Any, ...]:
     """By suite and case, numbers as numbers, then by time."""
-    case = sorted(
-        (n, isinstance(v, str), 0 if isinstance(v, str) else v, str(v))
-        for n, v in record.case.items()
-    )
-    rest = json.dumps({n: str(v) for n, v in vars(record).items()}, sort_keys=True)
-    return (record.kind, record.suite, case, record.key[:8], record.time, rest)
+    case = [(n, 0 if isinstance(v, str) else v, str(v)) for n, v in sorted(record.case.items())]
+    return (record.kind, record.suite, case, record.key[:8], record.time, repr(record))
 
 
 def payload(records: Sequence[Record], numerics: Sequence[Any] = ()) -> dict[str, Any]:

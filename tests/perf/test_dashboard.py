@@ -128,11 +128,9 @@ def test_roofs_are_measured_or_said_to_be_published():
 
 def test_the_badge_says_what_the_records_say():
     assert speedups(RECORDS) == ("NVIDIA H200", pytest.approx([2.0, 2.0, 2.0]))
-    assert "2.00x torch bf16 on H200 (2.00x to 2.00x, 3 cases)" in badge(RECORDS)
+    assert "2.00x torch bf16 on NVIDIA H200 (2.00x to 2.00x, 3 cases)" in badge(RECORDS)
     assert "not measured yet" in badge([r for r in RECORDS if r.kind != "gpu"])
-    rates = speedups(all_committed())[1]
     told = "renew it: python -m perf dashboard --badge docs/badge.svg"
-    assert f"{statistics.median(rates):.2f}x torch bf16" in BADGE.read_text(), told
     assert BADGE.read_text() == badge(all_committed()), told
 
 

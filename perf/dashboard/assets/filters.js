@@ -1,6 +1,6 @@
 // What is looked at: it is kept in the address, so that a view can be sent to somebody.
 
-const FILTERS = ["suite", "place", "format", "contender", "text", "variants"];
+const FILTERS = ["suite", "place", "format", "contender", "text"];
 let route = [];
 let params = new URLSearchParams();
 
@@ -28,7 +28,7 @@ function choose(name, value) {
 
 function isChosen(thing) {
   const is = (name, value) => !params.get(name) || params.get(name) === value;
-  if (thing.variant && !params.get("variants") && params.get("contender") !== thing.contender) return false;
+  if (thing.variant && params.get("contender") !== thing.contender) return false;
   const words = (params.get("text") || "").toLowerCase().split(/\s+/);
   return is("suite", thing.suite) && is("place", thing.where) && is("format", thing.format) && is("contender", thing.contender)
     && words.every((word) => thing.text.includes(word));
@@ -59,12 +59,9 @@ function buildFilters() {
     select("place", "GPU or machine", "All machines", Object.fromEntries(places)),
     select("format", "Format", "All formats", { Formats: of((t) => t.format) }),
     select("contender", "Contender", "All contenders",
-      { Contenders: of((t) => !t.variant && t.contender), "Our variants": of((t) => t.variant && t.contender) }),
+      { Contenders: of((t) => !t.variant && t.contender), "Our tuning variants": of((t) => t.variant && t.contender) }),
     h("div", { class: "field" }, h("label", { for: "filter-text" }, "Text"),
       h("input", { id: "filter-text", type: "search", placeholder: "DeepSeek wgrad", autocomplete: "off", oninput: typed })),
-    h("div", { class: "field check" },
-      h("input", { id: "filter-variants", type: "checkbox", onchange: (e) => choose("variants", e.target.checked ? "1" : "") }),
-      h("label", { for: "filter-variants" }, "Our tuning variants")),
     h("button", { type: "button", id: "filter-clear", onclick: clearFilters }, "Clear"),
   );
   $("filter-form").addEventListener("submit", (event) => event.preventDefault());
@@ -79,13 +76,11 @@ function clearFilters() {
 function showFilters() {
   for (const name of FILTERS) {
     const control = $(`filter-${name}`);
-    control.checked = Boolean(params.get(name));
     // What is being typed is newer than the address.
     if (control !== document.activeElement || control.tagName === "SELECT") control.value = params.get(name) || "";
   }
   const active = FILTERS.filter((name) => params.get(name)).length;
   $("filter-count").textContent = active ? `(${active} active)` : "";
-  $("filter-clear").disabled = !active;
   const text = `${chosen().length} of ${THINGS.length} measured things are shown.`;
   if ($("status").textContent !== text) $("status").textContent = text;
 }

@@ -1,25 +1,5 @@
 // The page: one view at a time, by the address.
 
-const THEMES = ["system", "dark", "light"];
-
-const redrawPlots = () => PLOTS.forEach((plot) => plot.redraw());
-
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  $("theme").textContent = `Theme: ${theme}`;
-  redrawPlots();
-}
-
-// A page from a file may have no storage: then the choice lasts as long as the page.
-function stored(theme) {
-  try {
-    if (theme) localStorage.setItem("perf-theme", theme);
-    return localStorage.getItem("perf-theme") || "system";
-  } catch {
-    return "system";
-  }
-}
-
 /** Draw the view of the address; a new one takes the focus, so that it is read from its title. */
 function render(isNew) {
   const content = $("content");
@@ -49,21 +29,15 @@ addEventListener("hashchange", () => {
   readAddress();
   render(true);
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawPlots);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => PLOTS.forEach((plot) => plot.redraw()));
 // A hash is the address of a view, not an element: the skip link needs help.
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   $("content").focus();
 });
-$("theme").addEventListener("click", () => {
-  const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length];
-  stored(next);
-  setTheme(next);
-});
 
 readAddress();
 buildFilters();
 if (innerWidth < 700) $("filter-box").open = false;
-setTheme(stored());
 render(false);
 window.perfDashboard = { plots: PLOTS, things: THINGS, kernels: KERNELS, css };

@@ -169,27 +169,14 @@ function swatch(one) {
 }
 
 /** Buttons that hide and show series. */
-function makeLegend(series, draw) {
-  const shown = series.filter((one) => !one.roof);
-  const legend = h("ul", { class: "legend", "aria-label": "Series" });
-  const button = (content, isOn, change) => h("li", null, h("button", {
-    type: "button", "aria-pressed": isOn,
-    onclick: (event) => {
-      const place = [...legend.children].indexOf(event.currentTarget.parentNode);
-      change();
-      fill();
-      legend.children[place].firstChild.focus();
-      draw();
-    },
-  }, content));
-  const fill = () => {
-    const hide = shown.every((one) => !one.hidden);
-    const all = button(hide ? "Hide all" : "Show all", null, () => shown.forEach((one) => (one.hidden = hide)));
-    legend.replaceChildren(...series.map((one) => button([swatch(one), one.name], String(!one.hidden), () => (one.hidden = !one.hidden))), ...(shown.length > 2 ? [all] : []));
-  };
-  fill();
-  return legend;
-}
+const makeLegend = (series, draw) => h("ul", { class: "legend", "aria-label": "Series" }, series.map((one) => h("li", null, h("button", {
+  type: "button", "aria-pressed": "true",
+  onclick: (event) => {
+    one.hidden = !one.hidden;
+    event.currentTarget.setAttribute("aria-pressed", String(!one.hidden));
+    draw();
+  },
+}, swatch(one), one.name))));
 
 /**
  * A figure: plot, legend, what the cursor is on, and the numbers as a table.

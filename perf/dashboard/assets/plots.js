@@ -14,8 +14,6 @@ const baseOf = (t, group) => group.things.find((o) => o.contender === "torch" &&
 
 const RATES = {
   time: { label: "time, µs", unit: "us", of: (t) => t.us, note: remark },
-  tflops: { label: "useful TFLOP/s", unit: "TFLOP/s", of: (t) => t.tflops, note: remark },
-  tbs: { label: "least bytes, TB/s", unit: "TB/s", of: (t) => t.tbs, note: remark },
   speed: {
     label: "speed relative to torch in bf16", unit: "×", of: (t, group) => baseOf(t, group)?.us / t.us,
     note: (t, group) => `measured at ${t.commit}, torch at ${baseOf(t, group).commit}`,

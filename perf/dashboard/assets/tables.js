@@ -24,11 +24,10 @@ function remark(t) {
   return elements && t.value ? `${short(t.value / elements)} an element` : "";
 }
 
-/** A number of a table; that of the fastest contender is bold, and bars are relative to it. */
+/** A number of a table; that of the fastest contender is bold. */
 function valueCell(t, best, text) {
   if (!t) return h("td", { class: "number none" }, "–", said("not measured"));
-  const bar = best > 0 && t.value > 0 ? `--speed:${((100 * best) / t.value).toFixed(1)}%` : null;
-  return h("td", { class: `number${t.value === best ? " best" : ""}`, style: bar, title: `${t.value} ${t.unit}, ${t.commit}` },
+  return h("td", { class: `number${t.value === best ? " best" : ""}`, title: `${t.value} ${t.unit}, ${t.commit}` },
     h("span", { class: "value" }, text || short(t.value, t.unit !== "1"), h("small", null, plusMinus(t))), t.value === best ? said(" fastest") : null,
     h("small", null, remark(t)));
 }
@@ -49,7 +48,7 @@ function raceTable(caption, things) {
   });
   const unit = { us: "µs", 1: "number" }[things[0].unit] || things[0].unit;
   const heads = columns.map((name) => name.split(" · ")).map(([who, format]) => [who, format ? h("small", null, format) : null]);
-  return tableOf(caption, [byTokens ? ["tokens an expert", h("small", null, unit)] : unit, ...heads], made, "wide numeric race");
+  return tableOf(caption, [byTokens ? ["tokens an expert", h("small", null, unit)] : unit, ...heads], made, "wide numeric");
 }
 
 /** Tables of a suite on one machine, with a choice of the quantity if there are several. */

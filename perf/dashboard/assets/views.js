@@ -36,13 +36,13 @@ function latestView() {
     section(`${title}: ${place || "unknown machine"}`, [...groupBy(here, (t) => t.suite)].sort(([a], [b]) => suiteOrder(a, b)).map(([suite, group]) =>
       h("section", { "aria-label": `${suite} on ${place}`, class: "suite" }, h("h3", null, suite),
         suite in RACES ? raceTables(group, `${kind}-${place}-${suite}`) : profileTables(group))))));
-  return ["Latest numbers", h("p", null, "Medians, ± half of the range of the repeats where it was kept. Of each row the fastest is bold; bars are relative to it."),
+  return ["Latest numbers", h("p", null, "Medians, ± half of the range of the repeats where it was kept. Of each row the fastest is bold."),
     places.length ? places : nothing()];
 }
 
 function rooflineView() {
   const things = chosen().filter((t) => t.kind === "gpu");
-  const gpus = unique(things.map((t) => t.place)).sort(natural).map((key) => ({ key, title: key }));
+  const gpus = [...groupBy(things, (t) => t.place)].sort((a, b) => b[1].length - a[1].length).map(([key]) => ({ key, title: key }));
   if (!gpus.length) return ["Rooflines", nothing()];
   const [gpu, field] = picker("gpu", "GPU", gpus);
   return ["Rooflines",
