@@ -1,4 +1,4 @@
-"""Products of FP8, FP8Block and MXFP8 operands from their buffers, in Python and NumPy.
+"""Products of quantized operands from their buffers, in Python and NumPy.
 
 Written from the layout contract and the order of sums that ``reference.dots`` states; nothing here
 calls the package, but for the records of formats.
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Member", "dot_blocks", "dot_fp64", "member"]
+__all__ = ["Member", "dot_blocks", "dot_fp64", "dot_sixteen", "member"]
 
 #: Codes are multiples of this.
 _UNIT = Fraction(1, 2**16)
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 
 
 class Member(NamedTuple):
@@ -33,14 +34,14 @@ class Member(NamedTuple):
     Attributes:
         codes: (R, K) fp64 values of codes.
         scales: (R, blocks) fp64 values of block scales; None without blocks.
-        level: the vector's entry of the second level, fp32; None without one.
+        level: the second level, fp32: an entry of the vector, or (R, 1); None without one.
         per_row: each row has a scale of its own.
         vec: elements of a block.
     """
 
     codes: np.ndarray
     scales: np.ndarray | None
-    level: np.float32 | None
+    level: np.float32 | np.ndarray | None
     per_row: bool
     vec: int
 
@@ -70,7 +71,7 @@ def member(
         columnwise: the copy is the columnwise one, so the rows are what is contracted.
     """
     fmt, (codes, *rest) = parse(text), copy
-    slot = 0
+    codes, slot = _code_values(codes), 0
     if start is None:
         codes, start = codes[group], 0
     else:
@@ -81,15 +82,18 @@ def member(
         codes = codes[:, slot : slot + rows]
     else:
         codes = codes[slot : slot + rows].T
-    values = codes.double().numpy()
-    level = None if fmt.second_level is None else np.float32(rest[-1][group].item())
+    values = codes.numpy()
+    level = None if fmt.second_level is None else rest[-1].numpy()
+    if level is not None:
+        by_row = fmt.level(columnwise).per == "row"
+        level = level[start : start + rows, None] if by_row else level[group]
     if fmt.scale is None:
         return Member(values, None, level, True, values.shape[1])
     vec, scales = fmt.scale.vec_size, rest[0]
     if copy[0].dim() == 3:
         scales = scales[group]
     found = np.zeros((len(values), math.ceil(values.shape[1] / vec)))
-    numbers = _scale_values(scales)
+    numbers = _scale_values(fmt, scales)
     for i, j in np.ndindex(*found.shape):
         # Row and block of a matrix that has the group's slots along one of its dimensions.
         row, block = (i, slot // vec + j) if columnwise else (slot + i, j)
@@ -97,8 +101,18 @@ def member(
     return Member(values, found, level, not fmt.is_2d or vec < 128, vec)
 
 
-def _scale_values(scales: Tensor) -> np.ndarray:
-    """fp64 values; bytes are E8M0."""
+def _code_values(codes: Tensor) -> Tensor:
+    """fp64 values; bytes are two E2M1 codes, the lower half first."""
+    if codes.dtype != torch.uint8:
+        return codes.double()
+    nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
+    return torch.where(nibbles > 7, -_E2M1[nibbles & 7], _E2M1[nibbles & 7])
+
+
+def _scale_values(fmt, scales: Tensor) -> np.ndarray:
+    """fp64 values; bytes are E8M0, of NVFP4 E4M3."""
+    if fmt.scale.vec_size == 16:
+        scales = scales.view(torch.float8_e4m3fn)
     if scales.dtype == torch.uint8:
         return np.exp2(scales.numpy().astype(np.float64) - 127)
     return scales.double().numpy()
@@ -117,6 +131,16 @@ def _place(fmt, row: int, block: int, columnwise: bool) -> tuple[int, ...]:
 def dot_fp64(a: Member, b: Member) -> np.ndarray:
     """A B^T in fp64, rounded to fp32 once."""
     return (a.values() @ b.values().T).astype(np.float32)
+
+
+def dot_sixteen(a: Member, b: Member) -> np.ndarray:
+    """Blocks of 16, whose sums are exact in fp64, each added to an fp32 accumulator."""
+    left, right = a.values(), b.values()
+    total = np.zeros((len(left), len(right)), np.float32)
+    for start in range(0, left.shape[1], 16):
+        part = slice(start, start + 16)
+        total = (total.astype(np.float64) + left[:, part] @ right[:, part].T).astype(np.float32)
+    return total
 
 
 def dot_blocks(a: Member, b: Member) -> np.ndarray:

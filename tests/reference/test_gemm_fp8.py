@@ -1,7 +1,8 @@
-"""Grouped GEMMs of FP8 formats: fp64 bounds, the bits of sums and epilogue, groups, tails."""
+"""Grouped GEMMs of quantized operands: fp64 bounds, bits of sums and epilogue, groups, tails."""
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +25,8 @@ from tests.helpers import (
     sample,
 )
 from tests.reference import fp8_oracle
-from tests.reference.test_gemm import SPLITS_OF_GEMM, assert_within_bound
+from tests.reference.oracle import RCP_2688
+from tests.reference.test_gemm import GARBAGE, SPLITS_OF_GEMM, assert_within_bound
 
 F32 = torch.float32
 #: Formats of A and B (m_grouped), by what they are there to catch.
@@ -49,17 +51,21 @@ PAIRS = {
     "mxfp8": ("mxfp8", "mxfp8"),
     "mxfp8 e5m2 x 2D": ("mxfp8:dtype=e5m2", "mxfp8:block=32x32"),
     "mxfp8 e5m2": ("mxfp8:dtype=e5m2", "mxfp8:dtype=e5m2"),
+    "nvfp4": ("nvfp4", "nvfp4"),
+    "nvfp4 by row x 2D": ("nvfp4:row_scaled", "nvfp4:block=16x16"),
 }
 #: One of each kind.
-KINDS = {
+FP8_KINDS = {
     name: PAIRS[name]
     for name in ("fp8", "fp32 scales, 1D x 2D", "fp8_block 1D x 1D", "mxfp8 e5m2 x 2D")
 }
+KINDS = FP8_KINDS | {name: PAIRS[name] for name in ("nvfp4", "nvfp4 by row x 2D")}
 #: Formats whose K need not fill the last block.
 RAGGED_K = {name: pair for name, pair in PAIRS.items() if parse(pair[0]).k_multiple == 16}
 
 each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 each_kind = pytest.mark.parametrize("pair", KINDS.values(), ids=KINDS)
+each_fp8 = pytest.mark.parametrize("pair", FP8_KINDS.values(), ids=FP8_KINDS)
 each_way = pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
 
 
@@ -148,6 +154,9 @@ class Wgrad:
 
 def acc_and_factor(a, b):
     """What the oracle gives before the epilogue, and what the epilogue multiplies by."""
+    if a.scales is not None and a.vec == 16:
+        levels = [torch.from_numpy(np.asarray(x.level * RCP_2688)) for x in (a, b)]
+        return torch.from_numpy(fp8_oracle.dot_sixteen(a, b)), levels[0] * levels[1]
     dot = fp8_oracle.dot_blocks if a.vec == b.vec == 128 and a.scales is not None else None
     acc = torch.from_numpy((dot or fp8_oracle.dot_fp64)(a, b))
     levels = [x.level for x in (a, b) if x.level is not None]
@@ -350,7 +359,8 @@ def poison(copy, text, columnwise, rows, live_tiles):
         by_byte[rows:] = 0x7F
     else:
         by_slot = by_byte.T if fmt.columnwise == "transposed" else by_byte
-        by_slot[dead.repeat_interleave(128)[: len(by_slot)]] = 0x7F
+        each = 64 if codes.dtype == torch.uint8 else 128
+        by_slot[dead.repeat_interleave(each)[: len(by_slot)]] = 0x7F
     if fmt.scale is None:
         return [codes, *rest]
     scales, nan = rest[0], 0xFF if rest[0].dtype == torch.uint8 else torch.nan
@@ -372,7 +382,7 @@ def test_what_belongs_to_no_group_is_not_read(pair):
     assert_same_bytes(wgrad.run(), want_wgrad)
 
 
-@each_kind
+@each_fp8
 def test_nan_stays_in_its_row_and_group(pair):
     case = Product(pair, (3, 4), tail=0)
     x = case.x.clone()
@@ -388,7 +398,7 @@ def test_nan_stays_in_its_row_and_group(pair):
 
 
 @each_way
-@each_kind
+@each_fp8
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_plain_activations_beside_quantized_weights(pair, transpose_b, dtype):
     case = Product(pair, (20, 0, 12), transpose_b=transpose_b)
@@ -430,7 +440,7 @@ def test_delayed_scales_meet_current_ones():
 
 
 @each_kind
-@pytest.mark.parametrize("rows", [[-5, 30], [30, 10], [10, 999], [-1, -1]], ids=str)
+@pytest.mark.parametrize("rows", GARBAGE, ids=str)
 def test_garbage_offsets_act_as_their_clamped_values(pair, rows):
     x, w = sample(40, 32), sample(2, 32, 32)
     given = ends(*rows)
