@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from perf import compare
-from perf.records import RESULTS, Record, Writer, read, write
+from perf.records import RESULTS, Record, Writer, latest, read, write
 
 if TYPE_CHECKING:
     import argparse
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from perf.run import Choice
     from perf.suites.base import Options
 
-__all__ = ["RENEW", "check", "main", "record_of"]
+__all__ = ["RENEW", "check", "main", "record_of", "renewed"]
 
 #: How to accept other counts.
 RENEW = "python -m perf run counts --renew"
@@ -59,6 +59,21 @@ def check(records: list[Record], path: Path, partial: bool) -> int:
     return int(bool(bad))
 
 
+def renewed(old: list[Record], new: list[Record]) -> list[Record]:
+    """What a file has after a run: counts that changed beside the older ones, for the history.
+
+    What this package no longer counts is gone; peers may not be here, so theirs stay.
+
+    Args:
+        old: the records of the file.
+        new: those of the run.
+    """
+    counted = {record.key for record in new}
+    known = {(record.key, record.value, record.bytes, record.flops) for record in latest(old)}
+    kept = [r for r in old if r.key in counted or not r.contender.startswith("ours")]
+    return kept + [r for r in new if (r.key, r.value, r.bytes, r.flops) not in known]
+
+
 def main(arguments: argparse.Namespace, options: Options, choice: Choice) -> int:
     """``perf run counts`` with ``--renew`` or ``--check``.
 
@@ -78,13 +93,6 @@ def main(arguments: argparse.Namespace, options: Options, choice: Choice) -> int
         return status
     if arguments.check:
         return check(records, path, partial)
-    kept = [record for record in read(path) if _is_elsewhere(record)] if path.exists() else []
-    measured = {record.key for record in records}
-    write(path, [*records, *(record for record in kept if record.key not in measured)])
+    write(path, renewed(read(path) if path.exists() else [], records))
     print(f"{path}: {len(records)} records")
     return 0
-
-
-def _is_elsewhere(record: Record) -> bool:
-    """Whether it is of a peer, which may not be here."""
-    return not record.contender.startswith("ours")

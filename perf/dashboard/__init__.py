@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from perf.dashboard.badge import badge
 from perf.dashboard.numerics import read_numerics
 from perf.dashboard.page import page
-from perf.dashboard.past import past
 from perf.records import RESULTS, Record, load, write
 
 if TYPE_CHECKING:
@@ -50,9 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the page")
     parser.add_argument("--publish", type=Path, metavar="DIR", help="write a static site")
     parser.add_argument("--badge", type=Path, metavar="FILE", help="write the README's badge")
-    parser.add_argument(
-        "--history", action="store_true", help="also the records that older commits had"
-    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -63,10 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if not (arguments.out or arguments.publish or arguments.badge):
         raise ValueError("say what to write: --out FILE, --publish DIR or --badge FILE")
-    paths = arguments.records or [RESULTS]
-    records = load(*paths)
-    if arguments.history:
-        records = past(paths, records) + records
+    records = load(*(arguments.records or [RESULTS]))
     numerics = read_numerics(arguments.numerics)
     written = []
     if arguments.out:

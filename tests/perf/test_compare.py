@@ -127,6 +127,19 @@ def test_the_check_of_ci(tmp_path, capsys):
     assert committed.check([better, other], path, partial=False) == 0
 
 
+def test_renewing_keeps_the_history_of_what_changed():
+    was, same, gone = (dataclasses.replace(COUNT, what=what) for what in ("a", "b", "c"))
+    peer = dataclasses.replace(gone, contender="torch")
+    now = [dataclasses.replace(r, commit="d", time="9") for r in (was, same)]
+    now[0] = dataclasses.replace(now[0], value=1)
+    found = committed.renewed([was, same, gone, peer], now)
+    assert found == [was, same, peer, now[0]]
+    assert committed.renewed(found, now) == found
+    # Back to where it was: that is a change, too.
+    back = dataclasses.replace(was, commit="e", time="99")
+    assert committed.renewed(found, [back, same])[-1] is back
+
+
 def test_renewing_is_of_the_whole_record():
     for more in (["--format", "fp8"], ["--backend", "emulated:sm_90a"], ["--full", "--no-peers"]):
         assert main(["run", "counts", "--renew", *more]) == 2

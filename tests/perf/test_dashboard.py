@@ -9,7 +9,6 @@ import json
 import random
 import re
 import statistics
-import subprocess
 
 import pytest
 
@@ -18,7 +17,6 @@ from perf.compare import compare
 from perf.dashboard.badge import badge, speedups
 from perf.dashboard.numerics import read_numerics
 from perf.dashboard.page import VENDORED, page, vendored
-from perf.dashboard.past import past
 from perf.dashboard.things import commits_of, history_of, kernel_of, payload, roofs_of
 from perf.records import RESULTS, read, write
 from tests.perf.dashboard_records import CURRENT, OLD, RECORDS, all_committed, save_numerics
@@ -173,30 +171,3 @@ def test_numerics_are_read_once_and_only_in_their_form(tmp_path):
         file.write_text(text)
         with pytest.raises(ValueError, match="line 1, is no record of numerics"):
             read_numerics([file])
-
-
-def test_history_brings_back_what_was_replaced(tmp_path, capsys):
-    def git(*arguments):
-        who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-        subprocess.run(["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True)
-
-    old = [r for r in RECORDS if r.commit == OLD[0]]
-    git("init", "-q")
-    folder = tmp_path / "results"
-    folder.mkdir()
-    file = folder / "a.jsonl"
-    for text in (None, '{"schema": 0}\n', "", "removed"):
-        write(file, old) if text is None else file.write_text(text)
-        if text == "removed":
-            file.unlink()
-        git("add", "-A")
-        git("commit", "-qm", "x")
-    write(file, CURRENT)
-    assert {r.key for r in past([folder], CURRENT)} == {r.key for r in old}
-    assert "passed over 1 versions" in capsys.readouterr().out
-    assert past([file], [*old, *CURRENT]) == []
-    with pytest.raises(ValueError, match="git log"):
-        past([tmp_path.parent], [])
-    out = tmp_path / "x.html"
-    assert main(["dashboard", str(folder), "--history", "--out", str(out)]) == 0
-    assert out.read_text() == page(RECORDS)
