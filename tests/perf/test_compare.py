@@ -6,7 +6,7 @@ import pytest
 
 from perf import committed, compare
 from perf.__main__ import main
-from perf.records import Record, write
+from perf.records import Record, pooled, write
 
 COUNT = Record(
     suite="counts",
@@ -97,6 +97,17 @@ def test_gone_and_new():
             "gone",
             "new",
         }
+
+
+def test_three_runs_say_themselves_how_much_they_differ():
+    """Wide repeats, such as of a GPU at its power limit, whose medians agree."""
+    wide = dataclasses.replace(TIME, spread=30.0, repeats=7)
+    runs = [dataclasses.replace(wide, value=v, commit="a") for v in (99.0, 100.0, 101.0)]
+    worse = [dataclasses.replace(r, value=1.05 * r.value, commit="b", time="9") for r in runs]
+    assert [c.verdict for c in compare.compare(runs[:1], worse[:1])] == ["same"]
+    assert [c.verdict for c in compare.compare(runs, worse)] == ["worse"]
+    assert (pooled(runs).value, pooled(runs).spread, pooled(runs).repeats) == (100.0, 2.0, 3)
+    assert pooled(runs[:2]) == runs[1] and pooled([*runs, worse[0]]) == worse[0]
 
 
 def test_exit_status(tmp_path, capsys):

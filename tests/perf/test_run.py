@@ -191,6 +191,10 @@ def test_gemm_on_the_reference():
             "nvfp4:row_scaled x nvfp4",
         ) in who or product != "fprop"
         assert (("ours, accumulating", "fp8 x fp8") in who) == (product == "wgrad")
+        moved = {r.contender: r.bytes for r in found if r.format == "bfloat16"}
+        if product == "wgrad":
+            # Its fp32 is read and written, where the others write bf16.
+            assert moved["ours, accumulating"] - moved["ours"] == 6 * 3 * 64 * 32
 
 
 def test_quantize_on_the_reference():
