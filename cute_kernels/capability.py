@@ -53,11 +53,11 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_dequantize", "nvfp4"): ARCHITECTURES,
     ("grouped_quantize", "fp8"): ARCHITECTURES,
     ("grouped_dequantize", "fp8"): ARCHITECTURES,
-    ("delayed_scaling_update", "fp8"): ("reference",),
-    ("grouped_quantize", "fp8_block"): ("reference",),
-    ("grouped_dequantize", "fp8_block"): ("reference",),
-    ("grouped_quantize", "mxfp8"): ("reference",),
-    ("grouped_dequantize", "mxfp8"): ("reference",),
+    ("delayed_scaling_update", "fp8"): ARCHITECTURES,
+    ("grouped_quantize", "fp8_block"): ARCHITECTURES,
+    ("grouped_dequantize", "fp8_block"): ARCHITECTURES,
+    ("grouped_quantize", "mxfp8"): ARCHITECTURES,
+    ("grouped_dequantize", "mxfp8"): ARCHITECTURES,
     ("grouped_gemm", "nvfp4"): ARCHITECTURES,
     ("grouped_gemm", "fp8"): ("reference",),
     ("grouped_gemm", "fp8_block"): ("reference",),
@@ -80,7 +80,6 @@ _COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
 #: Values of a record's fields that the reference alone runs, by the name of the format.
 _REFERENCE_ONLY: dict[str, dict[str, object]] = {
     "nvfp4": {"hadamard": True, "stochastic_rounding": True, "four_over_six": True},
-    "fp8": {"scaling": "delayed"},
 }
 #: Ops on the scales that formats take from the caller.
 _OF_SCALES = ("delayed_scaling_update",)

@@ -47,6 +47,10 @@ class Record:
     words: ClassVar[Mapping[str, Any]] = {}
     text: str
 
+    def __str__(self) -> str:
+        # Messages show it.
+        return getattr(self, "text", None) or repr(self)
+
     @property
     def resolved(self) -> dict[str, object]:
         """What fields whose default is None stand for in this record, by name."""

@@ -115,7 +115,15 @@ def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Te
     if kind != "meta" and torch.is_autocast_enabled(kind):
         rows = rows.to(torch.get_autocast_dtype(kind))
     ends = as_offs(offs, rows.shape[0], x.device)
-    if ends.shape[0] != groups:
+    differs = ends.shape[0] != groups
+    if torch.compiler.is_compiling():
+        # Slow to load, and loaded by now.
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        # Of offsets from ``torch.bincount`` the number is known when the graph runs, and checks.
+        differs = guard_or_false(differs)
+        torch._check(differs or ends.shape[0] == groups)
+    if differs:
         raise ValueError(
             f"offs must have one end row for each of the {groups} groups, got "
             f"{ends.shape[0]} entries"

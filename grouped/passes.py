@@ -382,7 +382,15 @@ def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
         raise ValueError(f"weight must be uniform, got {weight!r}")
     level = weight.format.second_level
     if level is not None and level.per == "row":
-        raise ValueError(f"weight must have one second-level scale a group, got {weight.format}")
+        raise ValueError(
+            f"weight must have one second-level scale a group, got {weight.format}: row_scaled is "
+            "for activations"
+        )
+    if need_dx and weight.format.is_transformed:
+        raise ValueError(
+            f"weight is {weight.format}, whose transformed columnwise copy dgrad does not read: "
+            "quantize it without hadamard where x requires a gradient"
+        )
     if weight.rowwise is None:
         raise RuntimeError(f"weight has no rowwise copy, which fprop reads: {weight!r}")
     if weight.columnwise is None and need_dx:

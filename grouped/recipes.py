@@ -78,7 +78,11 @@ class Recipe:
     def __post_init__(self) -> None:
         roles = {name: getattr(self, name) for name in ROLES}
         if not isinstance(self.propagate_nonfinite, bool):
-            raise TypeError(f"propagate_nonfinite must be a bool, got {self.propagate_nonfinite!r}")
+            named = ", ".join(f.name for f in dataclasses.fields(self) if f.kw_only)
+            hint = f"; options have names: {named}" if named else ""
+            raise TypeError(
+                f"propagate_nonfinite must be a bool, got {self.propagate_nonfinite!r}{hint}"
+            )
         missing = [name for name, fmt in roles.items() if fmt is None]
         for name, fmt in roles.items():
             if fmt is not None:
@@ -104,6 +108,12 @@ class Recipe:
         texts = tuple(fmt and fmt.text for fmt in roles.values())
         # Made once: a compiler that traces a layer would otherwise trace how they are made.
         object.__setattr__(self, "texts", texts)
+
+    def __str__(self) -> str:
+        # In messages: what differs from the defaults.
+        values = ((f, getattr(self, f.name)) for f in dataclasses.fields(self) if f.init)
+        changed = [f"{f.name}={value}" for f, value in values if value != f.default]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     def _check_scales(self) -> None:
         """Refuse formats whose scales nobody would update."""
@@ -295,9 +305,10 @@ class FP8Delayed(_Named):
     Args:
         propagate_nonfinite: as in ``Recipe``.
         grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
-        history_length: steps whose amaxes count.
+        history_length: steps whose amaxes count; TransformerEngine's ``amax_history_len``.
         margin: the scales are divided by two to this power.
-        algorithm: ``"max"`` follows the largest amax of the history, ``"most_recent"`` the last.
+        algorithm: ``"max"`` follows the largest amax of the history, ``"most_recent"`` the last;
+            TransformerEngine's ``amax_compute_algo``.
         amax_group: processes that share the scales: their amaxes are reduced to the largest at each
             update, so all of them must take the same steps. A ``torch.distributed`` group or its
             name, which is what is kept. ``DistributedDataParallel`` needs

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from cute_kernels.gemm.problem import N_ALIGN
 from perf.cases import ROUTINGS, split_rows
 from perf.planner.gpus import GPUS, Gpu, gpu_of
-from perf.planner.layer import Layer, Memory, memory, missing_kernels, passes, step_of
+from perf.planner.layer import Layer, memory, missing_kernels, passes, step_of
 from perf.planner.observed import FITTED, fitted
 from perf.planner.work import Counts
 from perf.records import RESULTS, load
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from perf.planner.model import Model
     from perf.planner.work import Kernel
 
-__all__ = ["Part", "Plan", "Time", "add_arguments", "main", "plan", "refusal"]
+__all__ = ["Plan", "Time", "add_arguments", "main", "plan", "refusal"]
 
 _GIB = 2.0**30
 
@@ -47,15 +47,6 @@ class Time:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """Kernels of a step: milliseconds and what bounds them."""
-
-    name: str
-    milliseconds: float
-    bound: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan:
     """What is predicted of a recipe.
 
@@ -63,16 +54,16 @@ class Plan:
         times: of ``serving``, a forward pass in ``eval()``; of training ``forward``, ``backward``,
             both as ``step``, and ``weight kept``: a step that does not quantize the weights.
         bounds: share of a step's time by what bounds its kernels, largest first.
-        parts: its kernels.
-        memory: bytes.
+        kernels: of a step: name, milliseconds, what bounds it.
+        memory: bytes, see ``planner.layer``.
         basis: ``"fitted"`` if all of its kernels were measured on this GPU, or ``"prediction"``.
         missing: why the package does not run it there yet; empty if it does.
     """
 
     times: Mapping[str, Time]
     bounds: Mapping[str, float]
-    parts: Sequence[Part]
-    memory: Memory
+    kernels: Sequence[tuple[str, float, str]]
+    memory: Mapping[str, int]
     basis: str
     missing: str
 
@@ -90,13 +81,11 @@ def plan(layer: Layer, recipe: Recipe, gpu: Gpu, model: Model, counts: Counts) -
     """The plan of a recipe that takes the layer's sizes."""
 
     def time(kernels: Sequence[Kernel]) -> Time:
-        found = [(model.parts(k, gpu).total, *model.range(k, gpu)) for k in kernels]
+        found = [(model.time(k, gpu)[0], *model.range(k, gpu)) for k in kernels]
         return Time(*(sum(column) * 1e-3 for column in zip(*found, strict=True)))
 
     found = passes(layer, recipe, gpu, counts)
     step = step_of(found)
-    parts = []
-    bounds: dict[str, float] = {}
     times = {
         "serving": time(found["serving"]),
         "forward": time([*found["weights"], *found["forward"]]),
@@ -104,11 +93,14 @@ def plan(layer: Layer, recipe: Recipe, gpu: Gpu, model: Model, counts: Counts) -
         "step": time(step),
         "weight kept": time(step_of(found, kept=True)),
     }
+    parts = []
+    bounds: dict[str, float] = {}
     for kernel in step:
-        part = model.parts(kernel, gpu)
-        parts.append(Part(kernel.name, part.total * 1e-3, part.bound))
-        share = parts[-1].milliseconds / times["step"].value
-        bounds[part.bound] = bounds.get(part.bound, 0.0) + share
+        microseconds, by = model.time(kernel, gpu)
+        bound = max(by, key=lambda name: by[name])
+        parts.append((kernel.name, microseconds * 1e-3, bound))
+        share = microseconds * 1e-3 / times["step"].value
+        bounds[bound] = bounds.get(bound, 0.0) + share
     is_fitted = gpu.name == FITTED and all(map(model.is_known, step))
     return Plan(
         times,
@@ -228,12 +220,10 @@ def _times(plans: Mapping[str, Plan]) -> Iterator[str]:
 def _memory(plans: Mapping[str, Plan], gpu: Gpu) -> Iterator[str]:
     rows = []
     for name, each in plans.items():
-        numbers = dataclasses.astuple(each.memory)
-        fits = each.memory.total <= gpu.memory * 1e9
+        fits = each.memory["total"] <= gpu.memory * 1e9
         much = "" if fits else f"more than {gpu.memory:.0f} GB"
-        rows.append([name, *(f"{n / _GIB:.2f}" for n in numbers), much])
-    heads = ("weights", "quantized", "kept of activations", "of weights", "peak", "total", "")
-    return _table(["GiB", *heads], rows)
+        rows.append([name, *(f"{n / _GIB:.2f}" for n in each.memory.values()), much])
+    return _table(["GiB", *next(iter(plans.values())).memory, ""], rows)
 
 
 def _verdict(fastest: str, plans: Mapping[str, Plan]) -> Iterator[str]:
@@ -247,9 +237,6 @@ def _verdict(fastest: str, plans: Mapping[str, Plan]) -> Iterator[str]:
     if now != fastest:
         yield f"Of those that have kernels: {now}, {runs[now]} ms."
     yield ""
-    rows = [
-        [p.name, _digits(p.milliseconds), f"{p.milliseconds / step.value:.0%}", p.bound]
-        for p in best.parts
-    ]
+    rows = [[n, _digits(t), f"{t / step.value:.0%}", bound] for n, t, bound in best.kernels]
     yield from _table([f"a step in {fastest}", "ms", "share", "bounded by"], rows)
     yield ""

@@ -20,9 +20,11 @@ import torch
 
 import cute_kernels
 from cute_kernels import ops
-from cute_kernels.formats import NVFP4
+from cute_kernels.formats import NVFP4, parse
 from cute_kernels.gemm.sm90.config import SM90_TILES
+from cute_kernels.layout.shapes import round_up
 from cute_kernels.ops.launch.gemm import force_tile
+from perf.suites.quantize import DIRECTIONS, FORMATS, Quantization
 
 if TYPE_CHECKING:
     import argparse
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 #: Exit status of a tool that reports something.
 _REPORTED = 9
+_DEVICE = "cuda"
 _ENDS, _ROWS = (5, 5, 70, 199, 200), 230
 _COLS, _WIDTH = 272, 208
 _BY_ROW = NVFP4(row_scaled=True)
@@ -37,29 +40,44 @@ _FLAT: Any = torch.ops.cute_kernels
 
 
 def _offs() -> torch.Tensor:
-    return torch.tensor(_ENDS, dtype=torch.int32, device="cuda")
+    return torch.tensor(_ENDS, dtype=torch.int32, device=_DEVICE)
 
 
 def _sample(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda").bfloat16()
+    return torch.randn(*shape, device=_DEVICE).bfloat16()
+
+
+def _quantize(
+    text: str,
+    directions: str,
+    x: torch.Tensor,
+    offs: torch.Tensor | None,
+    amax: torch.Tensor | None,
+) -> None:
+    fmt, asked = parse(text), Quantization(directions, amax is not None)
+    if not asked.fits(fmt):
+        return
+    parts = ops.grouped_quantize(x, text, offs, amax, *DIRECTIONS[directions])
+    names = dict.fromkeys(name for way in asked.ways for name in fmt.buffer_names(way))
+    named = dict(zip(names, parts, strict=True))
+    for way in asked.ways:
+        codes, *rest = (named[name] for name in fmt.operand_names(way))
+        ops.grouped_dequantize(codes, rest, text, x.shape[-2], x.dtype, offs, way)
 
 
 def quantize() -> None:
-    """All quantizers and what goes with them."""
-    x, weight, offs = _sample(_ROWS, _COLS), _sample(len(_ENDS), _WIDTH, _COLS), _offs()
-    amax = torch.ones(len(_ENDS), device="cuda")
-    formats = (NVFP4(), _BY_ROW, NVFP4(block=(16, 16)))
-    directions = ((True, False), (False, True), (True, True))
-    for fmt, (rowwise, columnwise) in itertools.product(formats, directions):
-        for data, ends, given in ((x, offs, None), (weight, None, None), (x, offs, amax)):
-            if given is not None and fmt.row_scaled and not columnwise:
-                continue
-            parts = ops.grouped_quantize(data, fmt.text, ends, given, rowwise, columnwise)
-            options = (fmt.text, data.shape[-2], torch.bfloat16, ends)
-            if columnwise:
-                ops.grouped_dequantize(parts[-3], parts[-2:], *options, True)
-            if rowwise:
-                ops.grouped_dequantize(parts[0], parts[1:3], *options)
+    """All quantizers and what goes with them, in every format that has kernels here."""
+    offs = _offs()
+    for text in FORMATS:
+        cols = round_up(_COLS, parse(text).k_multiple)
+        x, weight = _sample(_ROWS, cols), _sample(len(_ENDS), _WIDTH, cols)
+        amax = torch.ones(len(_ENDS), device=_DEVICE)
+        inputs = ((x, offs, None), (weight, None, None), (x, offs, amax))
+        try:
+            for directions, data in itertools.product(DIRECTIONS, inputs):
+                _quantize(text, directions, *data)
+        except cute_kernels.UnsupportedError as reason:
+            print(f"not here: {reason}")
     ops.grouped_amax(x, offs)
     ops.grouped_dbias(x, offs)
     ops.compute_offsets(offs, 3)
@@ -79,10 +97,10 @@ def _in_all_tiles(*calls: Any) -> None:
 def m_grouped() -> None:
     """Rows of groups times weights, in each tile."""
     x, weight, offs = _sample(_ROWS, _COLS), _sample(len(_ENDS), _WIDTH, _COLS), _offs()
-    bias, alpha = _sample(len(_ENDS), _WIDTH), torch.ones(len(_ENDS), device="cuda")
+    bias, alpha = _sample(len(_ENDS), _WIDTH), torch.ones(len(_ENDS), device=_DEVICE)
     a = ops.grouped_quantize(x, _BY_ROW.text, offs)
     b = ops.grouped_quantize(weight, NVFP4().text)
-    out = torch.zeros(_ROWS, _WIDTH, device="cuda")
+    out = torch.zeros(_ROWS, _WIDTH, device=_DEVICE)
     quantized = (a[1:], b[1:], _BY_ROW.text, NVFP4().text)
     _in_all_tiles(
         lambda: ops.m_grouped_gemm(
@@ -101,7 +119,7 @@ def k_grouped() -> None:
     x, dy, offs = _sample(_ROWS, _COLS), _sample(_ROWS, _WIDTH), _offs()
     text = NVFP4().text
     a, b = (ops.grouped_quantize(t, text, offs, None, False, True) for t in (dy, x))
-    out = torch.zeros(len(_ENDS), _WIDTH, _COLS, device="cuda")
+    out = torch.zeros(len(_ENDS), _WIDTH, _COLS, device=_DEVICE)
     quantized = (a[1:], b[1:], text, text)
     _in_all_tiles(
         lambda: ops.k_grouped_gemm(a[0], b[0], offs, None, torch.bfloat16, *quantized),
@@ -116,7 +134,7 @@ def canary() -> None:
     """Write past the end of an output whose memory was taken away."""
     text = NVFP4().text
     codes, *scales = ops.grouped_quantize(_sample(_ROWS, _COLS), text, _offs())
-    out = torch.empty(_ROWS, _COLS, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(_ROWS, _COLS, device=_DEVICE, dtype=torch.bfloat16)
     out.untyped_storage().resize_(256)
     _FLAT.grouped_dequantize_out(codes, scales, text, _ROWS, out.dtype, _offs(), out=out)
 

@@ -31,6 +31,7 @@ __all__ = [
     "ElementType",
     "Format",
     "SecondLevel",
+    "as_block",
     "check_choice",
     "check_flags",
     "parse",
@@ -138,6 +139,7 @@ class Format(Record, abc.ABC):
         k_multiple: what the last dimension of a tensor must be a multiple of.
         truncates: what an activation makes of a bf16 or fp16 tensor is rounded to that dtype before
             it is quantized, so that it gives the codes of an activation that is stored.
+        how_made: fields that say how codes are made, which who decodes them need not know.
     """
 
     name: ClassVar[str]
@@ -146,6 +148,7 @@ class Format(Record, abc.ABC):
     columnwise: ClassVar[Literal["transposed", "untransposed"]]
     k_multiple: ClassVar[int]
     truncates: ClassVar[bool] = True
+    how_made: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abc.abstractmethod
@@ -176,6 +179,15 @@ class Format(Record, abc.ABC):
     def takes_scale(self) -> bool:
         """Whether the caller gives the scale of each group, which else follows from its amax."""
         return False
+
+    @property
+    def as_decoded(self) -> Format:
+        """What is said to who decodes: the fields of ``how_made`` are at their defaults."""
+        if not self.how_made:
+            return self
+        fields = {f.name: f.default for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        made = {name: fields[name] for name in self.how_made}
+        return dataclasses.replace(self, **made)  # type: ignore[type-var]
 
     @property
     def is_2d(self) -> bool:
@@ -214,6 +226,20 @@ class Format(Record, abc.ABC):
         names = self.buffer_names(columnwise)
         level = self.second_level
         return names if level is None else names[: len(names) - len(level.buffers) + 1]
+
+
+def as_block(value: object, choices: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """``value``, rows and columns of a block, as a tuple.
+
+    Raises:
+        TypeError: it is no pair.
+        ValueError: it is none of ``choices``.
+    """
+    if not isinstance(value, (tuple, list)):
+        hint = ": a dtype is given as dtype=" if isinstance(value, torch.dtype) else ""
+        raise TypeError(f"block must be {' or '.join(map(str, choices))}, got {value!r}{hint}")
+    check_choice("block", tuple(value), choices)
+    return tuple(value)
 
 
 F = TypeVar("F", bound=type[Format])

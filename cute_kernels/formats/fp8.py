@@ -42,6 +42,7 @@ class FP8(Format):
     columnwise: ClassVar[Literal["transposed"]] = "transposed"
     k_multiple: ClassVar[int] = 16
     truncates: ClassVar[bool] = False
+    how_made: ClassVar[tuple[str, ...]] = ("scaling",)
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))

@@ -13,6 +13,7 @@ from cute_kernels.formats.base import (
     BlockScale,
     ElementType,
     Format,
+    as_block,
     check_choice,
     check_flags,
     record,
@@ -43,12 +44,12 @@ class FP8Block(Format):
     second_level: ClassVar[None] = None
     columnwise: ClassVar[Literal["transposed"]] = "transposed"
     k_multiple: ClassVar[int] = 16
+    how_made: ClassVar[tuple[str, ...]] = ("pow2_scales", "amax_epsilon")
     blocks: ClassVar[tuple[tuple[int, int], ...]] = ((1, 128), (128, 128))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block", tuple(self.block))
+        object.__setattr__(self, "block", as_block(self.block, self.blocks))
         check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
-        check_choice("block", self.block, self.blocks)
         check_flags(self, "pow2_scales")
         if not 0.0 <= self.amax_epsilon <= F32.max:
             raise ValueError(

@@ -13,6 +13,7 @@ from cute_kernels.formats.base import (
     BlockScale,
     ElementType,
     Format,
+    as_block,
     check_choice,
     record,
 )
@@ -41,9 +42,8 @@ class MXFP8(Format):
     blocks: ClassVar[tuple[tuple[int, int], ...]] = ((1, 32), (32, 32))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block", tuple(self.block))
+        object.__setattr__(self, "block", as_block(self.block, self.blocks))
         check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
-        check_choice("block", self.block, self.blocks)
         super().__post_init__()
 
     @property

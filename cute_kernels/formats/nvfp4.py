@@ -12,6 +12,7 @@ from cute_kernels.formats.base import (
     ElementType,
     Format,
     SecondLevel,
+    as_block,
     check_choice,
     check_flags,
     record,
@@ -74,8 +75,7 @@ class NVFP4(Format):
 
     def __post_init__(self) -> None:
         check_flags(self, "row_scaled", "hadamard", "stochastic_rounding", "four_over_six")
-        object.__setattr__(self, "block", tuple(self.block))
-        check_choice("block", self.block, self.blocks)
+        object.__setattr__(self, "block", as_block(self.block, self.blocks))
         if self.row_scaled:
             for flag in ("hadamard", "stochastic_rounding"):
                 if getattr(self, flag):

@@ -13,10 +13,14 @@ from cute_kernels.formats import Format, parse
 from cute_kernels.formats.base import check_choice
 from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.ops.checks import check_tensor, same_device
+from cute_kernels.ops.launch import quantize as launch_quantize
 from cute_kernels.ops.registry import Op, register_inplace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from cute_kernels.ops.registry import Runner
+    from cute_kernels.runtime.launch import Launcher
 
 __all__ = ["ALGORITHMS", "DelayedScalingUpdate", "check_margin"]
 
@@ -75,6 +79,7 @@ class DelayedScalingUpdate(Op):
 
     name: ClassVar[str] = "delayed_scaling_update"
     written: ClassVar[tuple[str, ...]] = ("amax_history", "scale")
+    alignment: ClassVar[int] = 4
 
     @property
     def device(self) -> torch.device:
@@ -114,6 +119,9 @@ class DelayedScalingUpdate(Op):
 
     def capability(self) -> tuple[str, Format | None]:
         return "delayed_scaling_update", self.record
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return launch_quantize.delayed_scaling_update(self, launch)
 
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
         history, scale = outputs

@@ -133,7 +133,8 @@ class GroupedQuantize(Op):
         if self.columnwise and fmt.is_transformed and self.x.dtype != torch.bfloat16:
             raise TypeError(
                 f"x must be bfloat16, of which {fmt.text} transforms the columnwise copy, got "
-                f"{str(self.x.dtype).removeprefix('torch.')}"
+                f"{str(self.x.dtype).removeprefix('torch.')}: cast it, as x.bfloat16() and "
+                "autocast do, or use a format without that transform"
             )
         check_seed(self.seed, fmt, "x", self.device)
         self._check_given()

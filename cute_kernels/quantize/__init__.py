@@ -3,6 +3,7 @@
 from cute_kernels.quantize.config import (
     AmaxConfig,
     DbiasConfig,
+    DelayedConfig,
     DequantizeConfig,
     OffsetsConfig,
     QuantizeProblem,
@@ -14,6 +15,7 @@ from cute_kernels.quantize.config import (
 __all__ = [
     "AmaxConfig",
     "DbiasConfig",
+    "DelayedConfig",
     "DequantizeConfig",
     "OffsetsConfig",
     "QuantizeProblem",

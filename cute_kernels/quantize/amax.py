@@ -53,8 +53,14 @@ class AmaxKernels:
         """Write the amaxes whose buffers are given."""
         grid, block = [num_sms * _CTAS_PER_SM, 1, 1], [_THREADS, 1, 1]
         if cutlass.const_expr(group_amax is not None):
-            self.clear(group_amax).launch(grid=[num_sms, 1, 1], block=block, stream=stream)
+            self.launch_clear(group_amax, num_sms, stream)
         self.reduce(x, offs, row_amax, group_amax).launch(grid=grid, block=block, stream=stream)
+
+    @cute.jit
+    def launch_clear(self, group_amax: cute.Tensor, num_sms: Int32, stream: Any) -> None:
+        """Write zeros: what ``merge`` starts from."""
+        grid, block = [num_sms, 1, 1], [_THREADS, 1, 1]
+        self.clear(group_amax).launch(grid=grid, block=block, stream=stream)
 
     @cute.kernel
     def clear(self, group_amax: cute.Tensor) -> None:

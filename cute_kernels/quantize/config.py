@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AmaxConfig",
     "DbiasConfig",
+    "DelayedConfig",
     "DequantizeConfig",
     "OffsetsConfig",
     "QuantizeProblem",
@@ -64,14 +65,15 @@ def _columnwise_only(fmt: Format) -> Format:
 
 
 def _takes_copies(
-    config: DequantizeConfig | RowsConfig | TileConfig, problem: QuantizeProblem, columnwise: bool
+    config: DequantizeConfig | TileConfig, problem: QuantizeProblem, columnwise: bool
 ) -> Support:
     """Whether kernels handle how copies of the format lie, and ``_takes``."""
     fmt = parse(config.format)
-    if fmt.scale is not None and fmt.scale.layout != "tiles_128x4":
-        return Support(False, f"block scales of {config.format} do not lie in 128x4 tiles")
-    if columnwise and fmt.columnwise != "transposed":
-        return Support(False, f"the columnwise copy of {config.format} is not transposed")
+    if fmt.element.bits < 8:
+        if fmt.scale is None or fmt.scale.layout != "tiles_128x4":
+            return Support(False, f"block scales of {config.format} do not lie in 128x4 tiles")
+        if columnwise and fmt.columnwise != "transposed":
+            return Support(False, f"the columnwise copy of {config.format} is not transposed")
     return _takes(config, problem, fmt.k_multiple)
 
 
@@ -179,9 +181,14 @@ class RowsConfig:
         """Whether the kernel takes ``problem``."""
         if self.rows_per_warp > 1 and self.warps_per_row > 1:
             return Support(False, "only a team of one warp holds several rows")
-        if parse(self.format).is_2d:
+        fmt = parse(self.format)
+        if fmt.is_2d:
             return Support(False, f"{self.format} has blocks of several rows")
-        supported = _takes_copies(self, problem, columnwise=False)
+        if fmt.scale is not None and fmt.scale.vec_size > K_MULTIPLE:
+            return Support(False, f"blocks of {self.format} are more than a lane holds")
+        if fmt.takes_scale:
+            return Support(False, f"{self.format} takes scales of groups and gives their amaxes")
+        supported = _takes(self, problem, fmt.k_multiple)
         if supported and problem.cols > self.max_cols:
             return Support(
                 False, f"K = {problem.cols} exceeds the {self.max_cols} that a team holds"
@@ -235,9 +242,10 @@ class TileConfig:
     arch: str = "sm_100a"
 
     #: The compiled function takes (x, offs, row_amax, group_amax, codes, scales, codes_t,
-    #: scales_t, scale_inv, scale, num_sms), with None for what the configuration or the format does
-    #: not use: row_amax (T,) fp32 is used when ``uses_row_amax``, group_amax (G,) fp32 when
-    #: ``uses_group_amax``; scale_inv and scale (G,) fp32 are results. x needs at least one row.
+    #: scales_t, scale_inv, scale, amax, num_sms), with None for what the configuration or the
+    #: format does not use: row_amax (T,) fp32 is used when ``uses_row_amax``, group_amax (G,) fp32
+    #: when ``uses_group_amax``, the scales where the format takes them; scale_inv, scale and,
+    #: when ``reports_amax``, amax (G,) fp32 are results. x needs at least one row.
     kernel: ClassVar[str] = "cute_kernels.quantize.tiles.kernel:TileQuantizer"
     #: Warps that convert one 128x128 tile together.
     warps_per_team: ClassVar[int] = 4
@@ -250,6 +258,8 @@ class TileConfig:
     ) -> TileConfig:
         """The configuration that writes copies of ``fmt``; ``what`` are the flags."""
         config = cls(fmt.text, problem.dtype, problem.grouping, arch=arch, **what)
+        if fmt.second_level is None or fmt.takes_scale:
+            config = dataclasses.replace(config, compute_amax=False)
         if config.rowwise:
             return config
         return dataclasses.replace(config, format=_columnwise_only(fmt).text)
@@ -258,6 +268,22 @@ class TileConfig:
     def is_2d(self) -> bool:
         """Whether square blocks have one scale in both directions."""
         return parse(self.format).is_2d
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether a code is a byte."""
+        return parse(self.format).element.bits == 8
+
+    @property
+    def has_scale_tiles(self) -> bool:
+        """Whether block scales lie in 128x4 tiles."""
+        scale = parse(self.format).scale
+        return scale is not None and scale.layout == "tiles_128x4"
+
+    @property
+    def reports_amax(self) -> bool:
+        """Whether the amaxes of groups are results beside codes that do not need them."""
+        return parse(self.format).takes_scale
 
     @property
     def tile_bytes(self) -> int:
@@ -281,7 +307,7 @@ class TileConfig:
 
     @property
     def uses_group_amax(self) -> bool:
-        """Whether there are amaxes of groups; those of the columnwise copy always are."""
+        """Whether there are amaxes, or given scales, of groups; those of columns always are."""
         if parse(self.format).second_level is None:
             return False
         return self.columnwise or not self.uses_row_amax
@@ -346,6 +372,23 @@ class OffsetsConfig:
         if {splits, out} <= {"int32", "int64"}:
             return Support(True)
         return Support(False, f"splits and offsets must be int32 or int64, got {splits} and {out}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedConfig:
+    """The update of delayed scaling.
+
+    Attributes:
+        is_max: scales follow from the largest amax of the history, else from the last one.
+        takes_amax: amaxes of the present step are given besides.
+    """
+
+    is_max: bool = True
+    takes_amax: bool = False
+
+    #: The compiled function takes (amax_history, scale, amax, largest): amax_history (L, n), scale
+    #: (n,) and amax (n,) fp32, None where not given, n not 0; largest, what amaxes are scaled to.
+    kernel: ClassVar[str] = "cute_kernels.quantize.delayed:DelayedKernel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,6 +458,7 @@ class DequantizeConfig:
         cls, fmt: Format, dtype: str, grouping: Grouping, columnwise: bool
     ) -> DequantizeConfig:
         """The configuration that reads a copy of ``fmt``; formats with equal bytes share one."""
+        fmt = fmt.as_decoded
         if columnwise:
             fmt = _columnwise_only(fmt)
         if fmt.is_2d and fmt.scale is not None and fmt.scale.layout == "tiles_128x4":

@@ -6,9 +6,7 @@ and writes rows, 16 bytes a lane and row. Nothing goes through shared memory.
 Rowwise:     256 columns of the rows j, j + 32, j + 64 and j + 96 for eight j. The scales of four
              such rows are 16 bytes of a scale tile, one load for the eight lanes that share it.
              A lane has 8 columns of a row.
-Columnwise:  64 columns of all 128 rows. A lane has 8 columns and 32 rows, of NVFP4 two blocks and
-             16 bytes of codes a column. Rows come out by taking one number of each column's:
-             decoding is the transposition.
+Columnwise:  64 columns of all 128 rows, see ``dequantize_columns``.
 """
 
 from __future__ import annotations
@@ -20,13 +18,21 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from cute_kernels.device.codecs import codec_of
 from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.convert import pack_words
 from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.memory import load_global, load_global_if, store_global
 from cute_kernels.device.ptx import asm, bits_as_f32
-from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.config import DTYPE_BYTES, DequantizeConfig
+from cute_kernels.quantize.dequantize_columns import (
+    COLUMN_STRIP,
+    LANE_COLS,
+    QUARTER_ROWS,
+    ColumnDecoder,
+    Copy,
+    SlotTile,
+    store_row,
+)
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 
 __all__ = ["Dequantizer"]
@@ -34,31 +40,11 @@ __all__ = ["Dequantizer"]
 _WARPS = 8
 #: As many as an SM holds for certain: the kernels take 66 to 128 registers.
 _CTAS_PER_SM = 2
-#: Columns of a lane; columnwise, also the rows that it writes at a time.
-_LANE_COLS = 8
-_ROW_STRIP = WARP_SIZE * _LANE_COLS
-#: 16-byte rows of a scale tile: each has the scales of this many rows, so many rows apart.
-_QUARTERS, _QUARTER_ROWS = 4, 32
+_ROW_STRIP = WARP_SIZE * LANE_COLS
+#: 16-byte rows of a scale tile: each has the scales of this many rows.
+_QUARTERS = 4
 #: Such rows of an item, and how many are under way at the same time.
 _ITEM_ROWS, _UNROLL = 8, 2
-_COLUMN_STRIP = 64
-
-
-class Copy(NamedTuple):
-    """The buffers of the copy that is read; None for what the format does not have."""
-
-    codes: cute.Tensor
-    scales: cute.Tensor | None
-    level: cute.Tensor | None
-
-
-class SlotTile(NamedTuple):
-    """What ``Grouping.seek`` says of a slot tile: which, its group, its first row and its rows."""
-
-    tile: Int32
-    group: Int32
-    first: Int32
-    count: Int32
 
 
 class RowPlaces(NamedTuple):
@@ -67,7 +53,9 @@ class RowPlaces(NamedTuple):
     Attributes:
         codes: address of the tile's first row.
         pitch: bytes from one row of codes to the next.
-        scales: address of the scale tile; None where blocks have no scales.
+        scales: address of the scale tile, or of the scale of the first row's block; None where
+            blocks have no scales.
+        scale_step: bytes from there to that of the next row, where scales are not in tiles.
         selector: for ``prmt``: of the words of two rows, the byte of the lane's block each.
         levels: address of the first row's second level, where rows have one.
         level: the second level of the group, where there is one.
@@ -79,6 +67,7 @@ class RowPlaces(NamedTuple):
     codes: Int64
     pitch: Int64
     scales: Int64 | None
+    scale_step: int
     selector: Uint32 | None
     levels: Int64 | None
     level: Float32 | None
@@ -95,6 +84,9 @@ class Dequantizer:
         self.dtype = config.dtype
         self.element = DTYPE_BYTES[config.dtype]
         self.codec = codec_of(config.format, config.dtype)
+        scale = self.codec.fmt.scale
+        self.is_tiled = scale is not None and scale.layout == "tiles_128x4"
+        self.columns = ColumnDecoder(config, self.codec)
 
     @staticmethod
     def fake_args(config: DequantizeConfig) -> tuple[Any, ...]:
@@ -136,9 +128,9 @@ class Dequantizer:
         groups = Grouping.of(out, offs)
         cols = out.shape[len(out.shape) - 1]
         if cutlass.const_expr(self.config.columnwise):
-            parts = (cols + _COLUMN_STRIP - 1) // _COLUMN_STRIP
+            parts = (cols + COLUMN_STRIP - 1) // COLUMN_STRIP
         else:
-            parts = (cols + _ROW_STRIP - 1) // _ROW_STRIP * (_QUARTER_ROWS // _ITEM_ROWS)
+            parts = (cols + _ROW_STRIP - 1) // _ROW_STRIP * (QUARTER_ROWS // _ITEM_ROWS)
         warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP_SIZE)
         item = cute.arch.block_idx()[0] * _WARPS + warp
         step = cute.arch.grid_dim()[0] * _WARPS
@@ -156,7 +148,7 @@ class Dequantizer:
                 if cutlass.const_expr(self.config.columnwise):
                     local = groups.local_tile(tile, group)
                     place = SlotTile(local, group, first, count)
-                    self.columns(copy, cols, target, place, part)
+                    self.columns.decode(copy, cols, target, place, part)
                 else:
                     place = SlotTile(tile, group, first, count)
                     self.rows(copy, cols, target, place, part)
@@ -176,16 +168,6 @@ class Dequantizer:
             store_global(at, [Uint32(0)] * 4)
             at += cute.arch.grid_dim()[0] * (_WARPS * WARP_SIZE * 16)
 
-    def store(self, address: Int64, numbers: list[Float32]) -> None:
-        """Round and store a lane's columns of one row."""
-        words = pack_words(numbers, self.dtype)
-        for i in range(0, len(words), 4):
-            store_global(address + 4 * i, words[i : i + 4])
-
-    def group_level(self, levels: cute.Tensor | None, group: Int32) -> Float32 | None:
-        """The second level of a group; None where the format has none."""
-        return None if levels is None else levels[group]
-
     # ------------------------------------------------------------------ rowwise
 
     @cute.jit
@@ -194,7 +176,7 @@ class Dequantizer:
         strips = (cols + _ROW_STRIP - 1) // _ROW_STRIP
         j = part // strips * _ITEM_ROWS
         stop = cutlass.min(j + _ITEM_ROWS, place.count)
-        column = part % strips * _ROW_STRIP + cute.arch.lane_idx() * _LANE_COLS
+        column = part % strips * _ROW_STRIP + cute.arch.lane_idx() * LANE_COLS
         if column < cols:
             at = self.row_places(copy, cols, target, place, column)
             while j < stop:
@@ -206,33 +188,50 @@ class Dequantizer:
     ) -> RowPlaces:
         """Where a lane's columns, from ``column`` on, are."""
         scales, selector, levels, level = None, None, None, None
-        if self.codec.has_scales:
+        step = 0 if self.codec.fmt.is_2d else 4
+        if self.is_tiled:
             strip = self.codec.block * SF_TILE_COLS  # columns of a scale tile
             tiles_along_k = (cols + strip - 1) // strip
             scale_tile = Int64(place.tile) * tiles_along_k + column // strip
             scales = copy.scales.iterator.toint() + scale_tile * SF_TILE_BYTES
             byte = column // self.codec.block % SF_TILE_COLS
             selector = Uint32(byte * 0x11 + 0x40)
+        elif self.codec.has_scales:
+            scales = self.mn_major(copy.scales, place, column // self.codec.block)
         pitch = Int64(copy.codes.stride[len(copy.codes.stride) - 2])
         codes = copy.codes.iterator.toint() + place.first * pitch + self.codec.code_bytes(column)
         out = target + column * self.element
         if self.config.row_level:
             levels = copy.level.iterator.toint() + Int64(place.first) * 4
         else:
-            level = self.group_level(copy.level, place.group)
-        return RowPlaces(codes, pitch, scales, selector, levels, level, out, cols, place.count)
+            level = None if copy.level is None else copy.level[place.group]
+        scale = (scales, step, selector)
+        return RowPlaces(codes, pitch, *scale, levels, level, out, cols, place.count)
+
+    def mn_major(self, scales: cute.Tensor, place: SlotTile, block: Int32) -> Int64:
+        """Address of the scale of a slot tile's first row in a block along K."""
+        blocks, width = (Int64(extent) for extent in scales.shape[len(scales.shape) - 2 :])
+        if self.codec.fmt.is_2d:  # a row of blocks each
+            return scales.iterator.toint() + (place.tile * width + block) * 4
+        row, slot = Int64(block), Int64(place.tile) * TILE_ROWS
+        if self.config.grouping == "uniform":
+            row += place.group * blocks
+            slot -= place.group * width
+        return scales.iterator.toint() + (row * width + slot) * 4
 
     @cute.jit
     def some_rows(self, at: RowPlaces, j: Int32) -> None:
         """The rows from ``j`` on, as many as are under way at once, of each quarter."""
-        rows = [j + (u + _QUARTER_ROWS * q) for u in range(_UNROLL) for q in range(_QUARTERS)]
-        scale_words = self.load_scales(at, j)
-        num_bytes = self.codec.code_bytes(_LANE_COLS)
+        rows = [j + (u + QUARTER_ROWS * q) for u in range(_UNROLL) for q in range(_QUARTERS)]
+        scale_words = self.load_scales(at, j, rows)
+        num_bytes = self.codec.code_bytes(LANE_COLS)
         packed = [load_global_if(at.codes + r * at.pitch, num_bytes, r, at.count) for r in rows]
         levels = self.load_levels(at, rows)
         for i in cutlass.range_constexpr(0, len(rows), 2):
             scales = (None, None)
-            if cutlass.const_expr(self.codec.has_scales):
+            if cutlass.const_expr(self.codec.has_scales and not self.is_tiled):
+                scales = tuple(bits_as_f32(word) for word in scale_words[i : i + 2])
+            elif cutlass.const_expr(self.codec.has_scales):
                 operands = [scale_words[i], scale_words[i + 1], at.selector]
                 pair = asm("prmt.b32 $0, $1, $2, $3;", [Uint32], operands)
                 scales = self.codec.decode_scales(pair)
@@ -240,12 +239,16 @@ class Dequantizer:
                 if rows[n] < at.count:
                     factor = self.codec.decode_factor(scales[n - i], levels[n])
                     numbers = [code * factor for code in self.codec.decode(packed[n])]
-                    self.store(at.out + Int64(rows[n]) * at.out_pitch * self.element, numbers)
+                    place = at.out + Int64(rows[n]) * at.out_pitch * self.element
+                    store_row(place, numbers, self.dtype)
 
-    def load_scales(self, at: RowPlaces, j: Int32) -> list[Uint32]:
-        """The words of a scale tile that hold the scales of ``some_rows``, one a row."""
+    def load_scales(self, at: RowPlaces, j: Int32, rows: list[Int32]) -> list[Uint32]:
+        """The words that hold the scales of ``some_rows``: of a scale tile, or a scale each."""
         if not self.codec.has_scales:
             return []
+        if not self.is_tiled:
+            step = at.scale_step
+            return [load_global_if(at.scales + r * step, 4, r, at.count)[0] for r in rows]
         quarters = _QUARTERS * SF_TILE_COLS  # bytes
         lines = [load_global(at.scales + (j + u) * quarters, 4) for u in range(_UNROLL)]
         return [word for line in lines for word in line]
@@ -255,90 +258,3 @@ class Dequantizer:
         if not self.config.row_level:
             return [at.level] * len(rows)
         return [bits_as_f32(load_global_if(at.levels + r * 4, 4, r, at.count)[0]) for r in rows]
-
-    # ------------------------------------------------------------------ columnwise
-
-    @cute.jit
-    def columns(self, copy: Copy, cols: Int32, target: Int64, place: SlotTile, part: Int32) -> None:
-        """Part ``part`` of a columnwise slot tile; ``place.tile`` counts within its matrix."""
-        lane = cute.arch.lane_idx()
-        column = part * _COLUMN_STRIP + lane // 4 * _LANE_COLS
-        quarter = lane % 4  # of the tile's rows
-        if column < cols:
-            codes_at, pitch, scales_at = self.column_places(copy, cols, column, quarter, place)
-            words = self.codec.code_bytes(_QUARTER_ROWS) // 4
-            packed = [load_global(codes_at + pitch * c, words) for c in range(_LANE_COLS)]
-            factors = self.column_factors(copy.level, scales_at, cols, column, place.group)
-            row = quarter * _QUARTER_ROWS
-            out_at = target + Int64(row) * cols * self.element + column * self.element
-            for first in cutlass.range_constexpr(0, _QUARTER_ROWS, _LANE_COLS):
-                if row < place.count:
-                    numbers = [
-                        self.eight_of_column(packed[c], factors[c], first)
-                        for c in range(_LANE_COLS)
-                    ]
-                    for i in cutlass.range_constexpr(_LANE_COLS):
-                        if row + i < place.count:
-                            self.store(
-                                out_at + Int64(cols) * (i * self.element),
-                                [numbers[c][i] for c in range(_LANE_COLS)],
-                            )
-                row += _LANE_COLS
-                out_at += Int64(cols) * (_LANE_COLS * self.element)
-
-    def column_places(
-        self, copy: Copy, cols: Int32, column: Int32, quarter: Int32, place: SlotTile
-    ) -> tuple[Int64, Int64, Int64 | None]:
-        """Where a lane's columns are, of a quarter of the tile's rows.
-
-        Returns:
-            The address of the first column's codes, the bytes from one column to the next, and the
-            address of the first column's scales; None where blocks have none.
-        """
-        codes, scales = copy.codes, copy.scales
-        pitch = Int64(codes.shape[len(codes.shape) - 1])
-        matrix, scale_tile = Int64(0), None  # of uniform groups, each has its own matrix
-        if self.codec.has_scales:
-            block_tiles = scales.shape[len(scales.shape) - 2]
-            scale_tile = Int64(column // SF_TILE_ROWS) * block_tiles + 2 * place.tile + quarter // 2
-        if self.config.grouping == "uniform":
-            matrix = Int64(place.group) * cols * pitch
-            if self.codec.has_scales:
-                column_tiles = scales.shape[len(scales.shape) - 3]
-                scale_tile += Int64(place.group) * column_tiles * block_tiles
-        codes_at = codes.iterator.toint() + matrix + column * pitch
-        in_tile = quarter * self.codec.code_bytes(_QUARTER_ROWS)
-        codes_at += place.tile * self.codec.code_bytes(TILE_ROWS) + in_tile
-        if not self.codec.has_scales:
-            return codes_at, pitch, None
-        scales_at = scales.iterator.toint() + scale_tile * SF_TILE_BYTES
-        scales_at += column % 32 * 16 + column % SF_TILE_ROWS // 32 * 4 + quarter % 2 * 2
-        return codes_at, pitch, scales_at
-
-    def column_factors(
-        self,
-        levels: cute.Tensor | None,
-        scales_at: Int64 | None,
-        cols: Int32,
-        column: Int32,
-        group: Int32,
-    ) -> list[list[Float32]]:
-        """What the codes of each of a lane's columns are multiplied by, block by block."""
-        if scales_at is None:
-            factor = self.codec.decode_factor(None, self.group_level(levels, group))
-            return [[factor]] * _LANE_COLS
-        pairs = [load_global_if(scales_at + c * 16, 2, column, cols)[0] for c in range(_LANE_COLS)]
-        level = self.group_level(levels, group)
-        return [
-            [self.codec.decode_factor(s, level) for s in self.codec.decode_scales(pair)]
-            for pair in pairs
-        ]
-
-    def eight_of_column(
-        self, packed: list[Uint32], factors: list[Float32], first: int
-    ) -> list[Float32]:
-        """The numbers of a lane's rows ``first`` and on of one column."""
-        words = self.codec.code_bytes(_LANE_COLS) // 4
-        start = first // _LANE_COLS * words
-        factor = factors[first * len(factors) // _QUARTER_ROWS]
-        return [code * factor for code in self.codec.decode(packed[start : start + words])]

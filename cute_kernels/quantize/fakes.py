@@ -83,10 +83,14 @@ class FakeBuffers:
         return make_fake_compact_tensor(Float32, (extent,), assumed_align=4)
 
     def results(self) -> tuple[Any, ...]:
-        """(G,) fp32 scale_inv and scale, None each where the format does not keep it."""
+        """(G,) fp32 scale_inv, scale and amax, None each where the format does not keep it.
+
+        The amax is a result where scales are given.
+        """
         level = self.fmt.second_level
         kept = () if level is None else level.buffers
-        return tuple(self.level() if name in kept else None for name in LEVEL_RESULTS)
+        made = [name in kept for name in LEVEL_RESULTS] + [self.fmt.takes_scale]
+        return tuple(self.level() if is_made else None for is_made in made)
 
     def codes(self) -> Any:
         """The rowwise copy: (T, K) or (G, N, K) codes, of padded pitch."""
@@ -107,26 +111,52 @@ class FakeBuffers:
         return _compact(Float16, self.rows, wide)
 
     def scales(self) -> Any:
-        """(tiles, tiles along K, 512) uint8, with the group first when uniform; or None."""
+        """(tiles, tiles along K, 512) uint8; or MN-major fp32, (blocks along K, P); or None.
+
+        With the group first when uniform. Of square blocks MN-major ones are (P / block, blocks).
+        """
         if self.fmt.scale is None:
             return None
-        lead = (self.groups,) if self.uniform else ()
-        return _compact(Uint8, *lead, self.slot_tiles, self.scale_tiles, SF_TILE_BYTES)
+        if self.fmt.scale.layout == "mn_major":
+            return self._mn_major(cute.sym_int(), cute.sym_int(divisibility=TILE_ROWS))
+        return self._scale_bytes(self.slot_tiles, self.scale_tiles)
 
     def codes_t(self) -> Any:
-        """The transposed columnwise copy: (K, P) or (G, K, P) codes."""
-        lead = (self.groups,) if self.uniform else ()
+        """The columnwise copy: (K, P) or (G, K, P) codes, or untransposed (P, K) or (G, P, K)."""
         slots = cute.sym_int(divisibility=self._bytes(TILE_ROWS))
-        return _compact(self._code_dtype(), *lead, self.cols, slots)
+        if self.fmt.columnwise == "transposed":
+            lead = (self.groups,) if self.uniform else ()
+            return _compact(self._code_dtype(), *lead, self.cols, slots)
+        pitch = cute.sym_int64(divisibility=PITCH_ALIGNMENT)
+        shape: tuple[Any, ...] = (slots, self.cols)
+        stride: tuple[Any, ...] = (pitch, 1)
+        if self.uniform:
+            shape = (self.groups, *shape)
+            stride = (cute.sym_int64(divisibility=PITCH_ALIGNMENT), *stride)
+        return make_fake_tensor(self._code_dtype(), shape, stride, assumed_align=_ALIGN)
 
     def scales_t(self) -> Any:
-        """(ceil(K/128), tiles along P, 512) uint8, with the group first when uniform; or None."""
+        """(ceil(K/128), tiles along P, 512) uint8; or MN-major fp32, (P / block, K); or None.
+
+        With the group first when uniform. Of square blocks MN-major ones are (P / block, blocks).
+        """
         if self.fmt.scale is None:
             return None
-        lead = (self.groups,) if self.uniform else ()
+        if self.fmt.scale.layout == "mn_major":
+            return self._mn_major(cute.sym_int(), self.cols)
         along_rows = scale_tiles(TILE_ROWS, self.fmt.scale.vec_size)
         column_tiles, block_tiles = cute.sym_int(), cute.sym_int(divisibility=along_rows)
-        return _compact(Uint8, *lead, column_tiles, block_tiles, SF_TILE_BYTES)
+        return self._scale_bytes(column_tiles, block_tiles)
+
+    def _mn_major(self, blocks: Any, along: Any) -> Any:
+        """fp32 scales of blocks, as many as ``along``; of square blocks in two dimensions."""
+        lead = (self.groups,) if self.uniform else ()
+        width = cute.sym_int() if self.fmt.is_2d else along
+        return _compact(Float32, *lead, blocks, width)
+
+    def _scale_bytes(self, *tiles: Any) -> Any:
+        lead = (self.groups,) if self.uniform else ()
+        return _compact(Uint8, *lead, *tiles, SF_TILE_BYTES)
 
     def _bytes(self, elements: int) -> int:
         """Bytes of the codes of so many elements."""

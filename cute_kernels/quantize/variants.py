@@ -6,12 +6,13 @@ import itertools
 from typing import TYPE_CHECKING
 
 from cute_kernels.capability import support
-from cute_kernels.formats import FP8, NVFP4, Format
+from cute_kernels.formats import FP8, NVFP4, Format, FP8Block
 from cute_kernels.formats.base import FP8_ELEMENTS
 from cute_kernels.quantize.config import (
     DTYPE_BYTES,
     AmaxConfig,
     DbiasConfig,
+    DelayedConfig,
     DequantizeConfig,
     OffsetsConfig,
     RowsConfig,
@@ -24,12 +25,25 @@ if TYPE_CHECKING:
 
 __all__ = ["kernel_specs"]
 
-Config = AmaxConfig | DbiasConfig | DequantizeConfig | OffsetsConfig | RowsConfig | TileConfig
+Config = (
+    AmaxConfig
+    | DbiasConfig
+    | DelayedConfig
+    | DequantizeConfig
+    | OffsetsConfig
+    | RowsConfig
+    | TileConfig
+)
 
 #: What is quantized to, row by row and tile by tile.
 _FORMATS: tuple[Format, ...] = (
     *(NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))),
     *(FP8(dtype) for dtype in FP8_ELEMENTS),
+)
+#: Of bf16 and one grouping only, as recipes have them: activations and gradients, and weights.
+_FROM_BF16: tuple[tuple[Format, str], ...] = (
+    (FP8Block(), "ragged"),
+    (FP8Block(block=(128, 128)), "uniform"),
 )
 _DIRECTIONS = ((True, False), (False, True), (True, True))
 
@@ -42,6 +56,9 @@ def kernel_specs(arch: str) -> Iterator[Config]:
     if support("grouped_dbias", None, arch):
         for dtype, vectorized in itertools.product(DTYPE_BYTES, (True, False)):
             yield DbiasConfig(dtype, vectorized)
+    if support("delayed_scaling_update", FP8(scaling="delayed"), arch):
+        for is_max, takes_amax in itertools.product((True, False), repeat=2):
+            yield DelayedConfig(is_max, takes_amax)
     for dtype, grouping in itertools.product(DTYPE_BYTES, ("ragged", "uniform")):
         if support("grouped_amax", None, arch):
             yield AmaxConfig(dtype, grouping, arch=arch)
@@ -53,6 +70,9 @@ def kernel_specs(arch: str) -> Iterator[Config]:
             if support("grouped_quantize", fmt, arch):
                 yield from _rows(fmt, dtype, grouping, arch)
                 yield from _tiles(fmt, dtype, grouping, arch)
+    for fmt, grouping in _FROM_BF16:
+        if support("grouped_quantize", fmt, arch):
+            yield from _tiles(fmt, "bfloat16", grouping, arch)
 
 
 def _dequantizers(fmt: Format, dtype: str, grouping: str) -> Iterator[DequantizeConfig]:
@@ -77,7 +97,8 @@ def _rows(fmt: Format, dtype: str, grouping: str, arch: str) -> Iterator[RowsCon
 
 
 def _tiles(fmt: Format, dtype: str, grouping: str, arch: str) -> Iterator[TileConfig]:
-    for (rowwise, columnwise), compute_amax in itertools.product(_DIRECTIONS, (False, True)):
+    computes = (False,) if fmt.second_level is None else (False, True)
+    for (rowwise, columnwise), compute_amax in itertools.product(_DIRECTIONS, computes):
         config = TileConfig(fmt.text, dtype, grouping, rowwise, columnwise, compute_amax, arch)
         if rowwise or not config.uses_row_amax:
             yield config

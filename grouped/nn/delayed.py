@@ -53,7 +53,9 @@ class DelayedScaling(nn.Module):
     load, in either direction. Under another recipe, set as ``layer.recipe``, the state rests.
 
     Args:
-        recipe: formats, length of the histories and how scales follow from them.
+        recipe: formats, length of the histories (``history_length``, TransformerEngine's
+            ``amax_history_len``) and how scales follow from them (``algorithm``, its
+            ``amax_compute_algo``).
         num_groups: G.
         device: device of the buffers.
 

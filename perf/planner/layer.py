@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from grouped.recipes import Recipe
     from perf.planner.gpus import Gpu
 
-__all__ = ["Layer", "Memory", "memory", "missing_kernels", "passes", "step_of"]
+__all__ = ["Layer", "memory", "missing_kernels", "passes", "step_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,33 +95,16 @@ def missing_kernels(recipe: Recipe, gpu: Gpu) -> str:
     return ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes of a training step of the experts of a rank.
+def memory(layer: Layer, recipe: Recipe) -> dict[str, int]:
+    """Bytes of a training step of ``GroupedMLP``: it runs on fake tensors, see ``measure.memory``.
 
-    Attributes:
-        weights: of the parameters in bf16; their gradients, which take as much, are in the peak.
-        quantized: of both quantized copies of the weights.
-        kept: what autograd keeps of activations.
-        kept_weights: of weights.
-        peak: most that lives at once above parameters and input.
-        total: of parameters and peak.
+    Returns:
+        Of the bf16 weights and of both their quantized copies; what autograd keeps; the most that
+        lives at once above parameters and input, gradients of both among it; that and the weights.
     """
-
-    weights: int
-    quantized: int
-    kept: int
-    kept_weights: int
-    peak: int
-    total: int
-
-
-def memory(layer: Layer, recipe: Recipe) -> Memory:
-    """What a step of ``GroupedMLP`` takes: it runs on fake tensors, see ``measure.memory``."""
     experts = len(layer.sizes)
     rows = ceil_div(sum(layer.sizes), experts)
     saved, peak = measure(recipe, Sizes(experts, layer.hidden, layer.intermediate, rows))
-    kept = sum(t.nbytes for t in saved)
     kept_weights = sum(t.nbytes for t in saved if t.shape[:-2] == (experts,))
     weights = quantized = 0
     for _, n, k in layer.linears:
@@ -129,4 +112,11 @@ def memory(layer: Layer, recipe: Recipe) -> Memory:
         if recipe.weight is not None:
             specs = buffers(recipe.weight, (experts, n, k), None, columnwise=True).values()
             quantized += sum(spec.extent * spec.dtype.itemsize for spec in specs)
-    return Memory(weights, quantized, kept - kept_weights, kept_weights, peak, weights + peak)
+    return {
+        "weights": weights,
+        "quantized": quantized,
+        "kept of activations": sum(t.nbytes for t in saved) - kept_weights,
+        "kept of weights": kept_weights,
+        "peak": peak,
+        "total": weights + peak,
+    }

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from perf.planner.gpus import Gpu
     from perf.planner.work import Kernel
 
-__all__ = ["Model", "Observation", "Parts", "errors", "fit"]
+__all__ = ["Model", "Observation", "errors", "fit"]
 
 #: What is assumed, by the beginning of a coefficient's name, the longest first. ``launch`` and
 #: ``fill`` are microseconds, ``decode`` instructions an element, ``overlap`` is q - 1.
@@ -67,24 +67,6 @@ class Observation:
     gpu: Gpu
     suite: str
     weight: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """What a kernel's time is made of, in microseconds: ``total`` is less than their sum.
-
-    Attributes:
-        total: the time.
-        by: of ``"launch"``, ``"memory"``, ``"tensor core"``, ``"power"`` and ``"issue rate"``.
-    """
-
-    total: float
-    by: Mapping[str, float]
-
-    @property
-    def bound(self) -> str:
-        """What takes most."""
-        return max(self.by, key=lambda name: self.by[name])
 
 
 def _assumed(name: str) -> float:
@@ -176,8 +158,8 @@ class Model:
         is_sure = name in self.known or name.startswith("overlap")
         return value if is_sure else value * math.exp(-where * _DOUBT)
 
-    def parts(self, kernel: Kernel, gpu: Gpu, where: float = 0.0) -> Parts:
-        """The time of a kernel.
+    def time(self, kernel: Kernel, gpu: Gpu, where: float = 0.0) -> tuple[float, dict[str, float]]:
+        """Microseconds of a kernel, and by what they are bounded: the largest of the second.
 
         Args:
             kernel: its work.
@@ -192,16 +174,15 @@ class Model:
         # Where tiles are full, at the clock of the data sheet they would take less.
         is_full = kernel.useful > kernel.flops / 2
         if is_full and kernel.flops / gpu.peak[kernel.multiplied] * 1e-6 < multiply:
-            return Parts(float(total), by | {"power": multiply, "tensor core": fill})
-        by["tensor core"] = multiply + fill
-        return Parts(float(total), by)
+            return float(total), by | {"power": multiply, "tensor core": fill}
+        return float(total), by | {"tensor core": multiply + fill}
 
     def range(self, kernel: Kernel, gpu: Gpu) -> tuple[float, float]:
         """Between what its time is expected: by what is not known, and by the model's error."""
-        middle = self.parts(kernel, gpu).total
+        middle, _ = self.time(kernel, gpu)
         doubts = math.log1p(self.spread), math.log1p(gpu.doubt)
         low, high = (
-            math.hypot(math.log(self.parts(kernel, gpu, where).total / middle), *doubts)
+            math.hypot(math.log(self.time(kernel, gpu, where)[0] / middle), *doubts)
             for where in (1.0, -1.0)
         )
         return middle * math.exp(-low), middle * math.exp(high)

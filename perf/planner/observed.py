@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 from cute_kernels.formats import Format, parse
@@ -16,7 +17,7 @@ from perf.suites.base import element_bytes
 from perf.suites.layer import recipes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from perf.planner.work import Kernel
     from perf.records import Record
@@ -32,8 +33,9 @@ _STAND_INS = {
 }
 #: Rows an expert from which a product says what multiplying costs.
 _MANY = 128
-#: Weight of records of commits before the newest that measured the like.
-_OLD = 0.05
+#: A time that was measured again and differs by more is of kernels that have changed since; so are
+#: those of the like that are not newer. Their weight.
+_CHANGED, _OLD = 0.1, 0.05
 #: Contenders of a suite that are what the package does now, not a design that was tried.
 _OURS = {
     "gemm": ("ours", "ours, prepacked", "ours, tokens quantized too"),
@@ -77,6 +79,8 @@ def _quantize(record: Record, gpu: Gpu, counts: Counts) -> list[Kernel]:
     if op == "quantize" and fmt is not None:
         given = case["amax"] == "given"
         return [quantization(op, elements, fmt, counts, directions, gives_amax=given)]
+    if op not in ("dequantize", "amax", "dbias"):
+        return []
     moved = element_bytes(None) + (element_bytes(fmt) if op == "dequantize" else 0.0)
     each = counts.of(fmt, op, directions) or 0.0
     return [stream(op, "quantize", elements * moved, elements * each)]
@@ -116,23 +120,31 @@ def _family(record: Record) -> tuple[str, ...]:
     return (record.suite, record.contender, text, *names)
 
 
-def ours(records: Iterable[Record], gpu: str = FITTED) -> list[Observation]:
+def ours(records: Sequence[Record], gpu: str = FITTED) -> list[Observation]:
     """The newest record of each case of ours on a GPU.
 
     Those without a commit are of other sessions, in which other things were part of a layer.
     """
-    every = latest(records)
-    counts = Counts(every, gpu_of(gpu).arch)
-    mine = [r for r in every if gpu in r.gpu and r.commit and r.contender in _OURS.get(r.suite, ())]
-    newest: dict[tuple[str, ...], Record] = {}
-    for record in sorted(mine, key=lambda r: r.time):
-        newest[_family(record)] = record
-    weights = (1.0 if r.commit == newest[_family(r)].commit else _OLD for r in mine)
-    found = [_seen(r, counts, r.suite, w) for r, w in zip(mine, weights, strict=True)]
+    counts = Counts(records, gpu_of(gpu).arch)
+    mine = [
+        record
+        for record in records
+        if gpu in record.gpu and record.commit and record.what in _PARTS
+        if record.contender in _OURS.get(record.suite, ())
+    ]
+    newest = {record.key: record for record in latest(mine)}
+    changed: dict[tuple[str, ...], str] = {}
+    for record in mine:
+        if abs(math.log(newest[record.key].value / record.value)) > _CHANGED:
+            changed[_family(record)] = max(changed.get(_family(record), ""), record.time)
+    found = []
+    for record in newest.values():
+        is_old = record.time <= changed.get(_family(record), "")
+        found.append(_seen(record, counts, record.suite, _OLD if is_old else 1.0))
     return [each for each in found if each.kernels]
 
 
-def stand_ins(records: Iterable[Record]) -> list[Observation]:
+def stand_ins(records: Sequence[Record]) -> list[Observation]:
     """Products of peers in formats of which ours may have no records."""
     every = latest(records)
     counts = Counts(every, gpu_of(FITTED).arch)
@@ -146,7 +158,7 @@ def stand_ins(records: Iterable[Record]) -> list[Observation]:
     return found
 
 
-def published(records: Iterable[Record], gpu: str) -> list[Observation]:
+def published(records: Sequence[Record], gpu: str) -> list[Observation]:
     """Times of others on a GPU that was not measured here."""
     every = latest(records)
     counts = Counts(every, gpu_of(gpu).arch)

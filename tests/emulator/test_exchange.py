@@ -12,28 +12,6 @@ LANES = np.arange(32)
 VALUES = np.random.default_rng(0).integers(0, 1 << 32, 32, dtype=np.uint64).astype(np.uint32)
 
 
-@pytest.mark.parametrize(
-    ("ptx", "source"),
-    [
-        ("shfl.sync.idx.b32 %out|%p, %a0, 5, 31, -1;", np.full(32, 5)),
-        ("shfl.sync.bfly.b32 %out|%p, %a0, 8, 31, -1;", LANES ^ 8),
-        ("shfl.sync.down.b32 %out|%p, %a0, 3, 31, -1;", np.where(LANES < 29, LANES + 3, LANES)),
-        ("shfl.sync.up.b32 %out|%p, %a0, 3, 0, -1;", np.where(LANES >= 3, LANES - 3, LANES)),
-        # segments of 8 lanes
-        ("shfl.sync.idx.b32 %out|%p, %a0, 2, 0x181f, -1;", (LANES & 24) + 2),
-    ],
-)
-def test_shuffle(ptx, source):
-    got = elementwise(f".reg .pred %p; {ptx}", VALUES)
-    assert (got == VALUES[source]).all()
-
-
-def test_shuffle_predicate_says_whether_the_lane_exists():
-    ptx = "shfl.sync.down.b32 %v|%p, %a0, 3, 31, -1; selp.b32 %out, 1, 0, %p;"
-    got = elementwise(f".reg .pred %p; .reg .b32 %v; {ptx}", VALUES)
-    assert (got == (LANES < 29)).all()
-
-
 @pytest.mark.parametrize("mode", ["all", "any", "uni"])
 @pytest.mark.parametrize("limit", [0, 7, 32])
 def test_vote(mode, limit):

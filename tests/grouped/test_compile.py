@@ -296,3 +296,27 @@ def test_export(recipe):
     )
     x, offs = sample(77, K), boundaries(77)
     assert_same_bytes(program.module()(x, offs).detach(), module(x, offs).detach())
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_counts_whose_number_is_known_at_run_time_only(name, dynamic):
+    """As of ``torch.bincount``, which says no more than a minimum of them."""
+    layer, recipe = linear(ALL_RECIPES[name]), ALL_RECIPES[name]
+
+    def route(x, experts):
+        return grouped.compute_offsets(torch.bincount(experts, minlength=3))
+
+    def module(x, experts):
+        return layer(x, route(x, experts))
+
+    def function(x, experts):
+        return grouped.linear(x, layer.weight, layer.bias, route(x, experts), recipe)
+
+    for called in (module, function):
+        once = torch.compile(called, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        for experts in (torch.tensor([0, 0, 2, 2]), torch.tensor([1, 1, 1, 1, 2, 2])):
+            x = sample(len(experts), K)
+            assert_same_bytes(once(x, experts), called(x, experts))
+        with pytest.raises(Exception, match="one end row for each of the 3 groups|u0.* 3"):
+            once(sample(4, K), torch.tensor([0, 1, 2, 3]))

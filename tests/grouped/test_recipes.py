@@ -121,8 +121,8 @@ def test_roles_of_the_named_recipes():
         ((FP8Block((128, 128)), FP8Block(), FP8Block((128, 128))), ValueError, "wgrad multiplies"),
         ((FP8(), MXFP8(), FP8()), ValueError, "fprop multiplies input by weight: .*one kind"),
         ((NVFP4(), W, FP8()), ValueError, "dgrad multiplies grad_output by weight: .*one kind"),
-        ((FP8(E5M2), FP8(), FP8()), ValueError, "input must have E4M3 codes, got FP8"),
-        ((FP8(), FP8(E5M2), FP8()), ValueError, "weight must have E4M3 codes, got FP8"),
+        ((FP8(E5M2), FP8(), FP8()), ValueError, "input must have E4M3 codes, got fp8:dtype=e5m2"),
+        ((FP8(), FP8(E5M2), FP8()), ValueError, "weight must have E4M3 codes, got fp8:dtype=e5m2"),
         ((MXFP8(E5M2),) * 3, ValueError, "input must have E4M3 codes"),
     ],
 )
@@ -168,12 +168,33 @@ def test_other_errors():
         Recipe(NVFP4(), None, NVFP4())
     with pytest.raises(TypeError, match="propagate_nonfinite must be a bool, got 1"):
         recipes.NVFP4(propagate_nonfinite=1)
+    with pytest.raises(TypeError, match="float8_e5m2; options have names: grad_dtype, pow2"):
+        recipes.FP8Block(torch.float8_e5m2)
     with pytest.raises(TypeError, match="hadamard must be a bool, got 1"):
         recipes.NVFP4(hadamard=1)
     with pytest.raises(TypeError, match="unexpected keyword argument 'input'"):
         recipes.NVFP4(input=NVFP4())
     with pytest.raises(ValueError, match="dtype must be"):
         recipes.MXFP8(grad_dtype=torch.bfloat16)
+
+
+def test_messages_say_what_differs_from_the_defaults():
+    assert f"{recipes.BF16()} {recipes.NVFP4(hadamard=True)}" == "BF16() NVFP4(hadamard=True)"
+    custom = Recipe(NVFP4(), NVFP4(block=(16, 16)), NVFP4(), propagate_nonfinite=True)
+    roles = "input=nvfp4, weight=nvfp4:block=16x16, grad_output=nvfp4"
+    assert str(custom) == f"Recipe({roles}, propagate_nonfinite=True)"
+
+
+@pytest.mark.parametrize("recipe", [recipes.BF16(), recipes.NVFP4(hadamard=True)])
+def test_a_transformed_weight_is_refused_before_any_work(recipe):
+    """Where dgrad would read it; a product forward may."""
+    layer = GroupedLinear(2, 32, 32, recipe=recipe, dtype=torch.bfloat16)
+    q = grouped.quantize(layer.weight.detach(), NVFP4(hadamard=True), columnwise=True)
+    layer.weight = torch.nn.Parameter(q, requires_grad=False)
+    x = torch.randn(4, 32, dtype=torch.bfloat16)
+    assert layer(x, [2, 4]).shape == (4, 32)
+    with pytest.raises(ValueError, match="nvfp4:hadamard, whose .* without hadamard where x requ"):
+        layer(x.requires_grad_(), [2, 4])
 
 
 @pytest.mark.parametrize(

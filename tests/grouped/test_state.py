@@ -223,7 +223,7 @@ def test_recipes_say_formats_and_nothing_else():
         custom.input = None
     with pytest.raises(ValueError, match=r"no format for \['weight', 'grad_output'\]"):
         recipes.Recipe(input=grouped.NVFP4())
-    with pytest.raises(ValueError, match="row_scaled=True"):
+    with pytest.raises(ValueError, match="got nvfp4:row_scaled"):
         recipes.Recipe(grouped.NVFP4(), grouped.NVFP4(row_scaled=True), grouped.NVFP4())
 
 

@@ -99,7 +99,7 @@ def test_repr_reads_no_values(x):
         text = repr(x)
     assert not counter.calls
     kind = "ragged" if x.offs is not None else "uniform"
-    for part in ("GroupedTensor", str(tuple(x.shape)), kind, "NVFP4", "rowwise + columnwise"):
+    for part in ("GroupedTensor", str(tuple(x.shape)), kind, x.format.text, "rowwise + columnwise"):
         assert part in text
     assert str(x) == f"{x}"
     repr(x.to("meta"))

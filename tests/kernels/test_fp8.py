@@ -104,6 +104,8 @@ def quantize(
         copy = (None, out["amax"], None, None, out["codes_t"], None)
     else:
         copy = (None, out["amax"], out["codes"], None, None, None)
+    if isinstance(config, TileConfig):
+        results = (*results, None)
     kernel(problem.x, problem.offs, *copy, *results, NUM_SMS)
     return out
 

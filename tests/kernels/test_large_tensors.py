@@ -30,7 +30,14 @@ from cute_kernels.quantize import (
 )
 from perf.compiled import compile_for_emulator
 from tests.helpers import assert_same_bytes, dequantize_arguments, ends, ops
-from tests.kernels.quantize_support import ARCH, NO_RESULTS, Problem, expected, random_input
+from tests.kernels.quantize_support import (
+    ARCH,
+    NO_RESULTS,
+    NO_TILE_RESULTS,
+    Problem,
+    expected,
+    random_input,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,7 +167,8 @@ def test_tiles(name: str, uniform: bool, arch: str) -> None:
     items = (last_tile(before) + 1) * ceil_div(cols, 128)
     buffers = (codes, scales, codes_t, scales_t)
     # One tile, the last in both directions.
-    run_ctas(config, items - 1, items, big, offs, None, amax, *buffers, *NO_RESULTS, 1, arch=arch)
+    arguments = (big, offs, None, amax, *buffers, *NO_TILE_RESULTS, 1)
+    run_ctas(config, items - 1, items, *arguments, arch=arch)
     col = (cols - 1) // 128 * 128
     codes, scales = codes.flatten(0, -2), scales.flatten(0, -3)
     if uniform:

@@ -16,6 +16,7 @@ from tests.helpers import DTYPES, ends
 from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.quantize_support import (
     NO_RESULTS,
+    NO_TILE_RESULTS,
     Problem,
     assert_same_buffers,
     check_rows,
@@ -239,7 +240,7 @@ def test_only_the_live_rows_are_touched(kind: str) -> None:
         config = tiles("bfloat16", columnwise=True, compute_amax=True)
         out = problem.buffers(NVFP4(), True, True)
         names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
-        args = (problem.x, problem.offs, None, *(out[n] for n in names), *NO_RESULTS, 2)
+        args = (problem.x, problem.offs, None, *(out[n] for n in names), *NO_TILE_RESULTS, 2)
     kernel = compiled(config)
     try:
         emulator.watch(bits[:live], problem.offs, *(t for t in out.values() if t is not None))
@@ -268,7 +269,7 @@ def test_bad_offsets_stay_in_the_buffer() -> None:
         emulator.watch(x, falling.offs, *(t for t in out.values() if t is not None))
         two_phase = dataclasses.replace(config, format=ROW_SCALED, compute_amax=True)
         copies = [out[name] for name in names]
-        compiled(two_phase)(x, falling.offs, out["amax"], *copies, *NO_RESULTS, 2)
+        compiled(two_phase)(x, falling.offs, out["amax"], *copies, *NO_TILE_RESULTS, 2)
         compiled(rows)(x, falling.offs, out["amax"], *copies[1:3], *NO_RESULTS, 2)
     finally:
         emulator.unwatch()
@@ -282,6 +283,6 @@ def test_results_do_not_depend_on_the_grid() -> None:
         out = problem.buffers(NVFP4(), True, True)
         names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
         copies = [out[name] for name in names]
-        compiled(config)(problem.x, problem.offs, None, *copies, *NO_RESULTS, num_sms)
+        compiled(config)(problem.x, problem.offs, None, *copies, *NO_TILE_RESULTS, num_sms)
         out["amax"] = out["amax_t"]
         assert_same_buffers(out, want)

@@ -168,12 +168,25 @@ def test_errors(change, error, match):
     assert torch.equal(history, before)
 
 
-def test_no_kernel_runs_it():
-    with (
-        cute_kernels.backend("emulated:sm_90a"),
-        pytest.raises(cute_kernels.UnsupportedError, match="no sm_90a kernel"),
-    ):
-        grouped.delayed_scaling_update(**arguments())
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_kernels(arch, algorithm):
+    """Histories shorter and longer than a CTA has threads, step by step."""
+    pytest.importorskip("cutlass")
+    rng = torch.Generator().manual_seed(3)
+    specials = torch.tensor([*SPECIALS, *torch.rand(5, generator=rng).exp()])
+    for length in (1, 2, 3, 600):
+        pick = torch.randint(0, len(specials), (length, 30), generator=rng)
+        # Kernels read and write at any address.
+        history, scale = specials[pick], torch.ones(31)[1:]
+        for i, options in enumerate(({}, {"mode": "chaos", "seed": length}, {"races": True})):
+            amax = specials[torch.randint(0, len(specials), (30,), generator=rng)]
+            amax[::2] *= -1
+            with cute_kernels.backend(f"emulated:{arch}", **options):
+                given = None if i == 1 else amax
+                check(history, scale, E4M3, given, margin=i, algorithm=algorithm)
+    with cute_kernels.backend(f"emulated:{arch}"):
+        grouped.delayed_scaling_update(torch.zeros(4, 0), torch.zeros(0), E4M3)
 
 
 def test_versions_count_the_writes():

@@ -293,19 +293,6 @@ def test_products_are_those_of_current_scaling_with_its_own_scales(backend):
                 assert_same_bytes(grouped.grouped_gemm(a[left], b[right], **options), want)
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_kernels_refuse_it_with_a_reason(arch):
-    for op in ("grouped_quantize", "grouped_dequantize"):  # products of FP8 have no kernel at all
-        assert cute_kernels.support(op, E4M3, "reference")
-        reason = cute_kernels.support(op, E4M3, arch).reason
-        assert reason == f"no {arch} kernel of {op} for FP8(scaling='delayed') yet"
-    with (
-        cute_kernels.backend(f"emulated:{arch}"),
-        pytest.raises(cute_kernels.UnsupportedError, match="scaling='delayed'"),
-    ):
-        grouped.quantize(sample(8, 32), E4M3, offs=[8], scale=torch.ones(1))
-
-
 def test_the_fused_product_has_no_scale_to_give():
     w = grouped.quantize(sample(1, 16, 32), FP8())
     codes, scales_ = w.rowwise.operand

@@ -12,7 +12,14 @@ from cute_kernels.formats import parse
 from cute_kernels.reference.tensor_core import tensor_core_mma
 from tests.helpers import assert_same_bytes, m_grouped_arguments, ops
 from tests.reference.rational import fp32
-from tests.reference.test_gemm_fp8 import F32, KINDS, PAIRS, Product, Wgrad, scaled
+from tests.reference.test_gemm_fp8 import (
+    F32,
+    FP8_KINDS,
+    FP8_PAIRS,
+    Product,
+    Wgrad,
+    scaled,
+)
 
 CORES = ("sm_90a", "sm_100a")
 SPLITS = (3, 0, 5)
@@ -20,7 +27,6 @@ SPLITS = (3, 0, 5)
 DEPTH = 304 // 32 * 32
 
 each_core = pytest.mark.parametrize("core", CORES)
-each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 each_way = pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
 
 
@@ -113,8 +119,8 @@ def way_of(core, pair):
     return promoted
 
 
-FP8_PAIRS = {name: pair for name, pair in PAIRS.items() if parse(pair[0]).scale is None}
-BLOCK_PAIRS = {name: pair for name, pair in PAIRS.items() if name not in FP8_PAIRS}
+PLAIN_PAIRS = {name: pair for name, pair in FP8_PAIRS.items() if parse(pair[0]).scale is None}
+BLOCK_PAIRS = {name: pair for name, pair in FP8_PAIRS.items() if name not in PLAIN_PAIRS}
 
 
 @each_core
@@ -140,7 +146,7 @@ def test_block_scales_wgrad(core, pair):
 def test_k_of_16_over(core):
     """The last instruction, and the last scale, of K = 144: half of them are zeros."""
     for name in ("fp8", "fp8_block 1D x 2D", "fp32 scales, 2D x 1D"):
-        pair = PAIRS[name]
+        pair = FP8_PAIRS[name]
         case = Product(pair, SPLITS, 16, 144)
         way = added(chain) if name == "fp8" else way_of(core, pair)
         assert_product(core, run_m(core, case), m_members(case), pair, way)
@@ -148,7 +154,7 @@ def test_k_of_16_over(core):
 
 @each_core
 @each_way
-@pytest.mark.parametrize("pair", FP8_PAIRS.values(), ids=FP8_PAIRS)
+@pytest.mark.parametrize("pair", PLAIN_PAIRS.values(), ids=PLAIN_PAIRS)
 @pytest.mark.parametrize("accumulation", [None, "fast", "split"])
 def test_fp8(core, pair, transpose_b, accumulation):
     case = Product(pair, SPLITS, 32, DEPTH, transpose_b=transpose_b)
@@ -160,7 +166,7 @@ def test_fp8(core, pair, transpose_b, accumulation):
 
 
 @each_core
-@pytest.mark.parametrize("pair", FP8_PAIRS.values(), ids=FP8_PAIRS)
+@pytest.mark.parametrize("pair", PLAIN_PAIRS.values(), ids=PLAIN_PAIRS)
 @pytest.mark.parametrize("accumulation", [None, "fast", "split"])
 def test_fp8_wgrad(core, pair, accumulation):
     case = Wgrad(pair, (200, 0, 131), 16, 32)
@@ -171,7 +177,7 @@ def test_fp8_wgrad(core, pair, accumulation):
 
 
 def test_split_and_fast_differ_where_the_accumulator_is_short():
-    case = Product(KINDS["fp8"], SPLITS, 32, DEPTH)
+    case = Product(FP8_KINDS["fp8"], SPLITS, 32, DEPTH)
     found = {
         (core, accumulation): run_m(core, case, accumulation)
         for core in CORES
@@ -187,7 +193,7 @@ def test_split_and_fast_differ_where_the_accumulator_is_short():
 @each_core
 def test_quantizing_on_the_way_takes_the_choice(core):
     for transpose_b in (False, True):
-        case = Product(KINDS["fp8"], SPLITS, 32, DEPTH, transpose_b=transpose_b)
+        case = Product(FP8_KINDS["fp8"], SPLITS, 32, DEPTH, transpose_b=transpose_b)
         for accumulation in (None, "fast", "split"):
             with backend(f"reference:{core}"):
                 got = ops.m_grouped_quantize_gemm(
@@ -219,7 +225,7 @@ def test_grouped_takes_the_choice(core):
             assert_same_bytes(found[None], found[default])
 
 
-@pytest.mark.parametrize("pair", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("pair", FP8_KINDS.values(), ids=FP8_KINDS)
 def test_plain_operands_beside_quantized_ones_have_no_tensor_core(pair):
     case = Product(pair, SPLITS)
     arguments = m_grouped_arguments(case.x, case.b, case.offs, b_format=pair[1])

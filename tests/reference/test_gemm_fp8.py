@@ -30,7 +30,7 @@ from tests.reference.test_gemm import GARBAGE, SPLITS_OF_GEMM, assert_within_bou
 
 F32 = torch.float32
 #: Formats of A and B (m_grouped), by what they are there to catch.
-PAIRS = {
+FP8_PAIRS = {
     "fp8": ("fp8", "fp8"),
     "fp8 e4m3 x e5m2": ("fp8", "fp8:dtype=e5m2"),
     "fp8 e5m2 x e4m3": ("fp8:dtype=e5m2", "fp8"),
@@ -51,15 +51,18 @@ PAIRS = {
     "mxfp8": ("mxfp8", "mxfp8"),
     "mxfp8 e5m2 x 2D": ("mxfp8:dtype=e5m2", "mxfp8:block=32x32"),
     "mxfp8 e5m2": ("mxfp8:dtype=e5m2", "mxfp8:dtype=e5m2"),
+}
+FP8_KINDS = {
+    name: FP8_PAIRS[name]
+    for name in ("fp8", "fp32 scales, 1D x 2D", "fp8_block 1D x 1D", "mxfp8 e5m2 x 2D")
+}
+NVFP4_PAIRS = {
     "nvfp4": ("nvfp4", "nvfp4"),
     "nvfp4 by row x 2D": ("nvfp4:row_scaled", "nvfp4:block=16x16"),
 }
+PAIRS = FP8_PAIRS | NVFP4_PAIRS
 #: One of each kind.
-FP8_KINDS = {
-    name: PAIRS[name]
-    for name in ("fp8", "fp32 scales, 1D x 2D", "fp8_block 1D x 1D", "mxfp8 e5m2 x 2D")
-}
-KINDS = FP8_KINDS | {name: PAIRS[name] for name in ("nvfp4", "nvfp4 by row x 2D")}
+KINDS = FP8_KINDS | NVFP4_PAIRS
 #: Formats whose K need not fill the last block.
 RAGGED_K = {name: pair for name, pair in PAIRS.items() if parse(pair[0]).k_multiple == 16}
 

@@ -10,6 +10,7 @@ import grouped
 from cute_kernels.formats import parse
 from cute_kernels.gemm.problem import GemmConfig
 from cute_kernels.ops import registry
+from cute_kernels.ops.delayed import ALGORITHMS, DelayedScalingUpdate
 from cute_kernels.ops.dequantize import GroupedDequantize
 from cute_kernels.ops.gemm import MGroupedQuantizeGemm
 from cute_kernels.ops.quantize import GroupedQuantize
@@ -55,6 +56,9 @@ def quantizations():
         for amax in (None, torch.ones(groups)):
             for text in TEXTS:
                 yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
+        if x.dtype == torch.bfloat16:
+            text = "fp8_block:block=128x128" if offs is None else "fp8_block"
+            yield GroupedQuantize(x, text, offs, None, rowwise, columnwise)
 
 
 def dequantizations():
@@ -88,6 +92,11 @@ def used(arch):
     ops += [
         ComputeOffsets(torch.ones(3, dtype=splits), 1, out)
         for splits, out in itertools.product((torch.int32, torch.int64), (None, torch.int64))
+    ]
+    state, text = (torch.ones(2, 3), torch.ones(3)), "fp8:scaling=delayed"
+    ops += [
+        DelayedScalingUpdate(*state, text, amax, algorithm=algorithm)
+        for amax, algorithm in itertools.product((None, torch.ones(3)), ALGORITHMS)
     ]
     for op in ops:
         op.kernels(recorder)

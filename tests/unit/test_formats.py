@@ -58,6 +58,11 @@ def test_facts_of_variants():
         assert not fmt.is_transformed and not fmt.is_stochastic
 
 
+def test_messages_show_texts():
+    fmt = NVFP4(block=(16, 16))
+    assert str(fmt) == f"{fmt}" == fmt.text and "row_scaled=False" in repr(fmt)
+
+
 def test_a_list_is_taken_as_block():
     assert NVFP4(block=[16, 16]) == NVFP4(block=(16, 16))
     hash(NVFP4(block=[16, 16]))
@@ -122,6 +127,8 @@ def test_fp8_element_follows_the_dtype(cls, dtype, element):
         (lambda: MXFP8(block=(1, 16)), ValueError, ["block", "(1, 32) or (32, 32)", "(1, 16)"]),
         (lambda: MXFP8(dtype=torch.float16), ValueError, ["dtype", "torch.float16"]),
         (lambda: FP8Block(block=(128, 1)), ValueError, ["block", "(128, 1)"]),
+        (lambda: FP8Block(torch.float8_e5m2), TypeError, ["(1, 128) or (128, 128)", "as dtype="]),
+        (lambda: MXFP8(block=32), TypeError, ["block must be (1, 32) or (32, 32), got 32"]),
         (lambda: FP8Block(dtype=torch.int8), ValueError, ["dtype", "torch.int8"]),
         (lambda: FP8Block(pow2_scales=1), TypeError, ["pow2_scales", "1"]),
         (lambda: FP8Block(amax_epsilon=-1.0), ValueError, ["amax_epsilon", "-1.0"]),

@@ -1,20 +1,27 @@
 """How the bytes of each format are made and read inside kernels: one file a format.
 
 What only one architecture needs stands beside it, in a file that is named after both. ``base`` says
-what a codec has to offer.
+what a codec has to offer, ``bytes`` what formats of FP8 codes share.
 """
 
 from __future__ import annotations
 
 from cute_kernels.device.codecs.base import Codec, Level
 from cute_kernels.device.codecs.fp8 import FP8Codec
+from cute_kernels.device.codecs.fp8_block import FP8BlockCodec
+from cute_kernels.device.codecs.mxfp8 import MXFP8Codec
 from cute_kernels.device.codecs.nvfp4 import NVFP4Codec
 from cute_kernels.formats import parse
 
 __all__ = ["CODECS", "Codec", "Level", "codec_of"]
 
 #: The codec of each format, by the name of its record.
-CODECS: dict[str, type[Codec]] = {"fp8": FP8Codec, "nvfp4": NVFP4Codec}
+CODECS: dict[str, type[Codec]] = {
+    "fp8": FP8Codec,
+    "fp8_block": FP8BlockCodec,
+    "mxfp8": MXFP8Codec,
+    "nvfp4": NVFP4Codec,
+}
 
 
 def codec_of(text: str, dtype: str, arch: str | None = None) -> Codec:

@@ -39,8 +39,8 @@ class Codec(abc.ABC):
         block: elements that are encoded together, a multiple of 16; those that share a scale where
             blocks have scales.
         code_words: words of codes of a block.
-        has_scales: whether a block has a scale of its own, one byte. Without, its encode factor
-            depends on the second level alone.
+        has_scales: whether a block has a scale of its own. Without, its encode factor depends on
+            the second level alone.
         table_size: encode factors that ``encode_factor`` tells apart; 0 if looking them up in
             shared memory does not pay.
         level_names: what ``level_results`` gives: the buffers of the second level but the amax.
@@ -68,7 +68,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def second_level(self, amax: Float32) -> Level:
-        """What the codes of a group or row are relative to, from its amax."""
+        """What the codes of a group or row are relative to, from its amax, or the scale given."""
 
     @abc.abstractmethod
     def zero_level(self) -> Level:
@@ -110,7 +110,7 @@ class Codec(abc.ABC):
         Args:
             words: one a row of the block: two columns of 16-bit elements, or one of fp32.
             factors: the encode factor of each column.
-            twist: 0, 2, 4 or 6: word i is that of row i ^ twist.
+            twist: 0, 2, 4 or 6, of codes of a byte 0 or 4: word i is that of row i ^ twist.
         """
 
     # ------------------------------------------------------------------ decoding

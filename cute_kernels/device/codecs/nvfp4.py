@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from cutlass import Int32
 
+    from cute_kernels.device.codecs.pairs import Pair
     from cute_kernels.formats import NVFP4
 
 __all__ = ["NVFP4Codec"]
@@ -172,17 +173,17 @@ class NVFP4Codec(Codec):
         return (scale * level) * Float32(self.fmt.second_level.factor)
 
 
-def _encode(pairs: Sequence[str], words: Sequence[Uint32], factor: Float32) -> Uint32:
+def _encode(pairs: Sequence[Pair], words: Sequence[Uint32], factor: Float32) -> Uint32:
     """Eight elements as one word of codes, by the instruction of sm_100a.
 
     Args:
-        pairs: texts of ``codecs.pairs`` for two elements each.
+        pairs: two elements each.
         words: their operands.
         factor: the block's encode factor.
     """
     body = ""
     for i, pair in enumerate(pairs):
-        body += f"""{pair}
+        body += f"""{pair.packed}
         mul.rn.f32x2 p, p, f;
         mov.b64 {{lo, hi}}, p;
         cvt.rn.satfinite.e2m1x2.f32 b{i}, hi, lo;

@@ -16,6 +16,7 @@ from cute_kernels.ops.arguments import ALIGNMENT, dense, dtype_name, readable
 from cute_kernels.quantize.config import (
     AmaxConfig,
     DbiasConfig,
+    DelayedConfig,
     DequantizeConfig,
     OffsetsConfig,
     QuantizeProblem,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cute_kernels.formats import Format
+    from cute_kernels.ops.delayed import DelayedScalingUpdate
     from cute_kernels.ops.dequantize import GroupedDequantize
     from cute_kernels.ops.quantize import GroupedQuantize
     from cute_kernels.ops.reductions import ComputeOffsets, GroupedAmax, GroupedDbias
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "compute_offsets",
+    "delayed_scaling_update",
     "dequantize",
     "grouped_amax",
     "grouped_dbias",
@@ -66,11 +69,12 @@ def _no_elements(op: GroupedQuantize) -> Runner:
     def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
         out = dict(zip(names, outputs, strict=True))
         amax = op.x.new_zeros(count, dtype=torch.float32) if op.amax is None else op.amax.abs()
+        vectors_of = codec.level(amax) if op.scale is None else codec.level(amax, op.scale)
         for columnwise in asked:
             level = fmt.level(columnwise)
             if level is not None and level.per == "group":
                 vectors = fmt.buffer_names(columnwise)[-len(level.buffers) :]
-                for name, vector in zip(vectors, codec.level(amax), strict=True):
+                for name, vector in zip(vectors, vectors_of, strict=True):
                     out[name].copy_(vector)
 
     return run
@@ -162,12 +166,15 @@ def _tiles(op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: L
         x, offs = readable(op.x), dense(op.offs)
         row_amax = _flat(amax) if by_row else None
         group_amax = amax_t if by_row or amax is None else amax
-        if op.amax is not None:
+        seen = None
+        if op.scale is not None:
+            group_amax, seen = dense(op.scale), amax
+        elif op.amax is not None:
             _give(op.amax, group_amax)
         if row_kernel is not None:
             row_kernel(x, offs, row_amax, None, launch.num_sms)
         buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
-        kernel(x, offs, row_amax, group_amax, *buffers, launch.num_sms)
+        kernel(x, offs, row_amax, group_amax, *buffers, seen, launch.num_sms)
         if amax_t is not None and group_amax is not None and amax_t is not group_amax:
             amax_t.copy_(group_amax)
 
@@ -195,6 +202,18 @@ def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
         kernel(dy, ends, outputs[0], launch.num_sms)
 
     return run_uniform if op.offs is None else run
+
+
+def delayed_scaling_update(op: DelayedScalingUpdate, launch: Launcher) -> Runner:
+    """How ``delayed_scaling_update`` runs."""
+    if not op.scale.numel():
+        return lambda op, outputs: None
+    kernel = launch.kernel(DelayedConfig(op.algorithm == "max", op.amax is not None))
+
+    def run(op: DelayedScalingUpdate, outputs: Sequence[Tensor]) -> None:
+        kernel(*outputs, dense(op.amax), op.largest)
+
+    return run
 
 
 def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:

@@ -12,7 +12,6 @@ from cute_kernels.device.codecs import Level
 from cute_kernels.device.groups import Grouping
 from cute_kernels.device.memory import load_shared, store_global, store_shared, store_shared_half
 from cute_kernels.device.ptx import f32_as_bits
-from cute_kernels.layout.shapes import SF_TILE_BYTES
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.tiles.geometry import (
     BOX_BYTES,
@@ -262,26 +261,3 @@ class ColumnConverter:
                 offset *= 2
             amaxes = [a] * len(amaxes)
         return amaxes
-
-    @cute.jit
-    def write_scales(
-        self,
-        groups: Grouping,
-        cols: Int32,
-        scales_t: cute.Tensor,
-        what: Descriptor,
-        half: Int32,
-        scales_at: Int32,
-    ) -> None:
-        """A warp writes one 512-byte tile: 128 columns by the 4 row blocks of half a slot tile."""
-        lane = cute.arch.lane_idx()
-        at = scales_at + (half * TILE_COLS + lane) * 4
-        words = [load_shared(at + q * (32 * 4), 1)[0] for q in range(4)]
-        rank = len(scales_t.shape)
-        block_tiles = scales_t.shape[rank - 2]
-        tile = groups.local_tile(what.tile, what.group)
-        index = Int64(what.col_tile) * block_tiles + (2 * tile + half)
-        if cutlass.const_expr(groups.offs is None):
-            index += Int64(what.group) * (scales_t.shape[1] * block_tiles)
-        target = scales_t.iterator.toint() + index * SF_TILE_BYTES + lane * 16
-        store_global(target, words)

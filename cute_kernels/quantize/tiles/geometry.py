@@ -57,8 +57,8 @@ class Descriptor(NamedTuple):
         first: matrix row of the tile's first row.
         count: rows that exist, at most 128.
         group: the group.
-        amax: bits of the group's amax, 0 where groups have none. The loader reads it ahead, for
-            a team would wait for it at every tile.
+        amax: bits of the group's amax or given scale, 0 where groups have none. The loader reads
+            it ahead, for a team would wait for it at every tile.
     """
 
     tile: Int32
@@ -74,12 +74,14 @@ class TilePlaces(NamedTuple):
 
     Attributes:
         tile: the tile.
+        scales: its rowwise scales, where they go through shared memory.
         scales_t: its columnwise scale bytes.
         squares: amaxes of its square blocks.
         table: encode factors, see ``scale_blocks``.
     """
 
     tile: Int32
+    scales: Int32
     scales_t: Int32
     squares: Int32
     table: Int32 | None
@@ -90,6 +92,7 @@ class SharedMemory(NamedTuple):
 
     Attributes:
         tiles: num_stages stages of one tile.
+        scales: rowwise scales of each team's tile.
         scales_t: columnwise scale bytes of each team's tile, two deep.
         squares: amaxes of the square blocks of each team's tile, two deep.
         factors: encode factors of each team's group, by scale byte.
@@ -99,6 +102,7 @@ class SharedMemory(NamedTuple):
     """
 
     tiles: cute.Pointer
+    scales: cute.Pointer
     scales_t: cute.Pointer
     squares: cute.Pointer
     factors: cute.Pointer

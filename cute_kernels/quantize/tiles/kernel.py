@@ -29,27 +29,29 @@ import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
+from cute_kernels.device.absmax import unpack_absmax
 from cute_kernels.device.codecs import Level, codec_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping
 from cute_kernels.device.memory import store_shared
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
+from cute_kernels.layout.shapes import SF_TILE_BYTES, scale_tiles
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.amax import AmaxKernels
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 from cute_kernels.quantize.levels import LevelWriter
-from cute_kernels.quantize.tiles.columns import ColumnConverter
+from cute_kernels.quantize.tiles.bytes import ByteTiles
 from cute_kernels.quantize.tiles.geometry import (
-    BOX_BYTES,
-    BOX_SIZE,
-    TILE_COLS,
     Descriptor,
     SharedMemory,
     TileGeometry,
     TilePlaces,
 )
 from cute_kernels.quantize.tiles.loader import DESCRIPTOR_WORDS, TileLoader, Tma
-from cute_kernels.quantize.tiles.rows import RowConverter
+from cute_kernels.quantize.tiles.nibbles import NibbleTiles
+from cute_kernels.quantize.tiles.scales import write_column_scales
+from cute_kernels.quantize.tiles.squares import SQUARES_BYTES
+from cute_kernels.quantize.tiles.team import Copies, Team
 
 if TYPE_CHECKING:
     from cute_kernels.quantize.config import TileConfig
@@ -71,16 +73,23 @@ class TileQuantizer(AmaxKernels):
         self.levels = LevelWriter(self.codec)
         self.tile = TileGeometry(config.dtype, self.codec.block)
         self.loader = TileLoader(config, self.tile)
-        self.columns = ColumnConverter(config, self.codec, self.tile)
-        self.rows = RowConverter(config, self.codec, self.tile)
-        self.team_threads = config.warps_per_team * WARP_SIZE
+        self.team = Team(config, self.tile)
+        tiles = ByteTiles if config.is_bytes else NibbleTiles
+        self.tiles = tiles(config, self.codec, self.tile, self.team)  # type: ignore[arg-type]
         self.num_compute_warps = config.num_teams * config.warps_per_team
         self.num_threads = (self.num_compute_warps + 1) * WARP_SIZE
         #: Whether a team keeps the encode factors of its group's scales in shared memory.
         self.has_table = config.uses_group_amax and self.codec.table_size > 0
-        #: Bytes of a team's columnwise scales, and amaxes of square blocks.
-        self.scales_t_bytes = self.tile.row_blocks * TILE_COLS
-        self.squares_bytes = 4 * self.tile.row_blocks * self.tile.col_blocks
+        self.factors_bytes = _FACTORS_BYTES if self.has_table else 0
+        #: Columnwise scale tiles of a slot tile, 0 where scales do not go through shared memory.
+        self.scale_tiles = 0
+        if config.columnwise and config.has_scale_tiles:
+            self.scale_tiles = scale_tiles(TILE_ROWS, self.codec.block)
+        #: Bytes of a team's rowwise scales, columnwise ones, and amaxes of square blocks.
+        self.scales_bytes = SF_TILE_BYTES if config.rowwise and config.is_bytes else 0
+        self.scales_t_bytes = self.scale_tiles * SF_TILE_BYTES
+        squares = 4 * self.tile.row_blocks * self.tile.col_blocks
+        self.squares_bytes = max(SQUARES_BYTES, squares) if config.is_2d else 0
 
     @staticmethod
     def fake_args(config: TileConfig) -> tuple[Any, ...]:
@@ -113,11 +122,14 @@ class TileQuantizer(AmaxKernels):
         scales_t: cute.Tensor | None,
         scale_inv: cute.Tensor | None,
         scale: cute.Tensor | None,
+        amax: cute.Tensor | None,
         num_sms: Int32,
         stream: Any,
     ) -> None:
         if cutlass.const_expr(self.config.compute_amax):
             self.launch_amax(x, offs, row_amax, group_amax, num_sms, stream)
+        if cutlass.const_expr(self.config.reports_amax):
+            self.launch_clear(amax, num_sms, stream)
         rows, cols = Grouping.of(x, offs).num_rows, x.shape[len(x.shape) - 1]
         matrix = cute.make_tensor(
             x.iterator, cute.make_layout((rows, cols), stride=(Int64(cols), 1))
@@ -151,6 +163,7 @@ class TileQuantizer(AmaxKernels):
             scales_t,
             scale_inv,
             scale,
+            amax,
         ).launch(
             grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
@@ -174,17 +187,17 @@ class TileQuantizer(AmaxKernels):
         scales_t: cute.Tensor | None,
         scale_inv: cute.Tensor | None,
         scale: cute.Tensor | None,
+        amax: cute.Tensor | None,
     ) -> None:
         config = self.config
         smem = cutlass.memory.SmemAllocator()
         stages, copies = config.num_stages, 2 * config.num_teams
         shared = SharedMemory(
             tiles=smem.allocate_array(Uint8, stages * config.tile_bytes, byte_alignment=1024),
-            scales_t=smem.allocate_array(Uint8, copies * self.scales_t_bytes, byte_alignment=16),
-            squares=smem.allocate_array(Uint8, copies * self.squares_bytes, byte_alignment=16),
-            factors=smem.allocate_array(
-                Uint8, config.num_teams * _FACTORS_BYTES, byte_alignment=16
-            ),
+            scales=_bytes(smem, config.num_teams * self.scales_bytes),
+            scales_t=_bytes(smem, copies * self.scales_t_bytes),
+            squares=_bytes(smem, copies * self.squares_bytes),
+            factors=_bytes(smem, config.num_teams * self.factors_bytes),
             descriptors=smem.allocate_array(Int32, stages * DESCRIPTOR_WORDS, byte_alignment=16),
             full=smem.allocate_array(Int64, copies, byte_alignment=8),
             empty=smem.allocate_array(Int64, stages, byte_alignment=8),
@@ -212,7 +225,8 @@ class TileQuantizer(AmaxKernels):
                 thread = cute.arch.block_idx()[0] * threads + tid
                 step = cute.arch.grid_dim()[0] * threads
                 self.levels.write(group_amax, scale_inv, scale, thread, step)
-            self.compute(groups, cols, row_amax, codes, scales, codes_t, scales_t, warp, shared)
+            out = Copies(codes, scales, codes_t, scales_t)
+            self.compute(groups, cols, row_amax, out, amax, warp, shared)
 
     @cute.jit
     def compute(
@@ -220,62 +234,64 @@ class TileQuantizer(AmaxKernels):
         groups: Grouping,
         cols: Int32,
         row_amax: cute.Tensor | None,
-        codes: cute.Tensor | None,
-        scales: cute.Tensor | None,
-        codes_t: cute.Tensor | None,
-        scales_t: cute.Tensor | None,
+        out: Copies,
+        amax: cute.Tensor | None,
         warp: Int32,
         shared: SharedMemory,
     ) -> None:
-        """A team's tiles: columns first, then rows, then the columnwise scales."""
+        """A team's tiles, one after the other."""
         config = self.config
         team = warp // config.warps_per_team
         part = warp - team * config.warps_per_team
         stage, phase, copy = team, Int32(0), Int32(0)
         count = Int32(1)
-        factors_at = shared.factors.toint() + team * _FACTORS_BYTES
+        factors_at = shared.factors.toint() + team * self.factors_bytes
         table = factors_at if self.has_table else None
         level, level_of = self.codec.zero_level(), Int32(-1)
+        seen, seen_of = Uint32(0), Int32(0)
         while count > 0:
             cute.arch.mbarrier_wait(shared.full + (team * 2 + copy), phase)
             what = self.loader.read_descriptor(shared, stage)
             count = what.count
             if count > 0:
-                tile_at = shared.tiles.toint() + stage * config.tile_bytes
                 buffer = team * 2 + copy
                 scales_at = shared.scales_t.toint() + buffer * self.scales_t_bytes
-                squares_at = shared.squares.toint() + buffer * self.squares_bytes
                 if cutlass.const_expr(self.has_table):
                     if what.group != level_of:
                         level, table = self.tabulate(what, factors_at, team)
                         level_of = what.group
                 elif cutlass.const_expr(config.uses_group_amax):
                     level = self.codec.second_level(bits_as_f32(Uint32(what.amax)))
-                places = TilePlaces(tile_at, scales_at, squares_at, table)
-                if cutlass.const_expr(config.columnwise or config.is_2d):
-                    if count < TILE_ROWS:
-                        self.clear_rows(tile_at, count, team)
-                    if not self.columns.skips_rows or self.columns.place(part).first_row < count:
-                        self.columns.convert(groups, cols, level, codes_t, what, part, places)
-                    elif cutlass.const_expr(config.columnwise):
-                        self.columns.clear(groups, cols, codes_t, what, part, places)
-                    self.sync_team(team)
-                if cutlass.const_expr(config.rowwise):
-                    for row in self.rows.rows(part):
-                        row_level, row_table = level, table
-                        if cutlass.const_expr(config.uses_row_amax):
-                            row_level, row_table = self.rows.level(row_amax, what, row), None
-                        row_places = places._replace(table=row_table)
-                        self.rows.convert(cols, row_level, codes, scales, what, row, row_places)
+                if cutlass.const_expr(config.reports_amax):
+                    if what.group != seen_of:
+                        self.report(amax, seen_of, seen)
+                        seen, seen_of = Uint32(0), what.group
+                places = TilePlaces(
+                    tile=shared.tiles.toint() + stage * config.tile_bytes,
+                    scales=shared.scales.toint() + team * self.scales_bytes,
+                    scales_t=scales_at,
+                    squares=shared.squares.toint() + buffer * self.squares_bytes,
+                    table=table,
+                )
+                where = (what, team, part, places)
+                seen = self.tiles.convert(groups, cols, level, row_amax, out, *where, seen)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(shared.empty + stage)
-                if cutlass.const_expr(config.columnwise and self.codec.has_scales):
-                    if part < 2:
-                        self.columns.write_scales(groups, cols, scales_t, what, part, scales_at)
+                if cutlass.const_expr(self.scale_tiles > 0):
+                    if part < self.scale_tiles:
+                        facts = (scales_at, part, self.scale_tiles)
+                        write_column_scales(groups, out.scales_t, what, *facts)
             stage, _ = self.loader.next_stage(stage, phase, config.num_teams)
             phase ^= copy
             copy ^= 1
+        if cutlass.const_expr(config.reports_amax):
+            self.report(amax, seen_of, seen)
+
+    @cute.jit
+    def report(self, amax: cute.Tensor, group: Int32, seen: Uint32) -> None:
+        """Fold the packed magnitudes that a warp has seen of a group into the group's amax."""
+        self.merge(amax, group, unpack_absmax(seen, self.dtype, self.arch))
 
     @cute.jit
     def tabulate(self, what: Descriptor, factors_at: Int32, team: Int32) -> tuple[Level, Int32]:
@@ -283,30 +299,15 @@ class TileQuantizer(AmaxKernels):
 
         The whole team writes the table, one encode factor a thread.
         """
-        thread = cute.arch.thread_idx()[0] - team * self.team_threads
+        thread = self.team.thread(team)
         level = self.codec.second_level(bits_as_f32(Uint32(what.amax)))
         factor = self.codec.encode_factor(Uint32(thread), level)
-        self.sync_team(team)
+        self.team.sync(team)
         store_shared(factors_at + thread * 4, [f32_as_bits(factor)])
-        self.sync_team(team)
+        self.team.sync(team)
         return level, factors_at
 
-    @cute.jit
-    def sync_team(self, team: Int32) -> None:
-        cute.arch.barrier(barrier_id=team + 1, number_of_threads=self.team_threads)
 
-    @cute.jit
-    def clear_rows(self, tile_at: Int32, count: Int32, team: Int32) -> None:
-        """Zero the rows from ``count`` to the end of what is converted, for the whole team."""
-        thread = cute.arch.thread_idx()[0] - team * self.team_threads
-        rows = TILE_ROWS - count
-        if cutlass.const_expr(self.columns.skips_rows):
-            rows = rows % (TILE_ROWS // 2)
-        chunks = rows * (BOX_BYTES // 16)
-        for b in cutlass.range_constexpr(self.tile.num_boxes):
-            base = tile_at + (b * BOX_SIZE + count * BOX_BYTES)
-            for i in cutlass.range(thread, chunks, self.team_threads, unroll=1):
-                store_shared(base + i * 16, [Uint32(0)] * 4)
-        # The next load of this stage is an asynchronous write after these.
-        cute.arch.fence_view_async_shared()
-        self.sync_team(team)
+def _bytes(smem: cutlass.memory.SmemAllocator, size: int) -> cute.Pointer:
+    """So many bytes of shared memory, in 16-byte vectors; somewhere if there are none."""
+    return smem.allocate_array(Uint8, max(size, 1), byte_alignment=16)

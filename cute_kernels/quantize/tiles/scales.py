@@ -1,4 +1,4 @@
-"""Scales of blocks in the tile quantizer, with encode factors computed or looked up.
+"""Scale bytes in the tile quantizer: with encode factors computed or looked up, and in tiles.
 
 All tiles of a group share a second level, so a block's encode factor depends on its scale byte
 alone, and where a reciprocal is dear a team keeps the factors of all bytes in shared memory.
@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cutlass import Float32, Int32, Uint16, Uint32
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, cute
 
-from cute_kernels.device.memory import load_shared
+from cute_kernels.device.groups import Grouping
+from cute_kernels.device.memory import load_shared, store_global
 from cute_kernels.device.ptx import asm, bits_as_f32
+from cute_kernels.layout.shapes import SF_TILE_BYTES
+from cute_kernels.quantize.tiles.geometry import TILE_COLS, Descriptor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cute_kernels.device.codecs import Codec, Level
 
-__all__ = ["join_scales", "scale_blocks"]
+__all__ = ["join_scales", "scale_blocks", "write_column_scales"]
 
 
 def scale_blocks(
@@ -50,3 +54,34 @@ def join_scales(pairs: Sequence[Uint16]) -> Uint32:
     if len(pairs) == 1:
         return Uint32(pairs[0])
     return asm("mov.b32 $0, {$1, $2};", [Uint32], pairs)
+
+
+@cute.jit
+def write_column_scales(
+    groups: Grouping,
+    scales_t: cute.Tensor,
+    what: Descriptor,
+    scales_at: Int32,
+    index: Int32,
+    per_tile: int,
+) -> None:
+    """A warp writes one 512-byte tile of columnwise scales: 128 columns by 4 row blocks.
+
+    Args:
+        groups: where tiles lie.
+        scales_t: all of them.
+        what: the slot tile and the columns.
+        scales_at: where in shared memory they are, four bytes a column.
+        index: which of the slot tile's scale tiles.
+        per_tile: how many it has.
+    """
+    lane = cute.arch.lane_idx()
+    at = scales_at + (index * TILE_COLS + lane) * 4
+    words = [load_shared(at + q * (32 * 4), 1)[0] for q in range(4)]
+    rank = len(scales_t.shape)
+    block_tiles = scales_t.shape[rank - 2]
+    tile = groups.local_tile(what.tile, what.group)
+    place = Int64(what.col_tile) * block_tiles + (per_tile * tile + index)
+    if cutlass.const_expr(groups.offs is None):
+        place += Int64(what.group) * (scales_t.shape[1] * block_tiles)
+    store_global(scales_t.iterator.toint() + place * SF_TILE_BYTES + lane * 16, words)

@@ -1,0 +1,75 @@
+"""FP8 with an fp32 scale a block of 128, in the order that makes it exact (see ``reference``).
+
+Powers of two need no division. FP8_MAX is 1.75 times a power of two, 448 of 2^8 and 57344 of 2^15,
+so with a = m 2^e the quotient FP8_MAX / a is at least that power times 2^-e just if m <= 1.75, and
+no rounding takes it across: below such an m it stays under 1 - 2^-24, the number before one. In
+bits, where an exponent counts 2^23: that of the quotient is
+
+    top - (bits of a + 0x1FFFFF without mantissa)
+
+with the carry of 0x1FFFFF into the exponent just if the mantissa is above that of 1.75.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cutlass import Float32, Uint32
+
+from cute_kernels.device.codecs.bytes import ByteCodec
+from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits
+
+if TYPE_CHECKING:
+    from cute_kernels.device.codecs.base import Level
+    from cute_kernels.formats import FP8Block
+
+__all__ = ["FP8BlockCodec"]
+
+_MANTISSA, _BIAS = 23, 127
+#: The largest number of each dtype of inputs: what an infinite quotient becomes.
+_LARGEST_BITS = {"bfloat16": 0x7F7F0000, "float16": 0x477FE000, "float32": 0x7F7FFFFF}
+_POW2 = """{
+    .reg .pred plain;
+    .reg .b32 s, t;
+    add.u32 s, $2, 0x1FFFFF;
+    and.b32 s, s, 0x7F800000;
+    sub.u32 s, $3, s;
+    min.u32 s, s, 0x7F000000;
+    sub.u32 t, $2, 1;
+    setp.lt.u32 plain, t, 0x7F7FFFFF;
+    selp.b32 $0, s, 0x3F800000, plain;
+    sub.u32 t, 0x7F000000, $0;
+    max.u32 $1, t, 0x00400000;
+}"""
+_ANY = """{
+    .reg .pred p;
+    .reg .f32 s;
+    div.rn.f32 s, $3, $2;
+    setp.eq.f32 p, s, 0f7F800000;
+    selp.f32 s, $4, s, p;
+    setp.eq.f32 p, $2, 0f00000000;
+    selp.f32 s, 0f3F800000, s, p;
+    setp.eq.f32 p, $2, 0f7F800000;
+    selp.f32 $0, 0f3F800000, s, p;
+    rcp.rn.f32 $1, $0;
+}"""
+
+
+class FP8BlockCodec(ByteCodec):
+    """E4M3 or E5M2 codes, and an fp32 scale a block."""
+
+    fmt: FP8Block
+
+    def block_scale(self, a: Float32, level: Level) -> tuple[Uint32, Float32]:
+        """The bits of scale_inv, and the scale: FP8_MAX / a; 1 where ``a`` is 0 or infinite."""
+        if self.fmt.amax_epsilon:
+            a = asm("max.f32 $0, $1, $2;", [Float32], [a, Float32(self.fmt.amax_epsilon)])
+        largest = self.fmt.element.max
+        if not self.fmt.pow2_scales:
+            limit = bits_as_f32(Uint32(_LARGEST_BITS[self.dtype]))
+            scale, inverse = asm(_ANY, [Float32, Float32], [a, Float32(largest), limit])
+            return f32_as_bits(inverse), scale
+        exponent = int(largest).bit_length() - 1
+        top = Uint32((2 * _BIAS + exponent) << _MANTISSA)
+        scale, inverse = asm(_POW2, [Uint32, Uint32], [f32_as_bits(a), top])
+        return inverse, bits_as_f32(scale)

@@ -1,0 +1,66 @@
+"""What a team does with a tile where two codes share a byte: columns first, then rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cutlass
+from cutlass import Int32, Uint32, cute
+
+from cute_kernels.device.codecs import Level
+from cute_kernels.device.groups import Grouping
+from cute_kernels.layout.slots import TILE_ROWS
+from cute_kernels.quantize.tiles.columns import ColumnConverter
+from cute_kernels.quantize.tiles.geometry import Descriptor, TilePlaces
+from cute_kernels.quantize.tiles.rows import RowConverter
+from cute_kernels.quantize.tiles.team import Copies, Team
+
+if TYPE_CHECKING:
+    from cute_kernels.device.codecs import Codec
+    from cute_kernels.quantize.config import TileConfig
+    from cute_kernels.quantize.tiles.geometry import TileGeometry
+
+__all__ = ["NibbleTiles"]
+
+
+class NibbleTiles:
+    """Converts tiles to codes of four bits."""
+
+    def __init__(self, config: TileConfig, codec: Codec, tile: TileGeometry, team: Team):
+        self.config = config
+        self.team = team
+        self.columns = ColumnConverter(config, codec, tile)
+        self.rows = RowConverter(config, codec, tile)
+
+    @cute.jit
+    def convert(
+        self,
+        groups: Grouping,
+        cols: Int32,
+        level: Level,
+        row_amax: cute.Tensor | None,
+        out: Copies,
+        what: Descriptor,
+        team: Int32,
+        part: Int32,
+        places: TilePlaces,
+        seen: Uint32,
+    ) -> Uint32:
+        """A warp's part of a tile. ``seen`` is left as it is."""
+        if cutlass.const_expr(self.config.columnwise or self.config.is_2d):
+            if what.count < TILE_ROWS:
+                multiple = TILE_ROWS // 2 if self.columns.skips_rows else TILE_ROWS
+                self.team.clear_rows(places.tile, what.count, team, multiple)
+            if not self.columns.skips_rows or self.columns.place(part).first_row < what.count:
+                self.columns.convert(groups, cols, level, out.codes_t, what, part, places)
+            elif cutlass.const_expr(self.config.columnwise):
+                self.columns.clear(groups, cols, out.codes_t, what, part, places)
+            self.team.sync(team)
+        if cutlass.const_expr(self.config.rowwise):
+            for row in self.rows.rows(part):
+                row_level, row_table = level, places.table
+                if cutlass.const_expr(self.config.uses_row_amax):
+                    row_level, row_table = self.rows.level(row_amax, what, row), None
+                row_places = places._replace(table=row_table)
+                self.rows.convert(cols, row_level, out.codes, out.scales, what, row, row_places)
+        return seen
