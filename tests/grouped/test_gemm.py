@@ -1,13 +1,31 @@
-"""``grouped.grouped_gemm`` on grouped and on plain tensors."""
+"""``grouped.grouped_gemm`` on grouped tensors of every kind, on plain ones, and on both."""
 
 import pytest
 import torch
 
 import grouped
+from grouped import MXFP8, FP8Block
 from tests.grouped.cases import FORMATS, WEIGHT_FORMAT, OpCounter
 from tests.helpers import SPLITS, assert_same_bytes, end_rows, sample
 
-N, K = 48, 64
+N, K = 96, 160
+E5M2, F32 = torch.float8_e5m2, torch.float32
+SQUARE = (128, 128)
+#: Formats of activations, weights and gradients.
+TRIOS = {
+    **{name: (fmt, WEIGHT_FORMAT, FORMATS["1x16"]) for name, fmt in FORMATS.items()},
+    "fp8": (grouped.FP8(), grouped.FP8(), grouped.FP8(E5M2)),
+    "fp8_block": (FP8Block(), FP8Block(SQUARE), FP8Block()),
+    "fp8_block, fp32 scales": (
+        FP8Block(pow2_scales=False),
+        FP8Block(SQUARE, pow2_scales=False),
+        FP8Block(dtype=E5M2, pow2_scales=False),
+    ),
+    "mxfp8": (MXFP8(), MXFP8(), MXFP8(E5M2)),
+    "mxfp8, square weights": (MXFP8(), MXFP8(block=(32, 32)), MXFP8()),
+}
+each_trio = pytest.mark.parametrize("trio", TRIOS.values(), ids=TRIOS)
+each_split = pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 
 
 def operands(splits=(7, 0, 26), tail=3, fmt=FORMATS["row-scaled"]):
@@ -28,70 +46,6 @@ def close(got, want):
     assert (got.double() - want).abs().max() <= 2e-6 * scale
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-def test_products_of_the_decoded_members(splits, fmt):
-    """fprop, dgrad and wgrad against fp64 products of what the operands decode to."""
-    x, w, dy = operands(splits, fmt=fmt)
-    f = torch.float32
-    y = grouped.grouped_gemm(x, w, out_dtype=f)
-    dx = grouped.grouped_gemm(dy, w, transpose_b=True, out_dtype=f)
-    dw = grouped.grouped_gemm(dy, x, out_dtype=f)
-    assert y.shape == (x.shape[0], N) and dx.shape == x.shape and dw.shape == w.shape
-    row, column = x.dequantize(f).double(), x.dequantize(f, "columnwise").double()
-    dy_row, dy_column = dy.dequantize(f).double(), dy.dequantize(f, "columnwise").double()
-    weights = w.dequantize(f).double()
-    for g, (start, end) in enumerate(spans(splits)):
-        if start == end:
-            assert not dw[g].any()
-            continue
-        close(y[start:end], row[start:end] @ weights[g].T)
-        close(dx[start:end], dy_row[start:end] @ weights[g])
-        close(dw[g], dy_column[start:end].T @ column[start:end])
-    assert not y[splits and end_rows(splits)[-1] :].any()
-    assert not dx[end_rows(splits)[-1] :].any()
-
-
-def test_default_dtype_bias_and_alpha():
-    x, w, _ = operands()
-    f = torch.float32
-    plain = grouped.grouped_gemm(x, w, out_dtype=f)
-    bias, alpha = torch.randn(3, N), torch.tensor([2.0, 3.0, -0.5])
-    got = grouped.grouped_gemm(x, w, bias=bias, alpha=alpha, out_dtype=f)
-    want = plain.clone()
-    for g, (start, end) in enumerate(spans((7, 0, 26))):
-        want[start:end] = plain[start:end] * alpha[g] + bias[g]
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6 * float(plain.abs().max()))
-    assert not got[33:].any()
-    assert grouped.grouped_gemm(x, w).dtype == torch.bfloat16
-    for dtype in (torch.bfloat16, torch.float16):
-        assert_same_bytes(grouped.grouped_gemm(x, w, out_dtype=dtype), plain.to(dtype))
-
-
-def test_out_is_written_where_there_are_rows():
-    x, w, dy = operands()
-    y = grouped.grouped_gemm(x, w, out_dtype=torch.float32)
-    out = torch.full((36, N), 7.0)
-    assert grouped.grouped_gemm(x, w, out=out) is out
-    assert_same_bytes(out[:33], y[:33])
-    assert (out[33:] == 7).all()
-    assert grouped.grouped_gemm(x, w, out=out, accumulate=True) is out
-    assert_same_bytes(out[:33], 2 * y[:33])
-    assert (out[33:] == 7).all()
-
-
-def test_wgrad_accumulates_in_fp32_and_leaves_empty_groups():
-    x, _, dy = operands()
-    dw = grouped.grouped_gemm(dy, x, out_dtype=torch.float32)
-    main_grad = torch.randn(3, N, K)
-    before = main_grad.clone()
-    assert grouped.grouped_gemm(dy, x, out=main_grad, accumulate=True) is main_grad
-    assert_same_bytes(main_grad, before + dw)
-    assert_same_bytes(main_grad[1], before[1])
-    grouped.grouped_gemm(dy, x, out=main_grad)
-    assert_same_bytes(main_grad, dw)
-
-
 def test_out_of_another_view_of_a_buffer():
     """A slice of a larger buffer keeps its neighbours."""
     x, w, _ = operands()
@@ -99,6 +53,151 @@ def test_out_of_another_view_of_a_buffer():
     grouped.grouped_gemm(x, w, out=buffer[2:38])
     assert (buffer[:2] == 3).all() and (buffer[35:] == 3).all()
     assert_same_bytes(buffer[2:35], grouped.grouped_gemm(x, w, out_dtype=torch.float32)[:33])
+
+
+def peak(x):
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def tensors(splits, tail=3):
+    rows = end_rows(splits)[-1] + tail
+    return sample(rows, K), sample(len(splits), N, K), sample(rows, N)
+
+
+def quantized(trio, splits, held):
+    ends = end_rows(splits)
+    return [
+        grouped.quantize(t, fmt, offs=None if t.dim() == 3 else ends, columnwise=True)
+        for t, fmt in zip(held, trio, strict=True)
+    ]
+
+
+def products(x, w, dy, **options):
+    """fprop, dgrad and wgrad."""
+    return (
+        grouped.grouped_gemm(x, w, **options),
+        grouped.grouped_gemm(dy, w, transpose_b=True, **options),
+        grouped.grouped_gemm(dy, x, **options),
+    )
+
+
+@each_trio
+@each_split
+def test_products_of_the_decoded_members(trio, splits):
+    x, w, dy = quantized(trio, splits, tensors(splits))
+    y, dx, dw = products(x, w, dy, out_dtype=F32)
+    assert y.shape == (x.shape[0], N) and dx.shape == x.shape and dw.shape == w.shape
+    ways = "rowwise", "columnwise"
+    (row, column), (weight, weight_t), (dy_row, dy_column) = (
+        [t.dequantize(F32, way).double() for way in ways] for t in (x, w, dy)
+    )
+    for g, (start, end) in enumerate(spans(splits)):
+        if start == end:
+            assert not dw[g].any()
+            continue
+        close(y[start:end], row[start:end] @ weight[g].T)
+        close(dx[start:end], dy_row[start:end] @ weight_t[g])
+        close(dw[g], dy_column[start:end].T @ column[start:end])
+    assert not y[end_rows(splits)[-1] :].any() and not dx[end_rows(splits)[-1] :].any()
+
+
+@each_trio
+def test_groups_equal_tensors_of_their_own(trio):
+    splits = (130, 0, 7)
+    held = tensors(splits, tail=0)
+    got = products(*quantized(trio, splits, held))
+    for g, (start, end) in enumerate(spans(splits)):
+        if start == end:
+            continue
+        own = held[0][start:end], held[1][g : g + 1], held[2][start:end]
+        want = products(*quantized(trio, (end - start,), own))
+        for whole, part, rows in zip(got, want, (True, True, False), strict=True):
+            assert_same_bytes(whole[start:end] if rows else whole[g : g + 1], part)
+
+
+@each_trio
+def test_out_alpha_bias_and_accumulate(trio):
+    splits = (20, 0, 12)
+    x, w, dy = quantized(trio, splits, tensors(splits))
+    bias, alpha = torch.randn(3, N), torch.tensor([2.0, 0.5, -1.0])  # powers of two: no rounding
+    y, dx, dw = products(x, w, dy, out_dtype=F32)
+    scaled = torch.cat([y[a:b] * alpha[g] + bias[g] for g, (a, b) in enumerate(spans(splits))])
+    for dtype in (torch.bfloat16, torch.float16, F32):
+        got = grouped.grouped_gemm(x, w, bias=bias, alpha=alpha, out_dtype=dtype)
+        assert_same_bytes(got[:32], scaled.to(dtype))
+        assert not got[32:].any()
+    assert grouped.grouped_gemm(x, w).dtype == torch.bfloat16
+    calls = ((y[:32], (x, w), {}), (dx[:32], (dy, w), {"transpose_b": True}), (dw, (dy, x), {}))
+    for result, operands, options in calls:
+        rows = len(result)
+        held = torch.randn(rows + 3 * (result.dim() == 2), *result.shape[1:])  # with the tail
+        for accumulate in (False, True):
+            before = held.clone()
+            call = grouped.grouped_gemm(*operands, out=held, accumulate=accumulate, **options)
+            assert call is held
+            assert_same_bytes(held[:rows], before[:rows] + result if accumulate else result)
+            assert_same_bytes(held[rows:], before[rows:])
+
+
+@each_trio
+def test_a_compiled_product_is_the_eager_one(trio):
+    splits = (20, 0, 12)
+    held = quantized(trio, splits, tensors(splits))
+    compiled = torch.compile(products, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(*held), products(*held), strict=True):
+        assert_same_bytes(got, want)
+
+
+@each_trio
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_plain_activations_and_their_gradients(trio, dtype):
+    splits = (20, 0, 12)
+    ends = torch.tensor(end_rows(splits), dtype=torch.int32)
+    x, weight, dy = (t.to(dtype) for t in tensors(splits))
+    w = grouped.quantize(weight, trio[1], columnwise=True)
+    x.requires_grad_()
+    bias = torch.randn(3, N, requires_grad=True)
+    y = grouped.grouped_gemm(x, w, offs=ends, bias=bias, out_dtype=F32)
+    y.backward(dy.float())
+    values, values_t = (w.dequantize(F32, way).double() for way in ("rowwise", "columnwise"))
+    with torch.no_grad():
+        for g, (start, end) in enumerate(spans(splits)):
+            want = x[start:end].double() @ values[g].T + bias[g].double()
+            torch.testing.assert_close(y[start:end].double(), want, rtol=0, atol=2e-6 * peak(want))
+            want = dy[start:end].double() @ values_t[g]
+            got = x.grad[start:end].double()
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(got, want, rtol=eps, atol=2e-6 * peak(want))
+    assert_same_bytes(bias.grad, torch.ops.cute_kernels.grouped_dbias(dy.float(), ends))
+    assert not y[32:].any() and not x.grad[32:].any()
+
+
+def test_square_blocks_meet_rows_only():
+    splits = (20, 0, 12)
+    x, w, _ = tensors(splits)
+    square = FP8Block(SQUARE)
+    a = grouped.quantize(x, square, offs=end_rows(splits), columnwise=True)
+    with pytest.raises(ValueError, match="128x128 blocks are not multiplied by 128x128"):
+        grouped.grouped_gemm(a, grouped.quantize(w, square))
+    with pytest.raises(ValueError, match="128x128 blocks are not multiplied by 128x128"):
+        grouped.grouped_gemm(a, a)
+    # With one scale a row on the other side they do.
+    y = grouped.grouped_gemm(a, grouped.quantize(w, FP8Block()), out_dtype=F32)
+    assert y.isfinite().all()
+
+
+def test_accumulation_that_does_not_apply():
+    splits = (20, 0, 12)
+    x, w, _ = tensors(splits)
+    a = grouped.quantize(x, MXFP8(), offs=end_rows(splits))
+    b = grouped.quantize(w, MXFP8())
+    with pytest.raises(ValueError, match="accumulation='fast' for mxfp8 and mxfp8"):
+        grouped.grouped_gemm(a, b, accumulation="fast")
+    with pytest.raises(ValueError, match="accumulation='split' for plain tensors and plain"):
+        grouped.grouped_gemm(x, w, offs=end_rows(splits), accumulation="split")
+    with pytest.raises(ValueError, match="accumulation='split' for plain tensors and fp8"):
+        b = grouped.quantize(w, grouped.FP8())
+        grouped.grouped_gemm(x, b, offs=end_rows(splits), accumulation="split")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -149,24 +248,6 @@ def test_a_dispatch_mode_sees_a_product_of_quantized_operands():
     assert_same_bytes(got, want)
 
 
-def test_one_group_of_the_whole():
-    """Permuting whole groups permutes the product: no group reads another's slots."""
-    parts, w = [sample(m, K) for m in (5, 130, 17)], sample(3, N, K)
-    order = [2, 0, 1]
-    fmt = FORMATS["1x16"]
-
-    def product(pick):
-        x = torch.cat([parts[i] for i in pick])
-        ends = end_rows(tuple(len(parts[i]) for i in pick))
-        quantized = grouped.quantize(x, fmt, offs=ends)
-        y = grouped.grouped_gemm(quantized, grouped.quantize(w[pick], WEIGHT_FORMAT))
-        return y.tensor_split(ends[:-1])
-
-    first, second = product([0, 1, 2]), product(order)
-    for place, i in enumerate(order):
-        assert_same_bytes(second[place], first[i])
-
-
 X, W, DY = operands()
 PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
 
@@ -178,7 +259,7 @@ PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
         ({"a": PLAIN["a"], "b": W}, ValueError, "offs is missing"),
         ({"a": PLAIN["a"], "b": X, "offs": [7, 7, 33]}, ValueError, "b must be uniform"),
         ({"a": PLAIN["a"].float(), "b": W, "offs": [7, 7, 33]}, TypeError, "a must be bfloat16"),
-        ({"a": PLAIN["a"][:, 16:], "b": W, "offs": [7, 7, 33]}, ValueError, "b contracts, 64"),
+        ({"a": PLAIN["a"][:, 16:], "b": W, "offs": [7, 7, 33]}, ValueError, "b contracts, 160"),
         ({"a": PLAIN["a"], "b": W, "offs": [7, 33]}, ValueError, "offs"),
         ({"a": PLAIN["a"], "b": PLAIN["b"]}, ValueError, "offs is missing"),
         ({"a": X, "b": W, "offs": [1]}, ValueError, "operands carry their own"),
@@ -202,9 +283,9 @@ PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
         ({"a": X, "b": operands((7, 26))[2]}, ValueError, "cut alike: 3 groups.*2 groups"),
         ({"a": X, "b": operands(tail=4)[2]}, ValueError, "cut alike"),
         ({"a": X, "b": operands((5, 28))[1]}, ValueError, "3 groups|2 groups"),
-        ({"a": DY, "b": W}, ValueError, "as many columns as b contracts, 64"),
-        ({"a": X, "b": W, "transpose_b": True}, ValueError, "as b contracts, 48"),
-        (PLAIN | {"b": sample(3, N, 48)}, ValueError, "b must have size 64"),
+        ({"a": DY, "b": W}, ValueError, "as many columns as b contracts, 160"),
+        ({"a": X, "b": W, "transpose_b": True}, ValueError, "as b contracts, 96"),
+        (PLAIN | {"b": sample(3, N, 48)}, ValueError, "b must have size 160"),
         (PLAIN | {"b": sample(3, N, K).float()}, TypeError, "b must be bfloat16"),
         (PLAIN | {"offs": [36]}, ValueError, "offs must have one end row"),
         (PLAIN | {"offs": [7, 8, 37]}, ValueError, "within the 36 rows"),
