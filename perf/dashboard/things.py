@@ -194,7 +194,6 @@ def payload(records: Sequence[Record], numerics: Sequence[Any] = ()) -> dict[str
     gpus = sorted({record.gpu for record in ordered if record.kind == "gpu"})
     roofs = {gpu: roofs_of(gpu, ordered) for gpu in gpus}
     return {
-        "count": len(ordered),
         "commits": list(commits.items()),
         "things": things,
         "roofs": roofs,

@@ -27,16 +27,68 @@ pytestmark = [
 
 #: Texts of the heads and titles of the numbers of a row of a table.
 ROW = "[...e.cells].map((c) => c.title || c.textContent).join('|')"
-VIEWS = ("", "latest", "tokens", "roofline", "history", "kernels")
+VIEWS = ("", "tokens", "roofline", "history", "kernels")
 KERNEL = "kernel/gemm-nvfp4-row-scaled-x-nvfp4-fprop"
 LIGHT, DARK = "rgb(255, 255, 255)", "rgb(18, 21, 27)"
 #: What the page has for whoever looks behind it.
 PAGE = "perfDashboard"
 
 
+class Page(Browser):
+    """Asks the page, and does what its users do."""
+
+    def go(self, view):
+        self.evaluate(f"location.hash = {json.dumps(f'#/{view}')}")
+        self.settle()
+
+    def all(self, selector, what):
+        """What is asked of each element ``e``."""
+        found = f"[...document.querySelectorAll({json.dumps(selector)})]"
+        return self.evaluate(f"{found}.map((e) => {what})")
+
+    def texts(self, selector):
+        return self.all(selector, "e.textContent")
+
+    def click(self, selector):
+        self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
+        self.settle()
+
+    def pick(self, name, value):
+        """Choose in a filter, by a change event."""
+        change = f"(e.value = {json.dumps(value)}, e.dispatchEvent(new Event('change')))"
+        self.all(f"#{name}", change)
+        self.settle()
+
+    def points(self, name, series):
+        """Of a series of a plot, as it was given to uPlot."""
+        plot = f"{PAGE}.plots.get({json.dumps(name)})"
+        place = f"{plot}.series.findIndex((s) => s.name === {json.dumps(series)}) + 1"
+        columns = self.evaluate(f"[{plot}.u.data[0], {plot}.u.data[{place}]]")
+        return [[x, y] for x, y in zip(*columns, strict=True) if y is not None]
+
+    def inked(self, name, up=0):
+        """The colour of the plot at each point, or above it, beside that of its series."""
+        return self.evaluate(
+            f"""(() => {{
+                const {{ u, series }} = {PAGE}.plots.get({json.dumps(name)});
+                const seen = (p) => {{
+                    const [x, y] = [u.valToPos(p.x, "x", true), u.valToPos(p.y, "y", true) - {up}];
+                    const [r, g, b] = u.ctx.getImageData(Math.round(x), Math.round(y), 1, 1).data;
+                    return `rgb(${{r}}, ${{g}}, ${{b}})`;
+                }};
+                const shown = series.filter((s) => !s.roof);
+                return shown.map((s) => s.points.map((p) => [seen(p), {PAGE}.css(s.color)]));
+            }})()"""
+        )
+
+    def drawn(self, name):
+        """Whether each point is."""
+        return [seen == wanted for seen, wanted in itertools.chain(*self.inked(name))]
+
+
 @pytest.fixture(scope="module")
 def started():
-    with Browser() as browser:
+    with Page() as browser:
         yield browser
 
 
@@ -66,65 +118,6 @@ def made(pages):
     return pages / "made.html"
 
 
-def go(browser, view):
-    browser.evaluate(f"location.hash = {json.dumps(f'#/{view}')}")
-    browser.settle()
-
-
-def all_of(browser, selector, what):
-    """What is asked of each element ``e``."""
-    found = f"[...document.querySelectorAll({json.dumps(selector)})]"
-    return browser.evaluate(f"{found}.map((e) => {what})")
-
-
-def texts(browser, selector):
-    return all_of(browser, selector, "e.textContent")
-
-
-def click(browser, selector):
-    browser.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
-    browser.settle()
-
-
-def pick(browser, name, value):
-    """Choose in a filter as its user would, by a change event."""
-    change = f"e.value = {json.dumps(value)}, e.dispatchEvent(new Event('change'))"
-    all_of(browser, f"#{name}", f"({change})")
-    browser.settle()
-
-
-def points(browser, name, series):
-    """Of a series of a plot, as it was given to uPlot."""
-    return browser.evaluate(
-        f"""(() => {{
-            const plot = {PAGE}.plots.get({json.dumps(name)});
-            const i = plot.series.findIndex((s) => s.name === {json.dumps(series)}) + 1;
-            const rows = plot.u.data[0].map((x, row) => [x, plot.u.data[i][row]]);
-            return rows.filter(([, y]) => y !== null);
-        }})()"""
-    )
-
-
-def inked(browser, name, up=0):
-    """The colour of the plot at each point, or above it, beside that of its series."""
-    return browser.evaluate(
-        f"""(() => {{
-            const {{ u, series }} = {PAGE}.plots.get({json.dumps(name)});
-            const seen = (p) => {{
-                const [x, y] = [u.valToPos(p.x, "x", true), u.valToPos(p.y, "y", true) - {up}];
-                const [r, g, b] = u.ctx.getImageData(Math.round(x), Math.round(y), 1, 1).data;
-                return `rgb(${{r}}, ${{g}}, ${{b}})`;
-            }};
-            const shown = series.filter((s) => !s.roof);
-            return shown.map((s) => s.points.map((p) => [seen(p), {PAGE}.css(s.color)]));
-        }})()"""
-    )
-
-
-def is_drawn(browser, name):
-    return [seen == wanted for seen, wanted in itertools.chain(*inked(browser, name))]
-
-
 @pytest.mark.parametrize("which", ["made", "committed"])
 def test_views_load_and_draw(browser, pages, which):
     browser.open(pages / f"{which}.html")
@@ -132,16 +125,16 @@ def test_views_load_and_draw(browser, pages, which):
     cases = browser.evaluate(f"[...new Set({PAGE}.things.map((t) => t.caseId))]")
     others = [f"kernel/{slug}" for slug in slugs[::9]] + [f"case/{case}" for case in cases[::39]]
     for view in (*VIEWS, *others):
-        go(browser, view)
-        assert len(texts(browser, "h1")) == 1, view
-        assert not re.search("Nothing|NaN|undefined", texts(browser, "main")[0]), view
-        assert texts(browser, "main tbody tr"), view
+        browser.go(view)
+        assert len(browser.texts("h1")) == 1, view
+        assert not re.search("Nothing|NaN|undefined", browser.texts("main")[0]), view
+        assert browser.texts("main tbody tr"), view
         drawn = browser.evaluate(f"[...{PAGE}.plots.values()].map((p) => Boolean(p.u))")
-        least = {"": 1, "tokens": 1, "roofline": 2, "history": 1}.get(view, 0)
+        least = {"tokens": 1, "roofline": 2, "history": 1}.get(view, 0)
         assert all(drawn) and len(drawn) >= least, view
     for view, title in (("nowhere", "page"), ("kernel/none", "kernel"), ("case/none", "case")):
-        go(browser, view)
-        assert texts(browser, "h1") == [f"No such {title}"]
+        browser.go(view)
+        assert browser.texts("h1") == [f"No such {title}"]
 
 
 def test_time_against_tokens(browser, made):
@@ -149,27 +142,27 @@ def test_time_against_tokens(browser, made):
     for contender, fmt in (("ours", NVFP4), ("ours, prepacked", NVFP4), ("torch", "bfloat16")):
         of = [r for r in CURRENT if (r.suite, r.contender, r.format) == ("gemm", contender, fmt)]
         wanted = sorted([r.case["rows"] / r.case["experts"], r.microseconds] for r in of)
-        assert points(browser, "tokens", f"{contender} · {fmt}") == wanted
+        assert browser.points("tokens", f"{contender} · {fmt}") == wanted
     assert browser.evaluate(f"{PAGE}.plots.get('tokens').series.length") == 3
-    pick(browser, "rate", "speed")
-    found = points(browser, "tokens", f"ours · {NVFP4}")
+    browser.pick("rate", "speed")
+    found = browser.points("tokens", f"ours · {NVFP4}")
     assert found == [[tokens, pytest.approx(2.0)] for tokens in TOKENS]
-    assert all(is_drawn(browser, "tokens")[:3])
+    assert all(browser.drawn("tokens")[:3])
 
 
 def test_rooflines(browser, made):
     browser.open(made, "#/roofline")
     ours = [r for r in CURRENT if (r.contender, r.suite) == ("ours", "gemm")]
     wanted = sorted([r.flops / r.bytes, r.tflops] for r in ours)
-    found = points(browser, "roofline", f"ours · {NVFP4}")
+    found = browser.points("roofline", f"ours · {NVFP4}")
     assert [pytest.approx(point) for point in wanted] == found
-    assert points(browser, "roofline", "bf16 700 TFLOP/s, measured")[0] == [175, 700]
-    memory = points(browser, "roofline", "memory 4 TB/s, measured")
+    assert browser.points("roofline", "bf16 700 TFLOP/s, measured")[0] == [175, 700]
+    memory = browser.points("roofline", "memory 4 TB/s, measured")
     assert all(y == pytest.approx(4.0 * x) for x, y in memory) and memory[-1][1] == 1979
     (quantize,) = (r for r in CURRENT if (r.suite, r.kind) == ("quantize", "gpu"))
-    assert points(browser, "bandwidth", "ours · nvfp4") == [[3.0, pytest.approx(quantize.tbs)]]
-    assert "15 % of a copy" in texts(browser, "#bandwidth table")[0]
-    assert all(is_drawn(browser, "roofline")) and all(is_drawn(browser, "bandwidth"))
+    assert browser.points("bandwidth", "ours · nvfp4") == [[3.0, pytest.approx(quantize.tbs)]]
+    assert "15 % of a copy" in browser.texts("#bandwidth table")[0]
+    assert all(browser.drawn("roofline")) and all(browser.drawn("bandwidth"))
 
 
 def test_history_marks_regressions(browser, made):
@@ -178,49 +171,49 @@ def test_history_marks_regressions(browser, made):
     marks = browser.evaluate(f"{series}.map((s) => [s.name, s.points.map((p) => p.mark)])")
     prepacked, torch = f"ours, prepacked · {NVFP4}", "torch · bfloat16"
     assert dict(marks) == {f"ours · {NVFP4}": [0, 0], prepacked: [0, 1], torch: [0, -1]}
-    old, new = points(browser, "history", prepacked)
+    old, new = browser.points("history", prepacked)
     assert new[1] / old[1] == pytest.approx(1.5)
     # The triangle stands above the point, in the colour of what is worse.
     worse = browser.evaluate(f"{PAGE}.css('--worse')")
-    above = dict(zip(dict(marks), inked(browser, "history", up=11), strict=True))
+    above = dict(zip(dict(marks), browser.inked("history", up=11), strict=True))
     assert above[prepacked][1][0] == worse and above[torch][1][0] != worse
-    assert texts(browser, "td.worse") == ["▲ worse"] * 3
-    assert texts(browser, "td.better") == ["▼ better"] * 3
-    pick(browser, "verdict", "worse")
-    assert texts(browser, "td.better") == []
-    *_, last = texts(browser, "tbody tr")
+    assert browser.texts("td.worse") == ["▲ worse"] * 3
+    assert browser.texts("td.better") == ["▼ better"] * 3
+    browser.pick("verdict", "worse")
+    assert browser.texts("td.better") == []
+    *_, last = browser.texts("tbody tr")
     assert "+50 %" in last and "aaaaaaa → bbbbbbb" in last
 
 
 def test_filters(browser, made):
-    browser.open(made, "#/latest")
+    browser.open(made, "#/")
     total = len({r.key for r in RECORDS})
     hidden = len({r.key for r in RECORDS if "tile" in r.contender})
 
     def shown():
-        (status,) = texts(browser, "#status")
+        (status,) = browser.texts("#status")
         return int(status.removesuffix(f" of {total} measured things are shown."))
 
     assert shown() == total - hidden
-    assert texts(browser, "h3") == ["gemm", "quantize", "quantize", "counts", "counts"]
-    pick(browser, "filter-suite", "gemm")
-    assert texts(browser, "h3") == ["gemm"]
-    pick(browser, "filter-contender", "torch")
-    assert texts(browser, "thead th:not(:first-child)") == ["torchbfloat16"]
+    assert browser.texts("h3") == ["gemm", "quantize", "quantize", "counts", "counts"]
+    browser.pick("filter-suite", "gemm")
+    assert browser.texts("h3") == ["gemm"]
+    browser.pick("filter-contender", "torch")
+    assert browser.texts("thead th:not(:first-child)") == ["torchbfloat16"]
     assert shown() == 3
     address = browser.evaluate("location.hash")
-    assert address == "#/latest?suite=gemm&contender=torch"
-    click(browser, "#filter-clear")
+    assert address == "#/?suite=gemm&contender=torch"
+    browser.click("#filter-clear")
     assert shown() == total - hidden
-    pick(browser, "filter-place", "cpu:A machine")
-    assert texts(browser, "h2") == ["CPU: A machine"]
-    pick(browser, "filter-place", "")
-    pick(browser, "filter-format", "bfloat16")
+    browser.pick("filter-place", "cpu:A machine")
+    assert browser.texts("h2") == ["CPU: A machine"]
+    browser.pick("filter-place", "")
+    browser.pick("filter-format", "bfloat16")
     assert shown() == 3
-    click(browser, "#filter-clear")
-    pick(browser, "filter-contender", "ours, tile 128x16")
+    browser.click("#filter-clear")
+    browser.pick("filter-contender", "ours, tile 128x16")
     assert shown() == hidden
-    click(browser, "#filter-clear")
+    browser.click("#filter-clear")
     browser.evaluate("document.getElementById('filter-text').focus()")
     browser.type("PREPACKED rows=64")
     browser.wait("location.hash.includes('text=PREPACKED')")
@@ -234,55 +227,55 @@ def test_filters(browser, made):
 
 
 def test_times_and_counts_share_no_table(browser, pages):
-    browser.open(pages / "committed.html", "#/latest")
+    browser.open(pages / "committed.html", "#/")
     found, place = set(), ""
-    for tag, text in all_of(browser, "main h2, main h3", "[e.tagName, e.textContent]"):
+    for tag, text in browser.all("main h2, main h3", "[e.tagName, e.textContent]"):
         place = text if tag == "H2" else place
         found |= {(place, text)} if tag == "H3" else set()
     titles = {"gpu": "GPU times: ", "cpu": "CPU: ", "emulator": "Emulator counts: "}
     wanted = {(titles[r.kind] + (r.gpu or r.machine), r.suite) for r in all_committed()}
     assert found == wanted
-    assert len(texts(browser, ".suite")) == len(found)
+    assert len(browser.texts(".suite")) == len(found)
 
 
 def test_the_page_of_a_kernel_has_its_counts(browser, made):
     browser.open(made, "#/kernels")
-    assert len(texts(browser, "tbody tr")) == 3
-    click(browser, "tbody tr:last-child a")
-    assert texts(browser, "h1") == ["quantize nvfp4, row"]
-    heads = texts(browser, ".profile thead th")[1:]
+    assert len(browser.texts("tbody tr")) == 3
+    browser.click("tbody tr:last-child a")
+    assert browser.texts("h1") == ["quantize nvfp4, row"]
+    heads = browser.texts(".profile thead th")[1:]
     assert heads == [name for name in COUNTS if COUNTS[name]]
-    cells = all_of(
-        browser, ".profile tbody tr", "[...e.querySelectorAll('td')].map((c) => parseInt(c.title))"
+    cells = browser.all(
+        ".profile tbody tr", "[...e.querySelectorAll('td')].map((c) => parseInt(c.title))"
     )
     assert cells == [[n * factor for n in COUNTS.values() if n] for factor in (1, 2)]
-    rows = texts(browser, ".profile tbody th")
+    rows = browser.texts(".profile tbody th")
     assert ["sm_90a" in rows[0], "sm_100a" in rows[1]] == [True, True]
     assert {"GPU times: quantize on NVIDIA H200", "CPU: quantize on A machine"} <= set(
-        texts(browser, "h2")
+        browser.texts("h2")
     )
-    go(browser, KERNEL)
-    assert any(name.startswith("torch") for name in texts(browser, ".legend button"))
+    browser.go(KERNEL)
+    assert any(name.startswith("torch") for name in browser.texts(".legend button"))
 
 
 def test_numerics(browser, pages):
     browser.open(pages / "made.html", "#/numerics")
-    pick(browser, "quantity", "amax")
-    pick(browser, "operand", "up, input, rowwise, mxfp8")
+    browser.pick("quantity", "amax")
+    browser.pick("operand", "up, input, rowwise, mxfp8")
     wanted = [r for r in read_numerics([pages / "numerics.jsonl"]) if r["role"] == "input"]
     wanted = [r["amax"] for r in wanted if r["direction"] == "rowwise"]
     for expert in (0, 1):
-        drawn = points(browser, "numerics", f"expert {expert}")
+        drawn = browser.points("numerics", f"expert {expert}")
         assert drawn == [[step, row[expert]] for step, row in enumerate(wanted)]
-    assert all(is_drawn(browser, "numerics"))
-    pick(browser, "step", "0")
-    rows = [e.split("|") for e in all_of(browser, ".profile tbody tr", ROW)]
+    assert all(browser.drawn("numerics"))
+    browser.pick("step", "0")
+    rows = [e.split("|") for e in browser.all(".profile tbody tr", ROW)]
     assert [[float(v) for v in row] for name, *row in rows if name.startswith("up, input, r")] == [
         wanted[0]
     ]
     # Without them there is no such view.
     browser.open(pages / "committed.html", "#/numerics")
-    assert texts(browser, "h1") == ["No such page"]
+    assert browser.texts("h1") == ["No such page"]
 
 
 def test_the_keyboard_reaches_everything(browser, made):
@@ -309,23 +302,23 @@ def test_the_keyboard_reaches_everything(browser, made):
     }
     for key, wanted in said.items():
         browser.press(key)
-        assert texts(browser, ".readout") == [f"{wanted} details"]
+        assert browser.texts(".readout") == [f"{wanted} details"]
     assert browser.evaluate("document.querySelector('.ring').hidden") is False
     browser.press("Enter")
     assert browser.evaluate("location.hash").startswith("#/case/")
     assert browser.evaluate(f"{active}.tagName") == "H1"
-    assert "128 tokens an expert" in texts(browser, "h1")[0]
+    assert "128 tokens an expert" in browser.texts("h1")[0]
 
 
 def test_the_legend_hides_series(browser, made):
     browser.open(made, "#/tokens")
-    assert all(is_drawn(browser, "tokens"))
+    assert all(browser.drawn("tokens"))
     browser.evaluate("document.querySelector('.legend button').focus()")
     browser.press("Space")
     assert browser.evaluate("document.activeElement.getAttribute('aria-pressed')") == "false"
-    assert is_drawn(browser, "tokens")[0] is False
+    assert browser.drawn("tokens")[0] is False
     browser.press("Enter")
-    assert all(is_drawn(browser, "tokens"))
+    assert all(browser.drawn("tokens"))
 
 
 def test_a_screen_reader_finds_its_way(browser, made):
@@ -340,17 +333,17 @@ def test_a_screen_reader_finds_its_way(browser, made):
     assert any("9 points of 3 series" in name for name in names)
     assert browser.evaluate("document.documentElement.lang") == "en"
     for view in (*VIEWS, "numerics", KERNEL):
-        go(browser, view)
-        levels = all_of(browser, "h1,h2,h3", "+e.tagName[1]")
+        browser.go(view)
+        levels = browser.all("h1,h2,h3", "+e.tagName[1]")
         assert levels[0] == 1 and all(b - a <= 1 for a, b in itertools.pairwise(levels)), view
-        assert all(all_of(browser, "th", "e.scope")), view
-        ids = all_of(browser, "[id]", "e.id")
+        assert all(browser.all("th", "e.scope")), view
+        ids = browser.all("[id]", "e.id")
         assert len(ids) == len(set(ids)), view
         # Beside each plot stands a table of its points.
         drawn = (
             f"{PAGE}.plots.get(e.id).series.filter((s) => !s.roof).flatMap((s) => s.points).length"
         )
-        rows = all_of(browser, "figure", f"[e.querySelectorAll('tbody tr').length, {drawn}]")
+        rows = browser.all("figure", f"[e.querySelectorAll('tbody tr').length, {drawn}]")
         assert all(row == point for row, point in rows), view
 
 
@@ -361,14 +354,14 @@ def test_a_phone_needs_no_sideways_scrolling(browser, pages, width, which):
     assert browser.evaluate("document.getElementById('filter-box').open") is False
     case = browser.evaluate(f"{PAGE}.things[0].caseId")
     more = ("numerics",) if which == "made" else ()
-    for view in (*VIEWS, *more, KERNEL, f"case/{case}", "latest?suite=counts"):
-        go(browser, view)
+    for view in (*VIEWS, *more, KERNEL, f"case/{case}", "?suite=counts"):
+        browser.go(view)
         sizes = browser.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert sizes == [width, width], view
     browser.evaluate("document.getElementById('filter-box').open = true")
     assert browser.evaluate("document.documentElement.scrollWidth") == width
     controls = "button, select, nav a, input[type=search]"
-    heights = all_of(browser, controls, "[e.id || e.textContent, e.offsetHeight]")
+    heights = browser.all(controls, "[e.id || e.textContent, e.offsetHeight]")
     assert [name for name, height in heights if height and height < 32] == []
 
 
@@ -378,7 +371,7 @@ def test_dark_mode(browser, made):
     for theme, color in (("dark", DARK), ("light", LIGHT)):
         browser.prefer(theme)
         assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == color
-        assert all(is_drawn(browser, "tokens"))
+        assert all(browser.drawn("tokens"))
 
 
 def contrast(*colors):

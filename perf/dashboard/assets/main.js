@@ -7,12 +7,12 @@ function render(isNew) {
   const focused = content.contains(document.activeElement) && document.activeElement.id;
   PLOTS.forEach((plot) => plot.u?.destroy());
   PLOTS.clear();
-  const [, view] = VIEWS[route[0]] || [null, () => missing("page", "", "Overview")];
+  const [, view] = VIEWS[route[0]] || [null, () => missing("page", "", "Latest numbers")];
   const [title, ...body] = view(...route.slice(1));
   const heading = h("h1", { tabindex: "-1" }, title);
   content.replaceChildren(heading, ...body.flat(Infinity).filter(Boolean));
   document.title = `${title} · grouped-kernels`;
-  const current = { kernel: "kernels", case: "latest" }[route[0]] || route[0];
+  const current = { kernel: "kernels", case: "" }[route[0]] ?? route[0];
   $("nav").replaceChildren(...Object.entries(VIEWS).filter(([, [name]]) => name).map(([path, [name]]) =>
     h("li", null, h("a", { href: address(path), "aria-current": path === current && "page" }, name))));
   showFilters();

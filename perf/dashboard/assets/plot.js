@@ -22,7 +22,7 @@ function css(name) {
 
 /** The look of each contender, the same on all pages: ours first, then who races most. */
 const LOOKS = new Map([...groupBy(THINGS.filter((t) => t.us), (t) => t.series)]
-  .sort(([a, [x, ...xs]], [b, [y, ...ys]]) => Boolean(x.variant) - Boolean(y.variant) || (whoRank(y) < 2) - (whoRank(x) < 2) || ys.length - xs.length || natural(a, b))
+  .sort(([, a], [, b]) => Boolean(a[0].variant) - Boolean(b[0].variant) || (whoRank(b[0]) < 2) - (whoRank(a[0]) < 2) || b.length - a.length)
   .map(([name, [t]], i) => [name, {
     color: `--c${i % 10}`, dash: DASHES[Math.floor(i / 10) % 4], shape: whoRank(t) < 2 ? "circle" : ["square", "diamond", "cross"][i % 3],
   }]));

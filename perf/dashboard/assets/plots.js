@@ -20,9 +20,6 @@ const RATES = {
   },
 };
 
-/** What can be shown of a group. */
-const ratesOf = (group) => Object.keys(RATES).filter((key) => group.things.some((t) => RATES[key].of(t, group)));
-
 /** Series of things, a point for each. */
 const seriesOf = (things, line, pointOf) => [...groupBy([...things].sort(contenderOrder), (t) => t.series)].map(([name, group]) => ({
   name, line, points: group.map((t) => ({ href: address(`case/${t.caseId}`), ...pointOf(t) })).sort((a, b) => a.x - b.x),
@@ -46,40 +43,28 @@ const roofLine = ([, name, rate, measured], unit, points) => ({
   name: `${name} ${short(rate)} ${unit}, ${measured ? "measured" : "published"}`, roof: true, measured, points: points.map(([x, y]) => ({ x, y })),
 });
 
-/** Rates of products over their arithmetic intensity, under the roofs of a GPU. */
-function rooflinePlot(gpu, things) {
-  const found = things.filter((t) => t.isRace && t.tflops && t.bytes && t.place === gpu);
-  const intensity = (t) => t.flops / t.bytes;
-  const series = seriesOf(found, false, (t) => ({
-    x: intensity(t), y: t.tflops, label: caseText(t), text: `${short(t.tflops)} TFLOP/s at ${short(intensity(t))} FLOP/B`, note: amount(t.value, t.unit),
-  }));
+/** Rates of products over their arithmetic intensity under the roofs of a GPU, and of what only moves bytes under that of a copy. */
+function rooflinePlots(gpu, things) {
+  const [products, moves] = [things.filter((t) => t.tflops), things.filter((t) => !t.flops)];
+  const [intensity, size] = [(t) => t.flops / t.bytes, (t) => t.bytes / 1e6];
   const memory = DATA.roofs[gpu].find(([kind]) => kind === "copy");
-  const products = DATA.roofs[gpu].filter(([kind]) => kind !== "copy");
-  if (found.length && memory && products.length) {
-    const ridge = ([, , rate]) => rate / memory[2];
-    const [low, top] = [Math.min(...found.map(intensity)), Math.max(...products.map(ridge))];
-    const high = 1.5 * Math.max(top, ...found.map(intensity));
-    series.push(roofLine(memory, "TB/s", [low, top].map((x) => [x, x * memory[2]])),
-      ...products.map((roof) => roofLine(roof, "TFLOP/s", [ridge(roof), high].map((x) => [x, roof[2]]))));
-  }
-  return plotFigure({
-    name: "roofline", title: `Products on ${gpu}: TFLOP/s over FLOP a byte`, series, columns: ["case", "rate"],
-    x: { label: "useful FLOP / least byte", log: true }, y: { label: "TFLOP/s", log: true },
-  });
-}
-
-/** Rates of what only moves bytes, under the rate of a copy. */
-function bandwidthPlot(gpu, things) {
-  const found = things.filter((t) => t.isRace && t.tbs && !t.flops && t.place === gpu);
+  const dense = DATA.roofs[gpu].filter(([kind]) => kind !== "copy");
   const share = (t) => (t.ceilings?.copy ? `, ${percent(t.tbs / t.ceilings.copy)} of a copy in the same run` : "");
-  const size = (t) => t.bytes / 1e6;
-  const series = seriesOf(found, false, (t) => ({ x: size(t), y: t.tbs, label: caseText(t), text: `${short(t.tbs)} TB/s${share(t)}`, note: amount(t.value, t.unit) }));
-  const copy = DATA.roofs[gpu].find(([kind]) => kind === "copy");
-  if (found.length && copy) series.push(roofLine(copy, "TB/s", [Math.min(...found.map(size)) / 1.05, Math.max(...found.map(size)) * 1.05].map((x) => [x, copy[2]])));
-  return plotFigure({
-    name: "bandwidth", title: `Memory-bound kernels on ${gpu}: TB/s of the least bytes`, series, columns: ["case", "rate"],
-    x: { label: "least bytes, MB", log: true, pad: 1.15 }, y: { label: "TB/s", zero: true },
-  });
+  const point = (t) => ({ label: caseText(t), note: amount(t.value, t.unit) });
+  const roofline = seriesOf(products, false, (t) => ({ ...point(t), x: intensity(t), y: t.tflops, text: `${short(t.tflops)} TFLOP/s at ${short(intensity(t))} FLOP/B` }));
+  const bandwidth = seriesOf(moves, false, (t) => ({ ...point(t), x: size(t), y: t.tbs, text: `${short(t.tbs)} TB/s${share(t)}` }));
+  if (products.length && memory && dense.length) {
+    const ridge = ([, , rate]) => rate / memory[2];
+    const [low, top] = [Math.min(...products.map(intensity)), Math.max(...dense.map(ridge))];
+    const high = 1.5 * Math.max(top, ...products.map(intensity));
+    roofline.push(roofLine(memory, "TB/s", [low, top].map((x) => [x, x * memory[2]])), ...dense.map((roof) => roofLine(roof, "TFLOP/s", [ridge(roof), high].map((x) => [x, roof[2]]))));
+  }
+  if (moves.length && memory) bandwidth.push(roofLine(memory, "TB/s", [Math.min(...moves.map(size)) / 1.05, Math.max(...moves.map(size)) * 1.05].map((x) => [x, memory[2]])));
+  const columns = ["case", "rate"];
+  return [
+    plotFigure({ name: "roofline", title: `Products on ${gpu}: TFLOP/s over FLOP a byte`, series: roofline, columns, x: { label: "useful FLOP / least byte", log: true }, y: { label: "TFLOP/s", log: true } }),
+    plotFigure({ name: "bandwidth", title: `Memory-bound kernels on ${gpu}: TB/s of the least bytes`, series: bandwidth, columns, x: { label: "least bytes, MB", log: true, pad: 1.15 }, y: { label: "TB/s", zero: true } }),
+  ];
 }
 
 const stepsOf = (t) => t.history.map(([commit, value, sign, worseBy, noise, spread]) => ({ commit, value, sign, worseBy, noise, spread }));

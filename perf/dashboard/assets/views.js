@@ -10,26 +10,6 @@ const nothing = () => h("p", { class: "empty" }, "Nothing that was measured pass
 const section = (title, ...content) => [h("h2", null, title), content];
 const missing = (what, path, text) => [`No such ${what}`, h("p", null, link(path, text))];
 
-function overview() {
-  const things = chosen();
-  const [group] = tokenGroups(things.filter((t) => t.kind === "gpu"));
-  const gpus = unique(THINGS.filter((t) => t.kind === "gpu").map((t) => t.place));
-  const tiles = [
-    [DATA.count, "records", address("latest")], [KERNELS.size, "kernels of ours", address("kernels")], [gpus.length, gpus.length === 1 ? gpus[0] : "GPUs", address("roofline")],
-    [DATA.commits.length, "commits", address("history")], [changesOf(things).filter((c) => c.open).length, "regressions not mended since", address("history", { verdict: "open" })],
-  ];
-  const suites = [...groupBy(things, (t) => `${t.where}|${t.suite}`).values()].sort(([a], [b]) => natural(b.kind, a.kind) || natural(a.place, b.place) || suiteOrder(a.suite, b.suite));
-  const rows = suites.map((all) => {
-    const newest = all.reduce((a, b) => ((a.time || "") > (b.time || "") ? a : b));
-    return h("tr", null, head(link("latest", newest.suite, { suite: newest.suite, place: newest.where })), h("td", null, newest.place), h("td", null, KINDS[newest.kind]),
-      number(all.length), h("td", null, newest.commit), h("td", { class: "day" }, dayOf(newest.time)));
-  });
-  return ["Measurements",
-    h("ul", { class: "tiles" }, tiles.map(([value, label, href]) => h("li", null, h("a", { href }, h("strong", null, String(value)), h("span", null, label))))),
-    group ? section("Over tokens an expert", tokensPlot("overview-tokens", group, ratesOf(group).at(-1)), h("p", null, link("tokens", "Times, other models and layers"))) : nothing(),
-    section("What was measured", tableOf("Suites on each machine", ["suite", "on", "kind", "things", "newest commit", "on the day"], rows))];
-}
-
 function latestView() {
   const things = chosen();
   const places = Object.entries(KINDS).flatMap(([kind, title]) => [...groupBy(things.filter((t) => t.kind === kind), (t) => t.place)].map(([place, here]) =>
@@ -47,14 +27,14 @@ function rooflineView() {
   const [gpu, field] = picker("gpu", "GPU", gpus);
   return ["Rooflines",
     h("p", null, "How near kernels come to what the GPU can do. Bytes are the least that a task must move, operations the useful ones. Roofs are the highest that runs measured, or else those of the data sheet (dashed). Memory is the rate of a copy: what only reads may pass it a little."),
-    gpus.length > 1 ? field : null, rooflinePlot(gpu.key, things), bandwidthPlot(gpu.key, things)];
+    gpus.length > 1 ? field : null, rooflinePlots(gpu.key, things.filter((t) => t.isRace && t.tbs && t.place === gpu.key))];
 }
 
 function tokensView() {
   const groups = tokenGroups(chosen());
   if (!groups.length) return ["Time against tokens", nothing()];
   const [group, field] = picker("case", "Case", groups);
-  const [metric, rate] = picker("rate", "Rate", ratesOf(group).map((key) => ({ key, title: RATES[key].label })));
+  const [metric, rate] = picker("rate", "Rate", Object.keys(RATES).filter((key) => group.things.some((t) => RATES[key].of(t, group))).map((key) => ({ key, title: RATES[key].label })));
   return ["Time against tokens", h("div", { class: "fields" }, field, rate), tokensPlot("tokens", group, metric.key),
     section("As a table", raceTable(group.title, group.things))];
 }
@@ -63,9 +43,8 @@ function historyView() {
   const groups = historyGroups(chosen());
   if (!groups.length) return ["History", nothing()];
   const [group, field] = picker("thing", "What", groups);
-  const wanted = { "": () => true, worse: (c) => c.step.sign > 0, better: (c) => c.step.sign < 0, open: (c) => c.open };
-  const titles = ["worse and better", "worse", "better", "worse, not mended since"];
-  const [verdict, verdictField] = picker("verdict", "Changes", Object.keys(wanted).map((key, i) => ({ key, title: titles[i] })));
+  const wanted = { "worse and better": () => true, worse: (c) => c.step.sign > 0, "worse, not mended since": (c) => c.open };
+  const [verdict, verdictField] = picker("verdict", "Changes", Object.keys(wanted).map((key) => ({ key, title: key })));
   const changes = changesOf(chosen()).filter(wanted[verdict.key]);
   const most = 200;
   return ["History",
@@ -75,11 +54,9 @@ function historyView() {
 }
 
 function kernelsView() {
-  const rows = [...KERNELS.values()].map(chosen).filter((things) => things.length).sort(([a], [b]) => natural(a.kernel, b.kernel)).map((things) => {
-    const places = (kind) => unique(things.filter((t) => t.kind === kind).map((t) => t.place)).sort(natural).join("; ") || "–";
-    return h("tr", null, head(link(`kernel/${things[0].slug}`, things[0].kernel)), h("td", null, places("emulator")), h("td", null, places("gpu")), number(things.length));
-  });
-  return ["Kernels", rows.length ? tableOf("Kernels", ["kernel", "counted for", "timed on", "things"], rows) : nothing()];
+  const rows = [...KERNELS.values()].map((things) => chosen(things)).filter((things) => things.length).sort(([a], [b]) => natural(a.kernel, b.kernel)).map((things) =>
+    h("tr", null, head(link(`kernel/${things[0].slug}`, things[0].kernel)), h("td", null, unique(things.map((t) => t.place)).sort(natural).join("; ")), number(things.length)));
+  return ["Kernels", rows.length ? tableOf("Kernels", ["kernel", "counted for, timed on", "things"], rows) : nothing()];
 }
 
 /** A kernel of ours: its counts and times, and those of peers in the same cases. */
@@ -102,7 +79,7 @@ function kernelView(slug) {
 /** All that is known of one case. */
 function caseView(id) {
   const all = THINGS.filter((t) => t.caseId === id);
-  if (!all.length) return missing("case", "latest", "Latest numbers");
+  if (!all.length) return missing("case", "", "Latest numbers");
   const groups = [...groupBy(all, (t) => `${KINDS[t.kind]}: ${t.suite} on ${t.place}: ${t.quantity}`)].sort(quantityOrder);
   const [past] = historyGroups(all.filter((t) => isChosen(t) && t.isRace));
   const error = (t) => (t.error === 0 ? "exact" : t.error?.toExponential(1));
@@ -115,6 +92,6 @@ function caseView(id) {
 }
 
 const VIEWS = {
-  "": ["Overview", overview], latest: ["Latest", latestView], tokens: ["Tokens", tokensView], roofline: ["Rooflines", rooflineView],
+  "": ["Latest", latestView], tokens: ["Tokens", tokensView], roofline: ["Rooflines", rooflineView],
   history: ["History", historyView], kernels: ["Kernels", kernelsView], kernel: [null, kernelView], case: [null, caseView],
 };
