@@ -1,18 +1,17 @@
 """The one form of a measurement, in memory and on disk.
 
-A ``Record`` is one number with everything that it depends on. A file holds records as JSON lines.
-What several of them share is written once: a line ``{"shared": {...}}`` gives fields to all lines
+A ``Record`` is one number with everything that it depends on. A file holds records as JSON lines,
+without the fields that have their default. A line ``{"shared": {...}}`` gives fields to all lines
 after it, up to the next such line, and a line ``{"also": {...}}`` to those up to the next of either
-kind. A line's own fields win over ``also``, and those over ``shared``; of fields that are objects
-(``case``, ``clocks``, ...) the entries are merged. So a file is appended to by writing another
-``shared`` line and more lines, and two files are joined by ``cat``. ``read`` gives whole records. A
-file whose name ends in ``.xz`` is compressed, for the sake of the repository's size.
+kind; older files have many of them. A line's own fields win over ``also``, and those over
+``shared``; of fields that are objects (``case``, ``clocks``, ...) the entries are merged. What is
+written starts with an empty ``shared``, so that ``cat`` joins files. A file whose name ends in
+``.xz`` is compressed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import lzma
 import math
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "ENOUGH_RUNS",
@@ -51,6 +50,8 @@ ENOUGH_RUNS = 3
 RESULTS = Path(__file__).parent / "results"
 
 _SHARED, _ALSO = "shared", "also"
+#: The first line of what is written: nothing is shared.
+_START = '{"shared":{}}\n'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,66 +211,8 @@ def _merge(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _less(own: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``_merge(shared, ...)`` needs to give ``own``."""
-    left = {}
-    for name, value in own.items():
-        inherited = shared.get(name)
-        if isinstance(value, dict) and isinstance(inherited, dict):
-            rest = {k: v for k, v in value.items() if k not in inherited or inherited[k] != v}
-            if rest:
-                left[name] = rest
-        elif name not in shared or inherited != value:
-            left[name] = value
-    return left
-
-
-def _common(plain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all have, entry by entry."""
-
-    def both(a: dict[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-        kept: dict[str, Any] = {}
-        for name, value in a.items():
-            other = b.get(name)
-            if isinstance(value, dict) and isinstance(other, dict):
-                if entries := both(value, other):
-                    kept[name] = entries
-            elif name in b and other == value:
-                kept[name] = value
-        return kept
-
-    return functools.reduce(both, plain[1:], dict(plain[0]))
-
-
-def _line(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False) + "\n"
-
-
-def _covers(shared: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Whether ``own`` has a value for whatever ``shared`` would give it."""
-    return all(
-        name in own and (not isinstance(value, dict) or value.keys() <= own[name].keys())
-        for name, value in shared.items()
-    )
-
-
-def _below(shared: Mapping[str, Any], plain: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The lines of records under a ``shared`` line: those of a case beside each other."""
-    cases: dict[str, list[Mapping[str, Any]]] = {}
-    for own in plain:
-        cases.setdefault(_line(own["case"]), []).append(own)
-    for of_case in cases.values():
-        also = _common(of_case)
-        if len(cases) > 1 or also != shared:
-            yield _line({_ALSO: _less(also, shared)})
-        for own in of_case:
-            yield _line(_less(own, also))
-
-
-def _run_of(plain: Mapping[str, Any]) -> str:
-    """What the records of one run of a suite have in common."""
-    names = ("suite", "origin", "commit", "time", "gpu")
-    return _line({name: plain.get(name) for name in names})
+def _line(record: Record) -> str:
+    return json.dumps(_plain(record), separators=(",", ":"), ensure_ascii=False) + "\n"
 
 
 def _open(path: Path, mode: str) -> IO[str]:
@@ -280,17 +223,9 @@ def _open(path: Path, mode: str) -> IO[str]:
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """Write a file of records, those of one run beside each other."""
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        plain = _plain(record)
-        runs.setdefault(_run_of(plain), []).append(plain)
-    lines: list[str] = []
-    for run in runs.values():
-        shared = _common(run)
-        lines += [_line({_SHARED: shared}), *_below(shared, run)]
+    """Write a file of records."""
     with _open(path, "wt") as file:
-        file.writelines(lines)
+        file.writelines([_START, *map(_line, records)])
 
 
 def read(path: Path) -> list[Record]:
@@ -361,24 +296,12 @@ class Writer:
         path: the file; its folder is made.
     """
 
-    #: Fields that a ``shared`` line may have: those of a run.
-    _FIELDS = frozenset(_FIELDS) - {"case", "contender", "what", "value", "format", "error", "note"}
-
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self._shared: dict[str, Any] | None = None
+        self._path, self._start = path, _START
 
     def add(self, records: Sequence[Record]) -> None:
-        """Append records, which have much in common."""
-        if not records:
-            return
-        plain = [_plain(record) for record in records]
-        lines: list[str] = []
-        if self._shared is None or not all(_covers(self._shared, own) for own in plain):
-            common = _common(plain)
-            self._shared = {name: common[name] for name in common if name in self._FIELDS}
-            lines.append(_line({_SHARED: self._shared}))
-        lines += _below(self._shared, plain)
+        """Append records."""
         with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
+            file.writelines([self._start, *map(_line, records)])
+        self._start = ""

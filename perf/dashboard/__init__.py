@@ -32,7 +32,7 @@ def publish(folder: Path, records: Sequence[Record], numerics: Sequence[Any] = (
         What was written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    index, data, image = (folder / n for n in ("index.html", "records.jsonl", "badge.svg"))
+    index, data, image = (folder / n for n in ("index.html", "records.jsonl.xz", "badge.svg"))
     index.write_text(page(records, data.name, numerics), encoding="utf-8")
     write(data, records)
     image.write_text(badge(records), encoding="utf-8")

@@ -148,10 +148,10 @@ def test_publish(tmp_path, capsys):
     write(source, RECORDS)
     assert main(["dashboard", str(source), "--publish", str(site), "--out", str(one)]) == 0
     assert capsys.readouterr().out.count(" KB\n") == 4
-    assert (site / "index.html").read_text() == page(RECORDS, "records.jsonl")
+    assert (site / "index.html").read_text() == page(RECORDS, "records.jsonl.xz")
     assert (site / "badge.svg").read_text() == badge(RECORDS)
     assert one.read_text() == page(RECORDS)
-    assert {repr(r) for r in read(site / "records.jsonl")} == {repr(r) for r in read(source)}
+    assert {repr(r) for r in read(site / "records.jsonl.xz")} == {repr(r) for r in read(source)}
     assert main(["dashboard"]) == 2
     assert "--out FILE" in capsys.readouterr().err
     source.write_text("")

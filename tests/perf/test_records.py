@@ -104,11 +104,15 @@ def test_lines_inherit_as_the_docs_say(tmp_path):
     assert third.case == {"model": "m"} and third.what == "rate"
 
 
-def test_what_is_shared_is_written_once(tmp_path):
-    path = tmp_path / "r.jsonl"
-    write(path, [dataclasses.replace(BASE, value=float(n)) for n in range(100)])
-    text = path.read_text()
-    assert text.count("NVIDIA H200") == 1 and len(text) < 100 * 20 + 1000
+def test_files_are_joined_by_appending(tmp_path):
+    """What an older file shares is not that of what comes after it."""
+    path, more = tmp_path / "r.jsonl", tmp_path / "more.jsonl"
+    path.write_text('{"shared":{"suite":"s","note":"old","spread":1.0,"kind":"gpu","unit":"us"}}\n')
+    plain = dataclasses.replace(BASE, spread=None)
+    write(more, [plain])
+    path.write_text(path.read_text() + more.read_text())
+    Writer(path).add([plain])
+    assert read(path) == [plain, plain]
 
 
 @pytest.mark.parametrize(
