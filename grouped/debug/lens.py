@@ -82,8 +82,8 @@ class inspect:  # noqa: N801 - a context manager, named as detect_nonfinite is
 
     **Cost.** In a step that is looked at each operand is decoded twice in each direction and read
     about ten times, an fp32 copy of it is held at a time, and where no gradient of the weight is
-    wanted a product is not fused with the quantization before it. The demo's step takes 1.8 to 2.9
-    times as long on a CPU (EPYC, one thread); a step that is passed over takes no longer. Nothing
+    wanted a product is not fused with the quantization before it. The demo's step takes 1.8 to 2.5
+    times as long on a CPU (Xeon, one thread); a step that is passed over takes no longer. Nothing
     waits for the device: 72 bytes an expert, direction, role and layer stay there for each step
     until ``clear``; ``rows``, ``records``, ``table`` and ``save`` read them.
 

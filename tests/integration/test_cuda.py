@@ -137,3 +137,26 @@ def test_dequantize_and_members_on_the_gpu():
         for name, value in vars(want.member(g)).items():
             got = getattr(q.member(g), name).cpu()
             assert got.dtype == value.dtype and torch.equal(got.float(), value.float()), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_lens_waits_for_nothing_and_sees_what_it_sees_on_a_cpu(recipe):
+    def looked(device):
+        layer, x, offs = make_layer(recipe, device), make_input(device), ends(SPLITS[0], device)
+        plain = step(layer, x, offs)
+        with grouped.debug.inspect(layer):
+            step(layer, x, offs)  # Loads kernels.
+        lens = grouped.debug.inspect(layer)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if device == CUDA else "default")
+        try:
+            with lens:
+                seen = step(layer, x, offs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert_same(seen, plain)
+        return [r for r in lens.records() if (r["layer"], r["role"]) == ("gate_up", "input")]
+
+    for got, want in zip(looked(CUDA), looked(torch.device("cpu")), strict=True):
+        assert got["noise"] == pytest.approx(want["noise"]) and got["amax"] == want["amax"]
+        assert got["underflow"] == want["underflow"] and got["rows"] == want["rows"]

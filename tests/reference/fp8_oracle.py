@@ -71,17 +71,18 @@ def member(
         columnwise: the copy is the columnwise one, so the rows are what is contracted.
     """
     fmt, (codes, *rest) = parse(text), copy
-    codes, slot = _code_values(codes), 0
+    slot = 0
     if start is None:
         codes, start = codes[group], 0
     else:
         slot = 128 * (start // 128 + group)
     if not columnwise:
-        codes = codes[start : start + rows]
+        codes = _code_values(codes[start : start + rows])
     elif fmt.columnwise == "transposed":
-        codes = codes[:, slot : slot + rows]
+        a_byte = 2 if codes.dtype == torch.uint8 else 1
+        codes = _code_values(codes[:, slot // a_byte : -(-(slot + rows) // a_byte)])[:, :rows]
     else:
-        codes = codes[slot : slot + rows].T
+        codes = _code_values(codes[slot : slot + rows]).T
     values = codes.numpy()
     level = None if fmt.second_level is None else rest[-1].numpy()
     if level is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -244,6 +244,25 @@ def quantize(
 
 #: Stored byte and encode factor by row of blocks and column of blocks.
 Squares: TypeAlias = "list[list[tuple[int, np.float32]]]"
+
+
+def buffers(
+    x: np.ndarray, offs: list[int] | None, **options: Any
+) -> tuple[dict[str, np.ndarray], Quantized, list[Group]]:
+    """``quantize`` of (T, K), or of (G, M, K) without ``offs``: by name, shaped as by the op."""
+    uniform, (*batch, rows, cols) = offs is None, x.shape
+    groups, tiles = ragged_groups(offs, rows) if offs is not None else uniform_groups(*batch, rows)
+    q = quantize(x.reshape(-1, cols), groups, tiles, uniform=uniform, **options)
+    each = tiles // len(groups) if uniform else tiles
+    shapes = {
+        "codes": (*batch, rows, cols // 2),
+        "scales": (*batch, each, ceil_div(cols, 64), 512),
+        "amax": (*batch, rows) if options.get("row_scaled") else (len(groups),),
+        "codes_t": (*batch, cols, 64 * each),
+        "scales_t": (*batch, ceil_div(cols, 128), 2 * each, 512),
+        "amax_t": (len(groups),),
+    }
+    return {n: np.array(getattr(q, n)).reshape(shape) for n, shape in shapes.items()}, q, groups
 
 
 def _square_scales(values: np.ndarray, amax: np.float32, rule: Rule) -> Squares:

@@ -74,30 +74,13 @@ def expected(x, text, offs, fill=0, amax=None):
 
 
 def expected_nvfp4(x, text, offs, fill, amax):
-    uniform, row_scaled, cols = offs is None, "row_scaled" in NVFP4[text], x.shape[-1]
-    if uniform:
-        groups, tiles = oracle.uniform_groups(*x.shape[:2])
-    else:
-        groups, tiles = oracle.ragged_groups(offs.tolist(), x.shape[0])
-    given = None if amax is None else amax.numpy()
-    values = x.float().flatten(0, -2).numpy()
-    options = {"uniform": uniform, "given_amax": given, "fill": fill} | NVFP4[text]
-    q = oracle.quantize(values, groups, tiles, **options)
-    batch = x.shape[:1] if uniform else ()
-    each = tiles // len(groups) if uniform else tiles
-    shapes = {
-        "codes": (*x.shape[:-1], cols // 2),
-        "scales": (*batch, each, -1, 512),
-        "amax": x.shape[:-1] if row_scaled else (len(groups),),
-        "codes_t": (*batch, cols, 64 * each),
-        "scales_t": (*batch, -(-cols // 128), 2 * each, 512),
-        "amax_t": (len(groups),),
-    }
-    found = {n: torch.from_numpy(np.array(getattr(q, n))).reshape(s) for n, s in shapes.items()}
-    if not uniform and len(x):
-        decoded = oracle.dequantize_rowwise(q, groups, cols, row_scaled)
-        found["values"] = torch.from_numpy(decoded)
-    return found
+    options = {"given_amax": None if amax is None else amax.numpy(), "fill": fill} | NVFP4[text]
+    rows = None if offs is None else offs.tolist()
+    found, q, groups = oracle.buffers(x.float().numpy(), rows, **options)
+    if rows is not None and len(x):
+        by_row = "row_scaled" in NVFP4[text]
+        found["values"] = oracle.dequantize_rowwise(q, groups, x.shape[-1], by_row)
+    return {name: torch.from_numpy(array) for name, array in found.items()}
 
 
 def expected_blocks(x, text, offs, fill):

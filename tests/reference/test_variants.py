@@ -91,34 +91,12 @@ EACH = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
 def expected(x, offs, variant, amax=None):
-    """The oracle's buffers by name, and its groups."""
-    cols = x.shape[-1]
-    if offs is None:
-        groups, tiles = oracle.uniform_groups(*x.shape[:2])
-    else:
-        groups, tiles = oracle.ragged_groups(offs.tolist(), x.shape[0])
-    given = dict(zip(("given_amax", "given_amax_t"), amax or (), strict=False))
-    q = oracle.quantize(
-        x.float().flatten(0, -2).numpy(),
-        groups,
-        tiles,
-        uniform=offs is None,
-        rule=variant.rule,
-        **variant.flags,
-        **{name: a.numpy() for name, a in given.items()},
-    )
-    batch = x.shape[:1] if offs is None else ()
-    each = tiles // len(groups) if offs is None else tiles
-    shapes = {
-        "codes": (*x.shape[:-1], cols // 2),
-        "scales": (*batch, each, -(-cols // 64), 512),
-        "amax": x.shape[:-1] if variant.flags == ROWS else (len(groups),),
-        "codes_t": (*batch, cols, 64 * each),
-        "scales_t": (*batch, -(-cols // 128), 2 * each, 512),
-        "amax_t": (len(groups),),
-    }
-    arrays = (np.stack(a) if isinstance(a, list) else a for a in vars(q).values())
-    return {n: torch.from_numpy(a).reshape(shapes[n]) for n, a in zip(shapes, arrays, strict=True)}
+    """The oracle's buffers by name."""
+    given = zip(("given_amax", "given_amax_t"), (a.numpy() for a in amax or ()), strict=False)
+    options = {"rule": variant.rule} | variant.flags | dict(given)
+    rows = None if offs is None else offs.tolist()
+    found = oracle.buffers(x.float().numpy(), rows, **options)[0]
+    return {name: torch.from_numpy(array) for name, array in found.items()}
 
 
 def check(x, offs, variant, amax=None):
