@@ -12,11 +12,12 @@ from cutlass import Int32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cute_kernels.gemm.problem import N_ALIGN, GemmArguments
-from cute_kernels.gemm.views import DSL_TYPES
+from cute_kernels.gemm.views import DSL_TYPES, codes_type
 from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES
 from cute_kernels.layout.slots import TILE_ROWS
 
 if TYPE_CHECKING:
+    from cute_kernels.gemm.operands import OperandKind
     from cute_kernels.gemm.problem import GemmConfig
 
 __all__ = ["FakeArguments", "fake_stream"]
@@ -46,18 +47,42 @@ class FakeArguments:
         self.is_k_grouped = config.grouping == "k_grouped"
         self.groups, self.rows = cute.sym_int(), cute.sym_int()
         # Contiguous extents of operands and of outputs are whole vectors.
-        self.m = cute.sym_int(divisibility=N_ALIGN if config.mn_major[0] else 1)
+        is_aligned = config.mn_major[0] or config.kind.has_row_scales
+        self.m = cute.sym_int(divisibility=N_ALIGN if is_aligned else 1)
         self.n, self.k = (cute.sym_int(divisibility=N_ALIGN) for _ in range(2))
 
     def codes(self) -> tuple[Any, Any]:
         """Codes of quantized operands."""
-        uint8 = cutlass.Uint8
+        a, b = (codes_type(kind) for kind in (self.config.kind, self.config.b_kind))
         if self.is_k_grouped:
-            width = cute.sym_int(divisibility=TILE_ROWS // 2)
-            return _pitched(uint8, self.m, width), _pitched(uint8, self.n, width)
+            width = cute.sym_int(divisibility=TILE_ROWS * self.config.kind.bits // a.width)
+            return _pitched(a, self.m, width), _pitched(b, self.n, width)
         # A columnwise copy is padded along K, so B may be wider than A.
         width = cute.sym_int(divisibility=N_ALIGN)
-        return _pitched(uint8, self.rows, self.k), _pitched(uint8, self.groups, self.n, width)
+        return _pitched(a, self.rows, self.k), _pitched(b, self.groups, self.n, width)
+
+    def scales(self) -> tuple[Any, Any]:
+        """Block scales of both; None without."""
+        config, lead = self.config, () if self.is_k_grouped else (self.groups,)
+        if not config.kind.is_block_scaled:
+            return None, None
+        if not config.kind.has_row_scales:
+            return _scale_tiles(), _scale_tiles(*lead)
+        # Of slots, or of the columns of a columnwise copy.
+        rows = [cute.sym_int(divisibility=N_ALIGN) for _ in range(2)]
+        if self.is_k_grouped:
+            rows = [self.m, self.n]
+        a, b = config.kind, config.b_kind
+        return self._row_scales(a, rows[0]), self._row_scales(b, rows[1], *lead)
+
+    def _row_scales(self, kind: OperandKind, rows: Any, *lead: Any) -> Any:
+        """(blocks along K, rows); of squares (blocks along rows, blocks along K) of any strides."""
+        if not kind.has_squares:
+            return _compact(cutlass.Float32, *lead, cute.sym_int(), rows)
+        shape = *lead, cute.sym_int(), cute.sym_int()
+        return make_fake_tensor(
+            cutlass.Float32, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=4
+        )
 
     def matrices(self) -> tuple[Any, Any]:
         """Plain operands."""
@@ -86,13 +111,9 @@ class FakeArguments:
     def arguments(self) -> GemmArguments:
         """All of them, both operands as they are stored."""
         config = self.config
-        a_scales = a_amax = b_scales = b_amax = bias = None
-        if config.kind.is_block_scaled:
-            a, b = self.codes()
-            a_scales = _scale_tiles()
-            b_scales = _scale_tiles() if self.is_k_grouped else _scale_tiles(self.groups)
-        else:
-            a, b = self.matrices()
+        a_amax = b_amax = bias = None
+        a, b = self.matrices() if config.kind.fmt is None else self.codes()
+        a_scales, b_scales = self.scales()
         if config.kind.level_factor is not None:
             a_amax = b_amax = self.per_group()
             if config.row_scaled:

@@ -3,7 +3,8 @@
 Kernels and configurations ask a kind, never a format: the kind of a format is found by what its
 record says. A new one is a record among ``_FORMATS``, the DSL's names of its types, and, where
 kernels write its instructions out themselves, a row of ``_TCGEN05``. All instructions, of sm_100a
-and sm_90a, contract 32 bytes of K.
+and sm_90a, contract 32 bytes of K. Both operands of a product have codes of one width and the same
+block scales; E4M3 may meet E5M2, and scales of rows those of squares.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import dataclasses
 from typing import Literal
 
 from cute_kernels.capability import UnsupportedError
-from cute_kernels.formats import NVFP4, BlockScale, Format
+from cute_kernels.formats import FP8, NVFP4, BlockScale, Format, FP8Block
+from cute_kernels.formats.base import FP8_ELEMENTS
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_COLS
 
 __all__ = ["DTYPE_BYTES", "OPERANDS", "OperandKind", "Tcgen05Kind", "operand_of"]
@@ -39,12 +41,18 @@ class Tcgen05Kind:
 
 
 #: Formats whose codes tensor cores multiply, or kernels decode on the way to them.
-_FORMATS: tuple[Format, ...] = (NVFP4(),)
+_FORMATS: tuple[Format, ...] = (
+    NVFP4(),
+    *(FP8(dtype) for dtype in FP8_ELEMENTS),
+    *(FP8Block(block, dtype) for block in FP8Block.blocks for dtype in FP8_ELEMENTS),
+)
 _PLAIN = ("bfloat16", "float16")
 #: The DSL's names of types of elements and scales.
 _DSL_TYPES = {
     "e2m1": "Float4E2M1FN",
     "e4m3": "Float8E4M3FN",
+    "e5m2": "Float8E5M2",
+    "f32": "Float32",
     "bfloat16": "BFloat16",
     "float16": "Float16",
 }
@@ -52,12 +60,15 @@ _DSL_TYPES = {
 #: fix N when they are traced.
 _TCGEN05 = {("e2m1", "e4m3"): Tcgen05Kind("mxf4nvf4.block_scale.block16", element=1, scale=0)}
 #: Elements that instructions of sm_90a take; others are decoded to these.
-_WGMMA = ("bfloat16", "float16")
+_WGMMA = ("bfloat16", "float16", "e4m3", "e5m2")
+#: Elements of which tensor cores of sm_90a keep so few bits of a sum that kernels may move it to
+#: fp32 registers: ``promotes`` of a configuration.
+_SHORT_SUMS = ("e4m3", "e5m2")
 
 
 @dataclasses.dataclass(frozen=True)
 class OperandKind:
-    """Both operands of a product, as tensor cores see them.
+    """An operand of a product, as tensor cores see it.
 
     Attributes:
         name: how configurations name it: the text of a format, or a dtype.
@@ -86,6 +97,16 @@ class OperandKind:
     def is_block_scaled(self) -> bool:
         """Whether block scales are read beside the elements."""
         return self.scale is not None
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether block scales are fp32 numbers of rows or squares, which no instruction takes."""
+        return self.scale is not None and self.scale.layout == "mn_major"
+
+    @property
+    def has_squares(self) -> bool:
+        """Whether one of those is that of a square, of ``sf_vec_size`` rows, instead of a row."""
+        return self.has_row_scales and self.fmt is not None and self.fmt.is_2d
 
     @property
     def sf_vec_size(self) -> int:
@@ -141,6 +162,11 @@ class OperandKind:
         return self.element in _WGMMA
 
     @property
+    def has_short_sums(self) -> bool:
+        """Whether tensor cores of sm_90a add its products with fewer bits than fp32 has."""
+        return self.element in _SHORT_SUMS
+
+    @property
     def instruction_k(self) -> int:
         """Elements of K that one instruction contracts."""
         return _INSTRUCTION_BYTES * 8 // self.bits
@@ -161,12 +187,20 @@ class OperandKind:
         return PITCH_ALIGNMENT * 8 // self.bits if self.fmt is None else self.fmt.k_multiple
 
 
-#: Operand kinds by name; both operands are of the same kind.
+#: Operand kinds by name.
 OPERANDS = {
     **{fmt.text: OperandKind(fmt.text, fmt) for fmt in _FORMATS},
     **{name: OperandKind(name) for name in _PLAIN},
 }
-_BY_FACTS = {(kind.fmt.element, kind.fmt.scale): kind for kind in OPERANDS.values() if kind.fmt}
+
+
+def _facts(fmt: Format) -> tuple[object, ...]:
+    """What a kernel sees of a format. Scales of squares in tiles are repeated for each row."""
+    is_square = fmt.is_2d and fmt.scale is not None and fmt.scale.layout == "mn_major"
+    return fmt.element, fmt.scale, is_square
+
+
+_BY_FACTS = {_facts(kind.fmt): kind for kind in OPERANDS.values() if kind.fmt}
 
 
 def operand_of(fmt: Format) -> OperandKind:
@@ -175,7 +209,7 @@ def operand_of(fmt: Format) -> OperandKind:
     Raises:
         UnsupportedError: no kernel multiplies them.
     """
-    kind = _BY_FACTS.get((fmt.element, fmt.scale))
+    kind = _BY_FACTS.get(_facts(fmt))
     if kind is None:
         raise UnsupportedError(f"no grouped GEMM kernel multiplies operands of {fmt.text}")
     return kind

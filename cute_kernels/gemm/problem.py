@@ -148,7 +148,7 @@ class GemmConfig(abc.ABC):
     """One variant of the grouped GEMM: what it computes, and how an architecture tiles it.
 
     Attributes:
-        operand: name of the operand kind, see ``OPERANDS``.
+        operand: name of the operand kind, see ``OPERANDS``; of A's where B is of another one.
         grouping: see the module.
         out_dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         row_scaled: the second level of A is one amax per row instead of one per group.
@@ -158,6 +158,7 @@ class GemmConfig(abc.ABC):
         transpose_b: B of an m_grouped product is (G, K, N) instead of (G, N, K).
         zero_tail: write zeros into the tail of an m_grouped product.
         tile: one of ``tile_shapes``.
+        b_operand: name of the kind of B where it is not that of A.
     """
 
     operand: str
@@ -170,6 +171,7 @@ class GemmConfig(abc.ABC):
     transpose_b: bool = False
     zero_tail: bool = False
     tile: TileShape = TileShape(128, 128)
+    b_operand: str | None = None
 
     #: The class of the kernel, which the runtime imports.
     kernel: ClassVar[str]
@@ -181,8 +183,12 @@ class GemmConfig(abc.ABC):
     num_sched_stage: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
-        if self.operand not in OPERANDS:
-            raise ValueError(f"operand must be one of {', '.join(OPERANDS)}, got {self.operand!r}")
+        for name in ("operand", "b_operand"):
+            kind = getattr(self, name)
+            if kind not in OPERANDS and (name == "operand" or kind is not None):
+                raise ValueError(f"{name} must be one of {', '.join(OPERANDS)}, got {kind!r}")
+        if (self.kind.bits, self.kind.scale) != (self.b_kind.bits, self.b_kind.scale):
+            raise ValueError(f"{self.operand} is not multiplied by {self.b_operand}")
         if self.grouping not in ("m_grouped", "k_grouped"):
             raise ValueError(f"grouping must be m_grouped or k_grouped, got {self.grouping!r}")
         for name in ("out_dtype", "bias_dtype"):
@@ -229,8 +235,13 @@ class GemmConfig(abc.ABC):
 
     @property
     def kind(self) -> OperandKind:
-        """What the operands are made of."""
+        """What A is made of."""
         return OPERANDS[self.operand]
+
+    @property
+    def b_kind(self) -> OperandKind:
+        """What B is made of."""
+        return OPERANDS[self.b_operand or self.operand]
 
     @property
     def instruction_k(self) -> int:
@@ -274,7 +285,8 @@ class GemmConfig(abc.ABC):
             if problem.k < 1 or problem.k % align:
                 return Support(False, f"K must be a positive multiple of {align}, got {problem.k}")
         else:
-            align = N_ALIGN if self.mn_major[0] else 1
+            # Rows of elements, or of their scales, that TMA can address.
+            align = N_ALIGN if self.mn_major[0] or self.kind.has_row_scales else 1
             if problem.m < 1 or problem.m % align:
                 return Support(
                     False, f"columns of A must be a positive multiple of {align}, got {problem.m}"

@@ -11,6 +11,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from cute_kernels.capability import support
+from cute_kernels.formats import FP8
 from cute_kernels.gemm.operands import OPERANDS, OperandKind
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
@@ -24,6 +25,17 @@ if TYPE_CHECKING:
 
 __all__ = ["CONFIGS", "kernel_specs"]
 
+#: FP8 products of the recipes on sm_90a: operands A and B, and what their configurations say.
+_FP8_FPROP_DGRAD: tuple[tuple[str, str, dict[str, bool]], ...] = (
+    ("fp8", "fp8", {}),
+    ("fp8:dtype=e5m2", "fp8", {"split": True}),
+    ("fp8_block", "fp8_block:block=128x128", {"pow2_scales": True}),
+)
+_FP8_WGRAD: tuple[tuple[str, str, dict[str, bool]], ...] = (
+    ("fp8:dtype=e5m2", "fp8", {"split": True}),
+    ("fp8_block", "fp8_block", {"pow2_scales": True}),
+)
+
 #: The configurations of each architecture's kernel.
 CONFIGS: dict[str, type[GemmConfig]] = {"sm_90a": Sm90GemmConfig, "sm_100a": Sm100GemmConfig}
 
@@ -34,8 +46,10 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
     Activations are bf16, or fp16 with fp16 operands, and a bias has their dtype; they are written
     into fresh outputs. Gradients of weights are of that dtype or fp32, which may be added to.
     """
+    if support("grouped_gemm", FP8, arch):
+        yield from _fp8()
     for operand, kind in OPERANDS.items():
-        if support("grouped_gemm", kind.fmt, arch):
+        if support("grouped_gemm", kind.fmt, arch) and not kind.has_short_sums:
             dtype = "bfloat16" if kind.fmt else operand
             cls = CONFIGS[arch]
             yield from _m_grouped(cls, kind, dtype)
@@ -43,6 +57,23 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
             if arch == "sm_90a" and not kind.is_wgmma:
                 yield from (ExpandConfig(is_ragged) for is_ragged in (False, True))
                 yield from _served(kind)
+
+
+def _fp8() -> Iterator[GemmConfig]:
+    """Products of FP8 recipes on sm_90a, into bf16 without a bias; gradients of weights also fp32.
+
+    The others are compiled when they are first used: each has as many tiles.
+    """
+    for groupings, products in (("m_grouped", _FP8_FPROP_DGRAD), ("k_grouped", _FP8_WGRAD)):
+        for operand, b, fields in products:
+            tile = Sm90GemmConfig.any_tile(groupings)
+            b_operand = None if b == operand else b
+            base = Sm90GemmConfig(operand, groupings, tile=tile, b_operand=b_operand, **fields)
+            if groupings == "k_grouped":
+                yield from _outputs(base, "bfloat16")
+                continue
+            for tile in filter(base.may_choose, Sm90GemmConfig.tile_shapes):
+                yield dataclasses.replace(base, tile=tile, zero_tail=True)
 
 
 def _served(kind: OperandKind) -> Iterator[KernelSpec]:
@@ -71,8 +102,12 @@ def _m_grouped(cls: type[GemmConfig], kind: OperandKind, dtype: str) -> Iterator
 
 
 def _k_grouped(cls: type[GemmConfig], kind: OperandKind, dtype: str) -> Iterator[GemmConfig]:
-    base = cls(kind.name, "k_grouped", tile=cls.any_tile("k_grouped"))
+    yield from _outputs(cls(kind.name, "k_grouped", tile=cls.any_tile("k_grouped")), dtype)
+
+
+def _outputs(base: GemmConfig, dtype: str) -> Iterator[GemmConfig]:
+    """A k_grouped product in all tiles, into ``dtype`` and into fp32, which may be added to."""
     outputs = ((dtype, False), ("float32", False), ("float32", True))
-    tiles = filter(base.may_choose, cls.tile_shapes)
+    tiles = filter(base.may_choose, base.tile_shapes)
     for (out_dtype, accumulate), tile in itertools.product(outputs, tiles):
         yield dataclasses.replace(base, out_dtype=out_dtype, accumulate=accumulate, tile=tile)

@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DSL_TYPES",
+    "codes_type",
     "element_type",
     "matrix_view",
     "output_view",
     "ragged_rows_view",
+    "row_scales_view",
     "scale_type",
     "scales_view",
+    "squares_view",
 ]
 
 #: DSL types by the dtype names that configurations use.
@@ -37,6 +40,11 @@ DSL_TYPES = {
 def element_type(kind: OperandKind) -> Any:
     """The DSL's type of an operand's elements."""
     return getattr(cutlass, kind.dsl_types[0])
+
+
+def codes_type(kind: OperandKind) -> Any:
+    """The DSL's type of a buffer of codes: bytes where several share one."""
+    return element_type(kind) if kind.bits >= 8 else cutlass.Uint8
 
 
 def scale_type(kind: OperandKind) -> Any:
@@ -106,6 +114,28 @@ def scales_view(scales: cute.Tensor, kind: OperandKind) -> cute.Tensor:
         stride=(((16, 4), row_stride), ((0, 1), SF_TILE_BYTES), row_stride * row_tiles),
     )
     return cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=scale_type(kind)), layout)
+
+
+def row_scales_view(scales: cute.Tensor) -> cute.Tensor:
+    """([G,] blocks along K, rows) fp32 scales as (rows, blocks along K, G or 1)."""
+    groups, group_stride = 1, Int64(0)
+    if len(scales.shape) == 3:
+        groups, group_stride = scales.shape[0], Int64(scales.stride[0])
+    blocks, rows = scales.shape[-2:]
+    aligned = PITCH_ALIGNMENT * 8 // scales.element_type.width
+    strides = (cute.assume(x, aligned) for x in (Int64(scales.stride[-2]), group_stride))
+    layout = cute.make_layout((rows, blocks, groups), stride=(1, *strides))
+    return cute.make_tensor(scales.iterator, layout)
+
+
+def squares_view(scales: cute.Tensor) -> cute.Tensor:
+    """([G,] blocks along rows, blocks along K) fp32 scales of squares, with the group last."""
+    groups, group_stride = 1, Int64(0)
+    if len(scales.shape) == 3:
+        groups, group_stride = scales.shape[0], Int64(scales.stride[0])
+    shape = (*scales.shape[-2:], groups)
+    strides = (*(Int64(s) for s in scales.stride[-2:]), group_stride)
+    return cute.make_tensor(scales.iterator, cute.make_layout(shape, stride=strides))
 
 
 def output_view(tensor: cute.Tensor) -> cute.Tensor:

@@ -8,6 +8,7 @@ list beside it; the text of its format says how to read them.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -150,6 +151,11 @@ class GroupedGemm(Op):
         return "a" not in self.quantized_sides
 
     @property
+    @abc.abstractmethod
+    def is_split(self) -> bool:
+        """Whether sums of codes without block scales move to fp32 every 128 of K."""
+
+    @property
     def result_dtype(self) -> torch.dtype:
         """``out_dtype``, or for None the dtype of a plain A; codes have none: then it is bf16."""
         if self.out_dtype is not None:
@@ -227,7 +233,6 @@ class MGrouped(GroupedGemm):
 
     @property
     def is_split(self) -> bool:
-        """Whether sums of codes without block scales move to fp32 every 128 of K."""
         return (self.accumulation or ("split" if self.transpose_b else "fast")) == "split"
 
     def _check_formats(self) -> None:
@@ -430,6 +435,10 @@ class MGroupedQuantizeGemm(MGrouped):
     quantized_sides: ClassVar[str] = "b"
     a_scales: ClassVar[None] = None  # type: ignore[misc]
 
+    def require(self, backend: Backend) -> None:
+        super().require(backend)
+        self.quantizer().require(backend)
+
     def kernels(self, launch: Launcher) -> Runner:
         return launch_gemm.quantizing(self, launch) or _one_after_the_other(self, launch)
 
@@ -523,7 +532,6 @@ class KGroupedGemm(GroupedGemm):
 
     @property
     def is_split(self) -> bool:
-        """Whether sums of codes without block scales move to fp32 every 128 of K."""
         return self.accumulation != "fast"
 
     def _slots(self) -> int:

@@ -213,6 +213,8 @@ class ValuesConfig(RowsConfig):
         """Whether the kernel takes ``problem``."""
         if (self.arch, self.grouping) != ("sm_90a", "ragged"):
             return Support(False, "values are for ragged operands on sm_90a")
+        if parse(self.format).element.per_byte == 1:
+            return Support(False, f"tensor cores of sm_90a multiply codes of {self.format}")
         if self.rows_per_warp > 4:
             return Support(False, "values of a row take at least eight lanes")
         return super().can_implement(problem)

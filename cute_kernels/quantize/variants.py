@@ -89,10 +89,13 @@ def _rows(fmt: Format, dtype: str, grouping: str, arch: str) -> Iterator[RowsCon
         config = RowsConfig(fmt.text, dtype, grouping, warps, rows_per_warp=rows, arch=arch)
         if config.is_preferred:
             yield config
-        is_multiplied = (arch, grouping) == ("sm_90a", "ragged") and support(
-            "grouped_gemm", fmt, arch
-        )
-        if is_multiplied and (warps, rows) in ValuesConfig.teams:
+        # Codes that share bytes are no operands there.
+        is_expanded = (arch, grouping) == ("sm_90a", "ragged") and fmt.element.per_byte > 1
+        if (
+            is_expanded
+            and support("grouped_gemm", fmt, arch)
+            and (warps, rows) in ValuesConfig.teams
+        ):
             yield ValuesConfig(**vars(config))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.formats import NVFP4
+from cute_kernels.formats import NVFP4, Format, FP8Block
 from cute_kernels.gemm.problem import GemmArguments
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
@@ -45,7 +45,7 @@ WGRAD_SHAPES = {
     "tails": ([100, 0, 128, 5, 200, 300], 136, 200, 11),
     "all empty": ([0, 0], 8, 16, 3),
 }
-#: NaN as an E4M3 scale and as an amax; as two codes, finite.
+#: NaN as an E4M3 scale, as an amax, and as a code of FP8; as two codes of FP4, finite.
 _POISON = 0xFF
 
 if importlib.util.find_spec("cutlass") is None:
@@ -80,7 +80,7 @@ class Operand:
     codes: Tensor
     scales: Tensor | None = None
     amax: Tensor | None = None
-    fmt: NVFP4 | None = None
+    fmt: Format | None = None
     columnwise: bool = False
 
     def read(self) -> reference.Operand:
@@ -107,17 +107,29 @@ def _poisoned(spec: BufferSpec) -> Tensor:
     return out
 
 
-def quantize(
-    x: Tensor, offs: Tensor | None, *, row_scaled: bool = False, columnwise: bool = False
-) -> Operand:
+def quantize(x: Tensor, offs: Tensor | None, fmt: Format, columnwise: bool = False) -> Operand:
     """One direction of (T, K) with offs or (G, N, K), by the reference into poisoned buffers."""
-    fmt = NVFP4(row_scaled=row_scaled)
     directions = {"rowwise": not columnwise, "columnwise": columnwise}
     specs = buffers(fmt, x.shape, None if offs is None else len(offs), **directions)
     out = {name: _poisoned(spec) for name, spec in specs.items()}
     reference.quantize(reference.Elements(x), Groups.of(x.shape, offs, x.device), fmt, out)
-    codes, scales, amax = out.values()
-    return Operand(codes, scales, amax, fmt, columnwise)
+    codes, *rest = (out[name] for name in fmt.operand_names(columnwise))
+    scales = rest.pop(0) if fmt.scale is not None else None
+    return Operand(codes, scales, *rest[:1], fmt=fmt, columnwise=columnwise)
+
+
+def formats_of(config: GemmConfig) -> tuple[Format, Format]:
+    """Formats of A and B that a configuration multiplies."""
+    found = []
+    for kind in (config.kind, config.b_kind):
+        fmt = kind.fmt
+        assert fmt is not None
+        if isinstance(fmt, FP8Block):
+            fmt = dataclasses.replace(fmt, pow2_scales=getattr(config, "pow2_scales", False))
+        found.append(fmt)
+    if config.row_scaled:
+        found[0] = NVFP4(row_scaled=True)
+    return found[0], found[1]
 
 
 def randn(*shape: int, seed: int) -> Tensor:
@@ -173,6 +185,9 @@ class Product:
         tensors = []
         for side, operand in sides.items():
             codes, scales, amax = (on_device_of(out, getattr(operand, n)) for n in PARTS)
+            is_square = operand.fmt is not None and operand.fmt.is_2d
+            if scales is not None and is_square and operand.columnwise:
+                scales = scales.mT
             if side == "b" and getattr(self.config, "prepacked", False):
                 codes = prepack(codes)
             is_expanded = getattr(self.config, "expanded", None) == side
@@ -201,6 +216,7 @@ class Product:
             "alpha": self.alpha,
             "accumulate": config.accumulate,
             "tensor_core": arch_of(config),
+            "split": getattr(config, "split", False),
         }
         if config.grouping == "m_grouped":
             options |= {"bias": self.bias, "transpose_b": config.transpose_b}
@@ -228,12 +244,13 @@ def m_grouped(
     x = randn(rows, k, seed=seed)
     transposed = columnwise_b or config.transpose_b
     w = randn(groups, *((k, n) if transposed else (n, k)), seed=seed + 1)
-    if config.kind.is_block_scaled:
-        b = quantize(w, None, columnwise=columnwise_b)
+    if config.kind.fmt is not None:
+        a_fmt, b_fmt = formats_of(config)
+        b = quantize(w, None, b_fmt, columnwise_b)
         if activations_of(config) is not None:
             a = _plain(config, x, rows - tail)
         else:
-            a = quantize(x, offs, row_scaled=config.row_scaled)
+            a = quantize(x, offs, a_fmt)
     else:
         a, b = _plain(config, x, rows - tail), _plain(config, w)
     return Product(
@@ -254,8 +271,9 @@ def k_grouped(
     """Two ragged operands over their rows (wgrad)."""
     offs, rows = offsets(sizes), sum(sizes) + tail
     x, y = randn(rows, m, seed=seed), randn(rows, n, seed=seed + 1)
-    if config.kind.is_block_scaled:
-        a, b = quantize(x, offs, columnwise=True), quantize(y, offs, columnwise=True)
+    if config.kind.fmt is not None:
+        a_fmt, b_fmt = formats_of(config)
+        a, b = quantize(x, offs, a_fmt, True), quantize(y, offs, b_fmt, True)
     else:
         a, b = _plain(config, x, rows - tail), _plain(config, y, rows - tail)
     before, alpha = _before(config, len(sizes), m, n), _alpha(config, len(sizes), seed)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import emulator
+from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from tests.helpers import ends
 from tests.kernels.gemm_support import compiled, quantize, randn
@@ -50,7 +51,7 @@ def bits(x: Tensor) -> NDArray[np.int16]:
 
 
 def codes_and_scales() -> tuple[Tensor, Tensor]:
-    operand = quantize(randn(ROWS, COLS, seed=0), OFFS)
+    operand = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4())
     assert operand.scales is not None
     return operand.codes.contiguous(), operand.scales
 
@@ -86,7 +87,7 @@ def test_arrange_leaves_the_tail_alone() -> None:
 @pytest.mark.parametrize("wild", WILD)
 def test_end_rows_that_break_the_rules_do_no_harm(wild: str) -> None:
     offs = WILD[wild]
-    codes = quantize(randn(ROWS, COLS, seed=0), OFFS).codes.contiguous()
+    codes = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4()).codes.contiguous()
     scales = torch.zeros(ROWS // 128 + len(offs), 5, 512, dtype=torch.uint8)
     x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(torch.bfloat16)
     values = outputs(torch.float16)

@@ -8,8 +8,8 @@ import pickle
 
 import pytest
 
-from cute_kernels.capability import UnsupportedError
-from cute_kernels.formats import FP8, MXFP8, NVFP4
+from cute_kernels.capability import UnsupportedError, support
+from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.operands import OPERANDS, OperandKind, operand_of
 from cute_kernels.gemm.problem import GemmArguments, GemmConfig, GemmProblem
@@ -20,7 +20,8 @@ from cute_kernels.runtime.spec import resolve
 
 CONFIGS = [
     Sm100GemmConfig(operand, out_dtype=out, tile=tile)
-    for operand in OPERANDS
+    for operand, kind in OPERANDS.items()
+    if support("grouped_gemm", kind.fmt, "sm_100a")
     for out in ("bfloat16", "float32")
     for tile in SM100_TILES
     if Sm100GemmConfig(operand).takes(tile)
@@ -55,8 +56,8 @@ def test_what_the_kinds_of_operands_say() -> None:
     assert nvfp4.level_factor == 1 / 2688
     assert (bf16.instruction_k, bf16.k_align, bf16.tcgen05) == (16, 8, None)
     assert not (bf16.is_transposed or bf16.has_slots or bf16.is_block_scaled)
-    # Formats to come: four MMAs share a tile of MXFP8's scales; FP8 has slots and no scales.
-    mxfp8, fp8 = OperandKind("mxfp8", MXFP8()), OperandKind("fp8", FP8())
+    # A format to come: four MMAs share a tile of MXFP8's scales. FP8 has slots and no scales.
+    mxfp8, fp8 = OperandKind("mxfp8", MXFP8()), OPERANDS["fp8"]
     assert (mxfp8.instruction_k, mxfp8.k_blocks_of_scale_tile) == (32, 4)
     assert mxfp8.has_slots and not mxfp8.is_transposed and mxfp8.level_factor is None
     assert (fp8.instruction_k, fp8.is_block_scaled, fp8.has_slots) == (32, False, True)
@@ -65,9 +66,18 @@ def test_what_the_kinds_of_operands_say() -> None:
 def test_a_format_finds_its_kind_by_element_and_scale() -> None:
     for fmt in (NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))):
         assert operand_of(fmt) is OPERANDS["nvfp4"]
-    for fmt in (MXFP8(), FP8()):
-        with pytest.raises(UnsupportedError, match=f"multiplies operands of {fmt.name}"):
-            operand_of(fmt)
+    for fmt in (FP8(), FP8(scaling="delayed")):
+        assert operand_of(fmt) is OPERANDS["fp8"]
+    for block, squares in (((1, 128), False), ((128, 128), True)):
+        for fmt in (FP8Block(block), FP8Block(block, pow2_scales=False)):
+            kind = operand_of(fmt)
+            assert (kind.fmt, kind.has_row_scales, kind.has_squares) == (
+                FP8Block(block),
+                True,
+                squares,
+            )
+    with pytest.raises(UnsupportedError, match="multiplies operands of mxfp8"):
+        operand_of(MXFP8())
 
 
 @pytest.mark.parametrize("cls", [Sm90GemmConfig, Sm100GemmConfig])

@@ -20,7 +20,7 @@ from cute_kernels.runtime.cache import CacheKey, cache_key
 from cute_kernels.runtime.plan import PlanCache
 from cute_kernels.runtime.spec import resolve
 from grouped.nn import GroupedLinear
-from grouped.recipes import NVFP4, NVFP4RowScaled
+from grouped.recipes import NVFP4, FP8Block, FP8Current, NVFP4RowScaled
 from tests.helpers import DTYPES, NVFP4_TEXTS, ends
 
 ARCHITECTURES = [architecture("sm_90a"), architecture("sm_100a")]
@@ -114,8 +114,13 @@ def test_every_kernel_in_use_is_listed_and_no_other(arch):
     assert set(filter(is_quantizer, listed)) == used(arch.name)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
-@pytest.mark.parametrize("recipe", [grouped.recipes.BF16, NVFP4, NVFP4RowScaled])
+@pytest.mark.parametrize(
+    ("recipe", "arch"),
+    [
+        *itertools.product((grouped.recipes.BF16, NVFP4, NVFP4RowScaled), ARCHITECTURES),
+        *itertools.product((FP8Block, FP8Current), ARCHITECTURES[:1]),
+    ],
+)
 @pytest.mark.parametrize("features", [256, 2048])
 def test_training_and_inference_with_a_recipe_need_no_other_kernel(
     monkeypatch, recipe, features, arch
@@ -123,7 +128,9 @@ def test_training_and_inference_with_a_recipe_need_no_other_kernel(
     recorder = Recorder(arch.name)
     monkeypatch.setattr(registry, "launcher", lambda backend, device: recorder)
     monkeypatch.setattr(registry, "_plans", PlanCache())
-    layer = GroupedLinear(3, features, features, recipe=recipe(), dtype=torch.bfloat16)
+    # Of FP8 those without a bias are listed.
+    bias = recipe not in (FP8Block, FP8Current)
+    layer = GroupedLinear(3, features, features, bias, recipe=recipe(), dtype=torch.bfloat16)
     with cute_kernels.backend(f"emulated:{arch}"):
         for tokens in (3, 300, 4000):
             x = torch.randn(tokens, features, dtype=torch.bfloat16, requires_grad=True)

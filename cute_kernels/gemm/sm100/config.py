@@ -94,6 +94,8 @@ class Sm100GemmConfig(GemmConfig):
 
     def refuses(self, tile: Sm100Tile) -> str:
         """Why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
+        if self.kind.fmt is not None and self.kind.tcgen05 is None:
+            return f"there is no kernel for {self.operand} yet"
         if tile.may_swap and self.grouping == "k_grouped":
             return "only operands of an m_grouped product may be swapped"
         if tile.swap_partial and self.kind.tcgen05 is None:

@@ -5,10 +5,15 @@ so it is exact in fp16, and fp16 instructions multiply the values. Operand M goe
 codes and becomes fp16 in registers on the way to the tensor core. Operand N is read by several
 warpgroups, once for each tile of M; it is expanded to fp16 once, by a kernel before this one.
 
-An m_grouped product always has its operands swapped: the weights, which are the larger operand and
-the one that is read from memory, are M, and the few rows of a group are N, in steps of 8. Two CTAs
-with neighbouring tiles along M form a cluster when tiles are large: each loads half of operand N
-for both, which saves a third of what L2 is read for, and the power that takes.
+An m_grouped product has its operands swapped: the weights, which are the larger operand and the one
+that is read from memory, are M, and the few rows of a group are N, in steps of 8. Those of FP8 need
+not be swapped where groups have many rows: block scales of rows of M cost less. Two CTAs with
+neighbouring tiles along M form a cluster when tiles are large: each loads half of operand N for
+both, which saves a third of what L2 is read for, and the power that takes.
+
+FP8 goes into the tensor cores as it is, both operands contiguous along K. Their accumulators keep
+13 fraction bits of its sums, so a configuration may promote: a fresh accumulator every 128 of K,
+whose sums go to fp32 registers, times block scales if there are any (``promotion``).
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from cute_kernels.gemm.operands import DTYPE_BYTES, OPERANDS
+from cute_kernels.gemm.operands import DTYPE_BYTES, OPERANDS, OperandKind
 from cute_kernels.gemm.problem import (
     N_ALIGN,
     GemmConfig,
@@ -40,14 +45,18 @@ _LONG_STAGE_N = 16
 _SHORT_N = 64
 #: Columns above which two warpgroups ping-pong: one multiplies while the other stores.
 _WIDE_N = 128
+#: Columns whose partial sums a warpgroup holds at a time, beside all sums in fp32.
+_PARTIAL_N = 128
+#: Row scales that TMA copies for a stage at least: 128 bytes, so that each stage's are aligned.
+_LEAST_SCALES = 32
 #: Rows of M of one instruction, which a warpgroup issues.
 WARPGROUP_M = 64
 #: Bytes of output that a warpgroup stages at a time, by the number of consumer warpgroups, and of a
 #: row of them.
 _BLOCK_BYTES = {2: 8192, 4: 2048}
 _BLOCK_ROW_BYTES = 128
-#: Of output that a warpgroup stages at a time where two decode operand M of weights.
-_DECODED_BLOCK_BYTES = 2048
+#: Of output that a warpgroup stages at a time where two decode operand M of weights, or promote.
+_SMALL_BLOCK_BYTES = 2048
 _SMEM_CAPACITY = 232448
 _SMEM_RESERVED = 2048
 
@@ -83,6 +92,7 @@ SM90_TILES = (
     Sm90Tile(128, 256, num_ctas=2, swap_ab=True),
     Sm90Tile(128, 128),
     Sm90Tile(128, 256),
+    Sm90Tile(128, 256, num_ctas=2),
 )
 
 
@@ -94,11 +104,15 @@ class Sm90GemmConfig(GemmConfig):
         tile: one of ``SM90_TILES``; the rest as ``GemmConfig``.
         activations: dtype of A where it is plain and B is NVFP4; None if both are of one kind.
         prepacked: B's codes have the order of bits that ``decode`` takes fewer instructions for.
+        split: sums of operands without block scales are promoted.
+        pow2_scales: fp32 block scales of both operands are powers of two.
     """
 
     tile: Sm90Tile = Sm90Tile(128, 128)
     activations: str | None = None
     prepacked: bool = False
+    split: bool = False
+    pow2_scales: bool = False
 
     kernel: ClassVar[str] = "cute_kernels.gemm.sm90.kernel:Sm90Gemm"
     tile_shapes: ClassVar[tuple[TileShape, ...]] = SM90_TILES
@@ -113,6 +127,12 @@ class Sm90GemmConfig(GemmConfig):
                 raise ValueError("activations need FP4 weights of an m_grouped product")
         if self.prepacked and not (self.multiplied == "float16" and self.grouping == "m_grouped"):
             raise ValueError("only FP4 weights that are decoded to fp16 can be prepacked")
+        if self.split and (not self.kind.has_short_sums or self.kind.has_row_scales):
+            raise ValueError(f"sums of {self.operand} are not split")
+        if self.pow2_scales and not self.kind.has_row_scales:
+            raise ValueError(f"{self.operand} has no fp32 block scales")
+        if self.kind.has_squares and self.b_kind.has_squares:
+            raise ValueError("one operand must have a scale for each row")
 
     @classmethod
     def any_tile(cls, grouping: GemmGrouping) -> Sm90Tile:
@@ -121,13 +141,20 @@ class Sm90GemmConfig(GemmConfig):
 
     def refuses(self, tile: Sm90Tile) -> str:
         """Why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
-        if tile.swap_ab != (self.grouping == "m_grouped"):
-            return "operands of an m_grouped product are swapped, others are not"
+        if tile.swap_ab and self.grouping == "k_grouped":
+            return "only operands of an m_grouped product are swapped"
+        if not self.kind.has_short_sums:
+            if not tile.swap_ab and self.grouping == "m_grouped":
+                return f"operands of an m_grouped product of {self.operand} are swapped"
+            if not tile.swap_ab and tile.num_ctas > 1:
+                return f"CTAs share operands of {self.operand} that are swapped"
         if self.is_decoded and tile.swap_ab and tile.n > _WIDE_N:
             # 3 to 5% slower than 256 x 128 at 512 and 4096 rows a group (H200).
             return f"operands that are decoded have at most {_WIDE_N} columns"
         if tile.fitted and not self.is_decoded:
             return "only products of operands that are decoded are fitted"
+        if self.promotes and tile.m != tile.consumers * WARPGROUP_M:
+            return "there are no registers for sums and partial sums of two instructions along M"
         return ""
 
     def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
@@ -143,13 +170,43 @@ class Sm90GemmConfig(GemmConfig):
     def stage_k(self) -> int:
         """Elements along K of one stage."""
         if not self.is_decoded:
-            return _STAGE_ROW_BYTES * 8 // OPERANDS[self.multiplied].bits
+            return _STAGE_ROW_BYTES * 8 // self.multiplied_bits
         return _LONG_STAGE_K if self.tile.n <= _LONG_STAGE_N else PIECE_K
 
     @property
     def pieces(self) -> int:
         """Pieces of K of one stage where operand M is decoded."""
         return self.stage_k // PIECE_K
+
+    @property
+    def m_kind(self) -> OperandKind:
+        """What operand M is made of."""
+        return self.b_kind if self.tile.swap_ab else self.kind
+
+    @property
+    def n_kind(self) -> OperandKind:
+        """What operand N is made of."""
+        return self.kind if self.tile.swap_ab else self.b_kind
+
+    @property
+    def promotes(self) -> bool:
+        """Whether the sums over each stage go from the accumulators to fp32 registers."""
+        return self.split or self.kind.has_row_scales
+
+    @property
+    def partial_n(self) -> int:
+        """Columns of an instruction where sums are promoted."""
+        return min(self.tile.n, _PARTIAL_N)
+
+    @property
+    def row_scales(self) -> tuple[int, int]:
+        """Scales of single rows of operands M and N in a stage; 0 without them."""
+        sides = ((self.m_kind, self.tile.m), (self.n_kind, self.tile.n))
+        m, n = (
+            max(rows, _LEAST_SCALES) if kind.has_row_scales and not kind.has_squares else 0
+            for kind, rows in sides
+        )
+        return m, n
 
     @property
     def k_blocks(self) -> int:
@@ -192,6 +249,11 @@ class Sm90GemmConfig(GemmConfig):
         return self.activations or "float16"
 
     @property
+    def multiplied_bits(self) -> int:
+        """Bits of those elements."""
+        return OPERANDS[self.multiplied].bits
+
+    @property
     def expanded(self) -> str | None:
         """The operand, "a" or "b", that a kernel before this one puts into the order of ``decode``.
 
@@ -231,17 +293,22 @@ class Sm90GemmConfig(GemmConfig):
                 self.tile.m * self.stage_k * self.kind.bits // 8,
                 self.tile.m * self.stage_k // self.kind.sf_vec_size,
             )
-        return self.tile.m * self._multiplied_row_bytes, 0
+        return self.tile.m * self._multiplied_row_bytes, self.row_scales[0] * 4
+
+    @property
+    def n_stage_bytes(self) -> tuple[int, int]:
+        """Bytes of operand N in one stage, and of its block scales."""
+        return self.tile.n * self._multiplied_row_bytes, self.row_scales[1] * 4
 
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage of both operands."""
-        return sum(self.m_stage_bytes) + self.tile.n * self._multiplied_row_bytes
+        return sum(self.m_stage_bytes) + sum(self.n_stage_bytes)
 
     @property
     def _multiplied_row_bytes(self) -> int:
         """Bytes of the elements of one stage that are multiplied, of one row."""
-        return self.stage_k * OPERANDS[self.multiplied].bits // 8
+        return self.stage_k * self.multiplied_bits // 8
 
     @property
     def staged_type(self) -> str:
@@ -249,14 +316,22 @@ class Sm90GemmConfig(GemmConfig):
         return "float32" if self.accumulate else self.out_dtype
 
     @property
+    def num_store_stage(self) -> int:  # type: ignore[override]
+        """Blocks of output that a warpgroup stages by turns.
+
+        One where blocks are large and sums are promoted: there it makes room for a stage more.
+        """
+        return 1 if self.promotes and not self.tile.swap_ab else 2
+
+    @property
     def block_shape(self) -> tuple[int, int]:
         """Rows and columns of the output that a warpgroup stages at a time."""
         width = DTYPE_BYTES[self.staged_type]
         if self.tile.swap_ab:
             size = _BLOCK_BYTES[self.consumers]
-            if self.is_decoded and self.consumers == 2:
+            if (self.is_decoded or self.promotes) and self.consumers == 2:
                 # Stages are long, and one more of them is worth more than few blocks.
-                size = _DECODED_BLOCK_BYTES
+                size = _SMALL_BLOCK_BYTES
             rows = max(N_ALIGN, size // (WARPGROUP_M * width))
             return min(self.tile.n, rows), WARPGROUP_M
         return WARPGROUP_M, _BLOCK_ROW_BYTES // width

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, cute, pipeline
+from cutlass import Boolean, Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.gemm.scheduler import WorkTile
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cute_kernels.gemm.scheduler import TileReader
     from cute_kernels.gemm.sm90.config import Sm90GemmConfig
     from cute_kernels.gemm.sm90.epilogue import Epilogue
+    from cute_kernels.gemm.sm90.promotion import Promoter
     from cute_kernels.gemm.sm90.storage import Layouts, Stages
 
 __all__ = ["Consumer"]
@@ -29,11 +30,13 @@ class Product(NamedTuple):
         tiled_mma: the MMA.
         n: stages of operand N.
         acc: the accumulators.
+        fresh: the MMA that overwrites them.
     """
 
     tiled_mma: cute.TiledMma
     n: cute.Tensor
     acc: cute.Tensor
+    fresh: cute.TiledMma | None = None
 
 
 class Consumer:
@@ -46,6 +49,7 @@ class Consumer:
         tiles: the tile records.
         ab_pipeline: the stages.
         epilogue: what becomes of the accumulators.
+        promoter: what promotes the sums of each stage; None if nothing does.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Consumer:
         tiles: TileReader,
         ab_pipeline: pipeline.PipelineTmaAsync,
         epilogue: Epilogue,
+        promoter: Promoter | None,
     ):
         self.config = config
         self.tiles = tiles
@@ -67,27 +72,39 @@ class Consumer:
         thread = layouts.tiled_mma.get_slice(threads(group))
         shape = thread.partition_shape_C((config.tile.m, config.tile.n))
         self.acc = cute.make_rmem_tensor(shape, Float32)
-        self.products = [
-            self.product(layouts.mma_of(width), threads(group), stages.n, width)
-            for width in config.widths
-        ]
+        self.thread, self.layouts, self.stages = threads(group), layouts, stages
+        self.products = [self.product(width) for width in config.widths]
+        self.promoter = promoter
+        if promoter is not None:
+            shape = (config.tile.m, config.partial_n)
+            shape = self.mma(config.partial_n).partition_shape_C(shape)
+            self.partial = cute.make_rmem_tensor(shape, Float32)
+            self.parts = [self.part(i) for i in range(config.tile.n // config.partial_n)]
         if config.is_decoded:
             self.decoder = FragmentDecoder(config, stages.m, stages.m_scales)
             width = config.stage_k // config.k_groups
             shape = thread.partition_shape_A((config.tile.m, width))
-            self.fragments = [cute.make_rmem_tensor(shape, layouts.element) for _ in range(2)]
+            self.fragments = [cute.make_rmem_tensor(shape, layouts.elements[0]) for _ in range(2)]
         else:
             self.m = layouts.tiled_mma.make_fragment_A(thread.partition_A(stages.m))
 
-    def product(
-        self, tiled_mma: cute.TiledMma, thread: Any, operand_n: cute.Tensor, width: int
-    ) -> Product:
-        """The product of the first ``width`` columns of a tile."""
-        config = self.config
+    def mma(self, width: int) -> Any:
+        """This warpgroup's part of the MMA for ``width`` columns."""
+        return self.layouts.mma_of(width).get_slice(self.thread)
+
+    def part(self, part: int) -> Product:
+        """The product of the ``part``-th ``partial_n`` columns of a tile, of which partial sums."""
+        width = self.config.partial_n
+        product = self.product(width, part)
+        return product._replace(acc=self.partial, fresh=self.layouts.mma_of(width))
+
+    def product(self, width: int, part: int = 0) -> Product:
+        """The product of the ``part``-th ``width`` columns of a tile."""
+        config, tiled_mma = self.config, self.layouts.mma_of(width)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        mma = tiled_mma.get_slice(thread)
+        mma = self.mma(width)
         # Columns follow each other, in registers as well as in shared memory.
-        columns = cute.local_tile(operand_n, (width, config.stage_k), (0, 0, None))
+        columns = cute.local_tile(self.stages.n, (width, config.stage_k), (part, 0, None))
         shape = mma.partition_shape_C((config.tile.m, width))
         acc = cute.make_tensor(self.acc.iterator, cute.make_layout(shape))
         return Product(tiled_mma, tiled_mma.make_fragment_B(mma.partition_B(columns)), acc)
@@ -104,7 +121,10 @@ class Consumer:
         while tile.group >= 0:
             self.acc.fill(0.0)
             factors = self.epilogue.load_factors(tile)
-            ab_state = self.multiply_fitted(tile, ab_state, 0)
+            if cutlass.const_expr(self.config.promotes):
+                ab_state = self.multiply_promoted(tile, ab_state)
+            else:
+                ab_state = self.multiply_fitted(tile, ab_state, 0)
             if cutlass.const_expr(self.config.is_ping_pong):
                 self.ping_pong.begin()
             self.epilogue.store(self.acc, factors, tile)
@@ -125,6 +145,42 @@ class Consumer:
             else:
                 state = self.multiply_fitted(tile, state, index + 1)
         return state
+
+    @cute.jit
+    def multiply_promoted(self, tile: WorkTile, state: Any) -> Any:
+        """Add the tile's products to fp32 sums, those of each stage by themselves first.
+
+        One warpgroup's sums are promoted while another one's products run.
+        """
+        k_blocks = self.config.k_blocks
+        k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
+        first_block = tile.k_start // self.config.stage_k
+        for k_tile in cutlass.range(k_tiles, unroll=1):
+            self.promote_stage(tile, state, first_block + k_tile)
+            state.advance()
+        return state
+
+    @cute.jit
+    def promote_stage(self, tile: WorkTile, state: Any, k_block: Int32) -> None:
+        """Multiply a stage, promote its sums and free it."""
+        promoter: Any = self.promoter
+        squares = promoter.squares_of(tile, k_block)
+        self.ab_pipeline.consumer_wait(state)
+        scales = promoter.of_stage(squares, state.index)
+        for part, product in enumerate(self.parts):
+            warpgroup.fence()
+            for block in cutlass.range_constexpr(self.config.k_blocks):
+                at = (None, None, block, state.index)
+                mma = product.fresh if block == 0 else product.tiled_mma
+                cute.gemm(mma, product.acc, self.m[at], product.n[at], product.acc)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            is_read = part + 1 == len(self.parts)
+            if cutlass.const_expr(is_read and not promoter.reads_last):
+                self.ab_pipeline.consumer_release(state)
+            promoter.promote(self.acc, self.partial, part, state.index, scales)
+        if cutlass.const_expr(promoter.reads_last):
+            self.ab_pipeline.consumer_release(state)
 
     @cute.jit
     def multiply(self, tile: WorkTile, state: Any, product: Product) -> Any:

@@ -122,7 +122,8 @@ class Epilogue:
 
     A block is what the warpgroup stages at a time: ``config.block_shape`` elements of output in
     panels of 128-byte rows, the vectors of 16 bytes in a row exchanged as the swizzle of TMA does.
-    Blocks use two buffers by turns, so one barrier a block keeps writers and readers apart.
+    Blocks use two buffers by turns, so one barrier a block keeps writers and readers apart; with a
+    single buffer there are two.
 
     Args:
         config: the kernel's configuration.
@@ -214,11 +215,16 @@ class Epilogue:
                     for first in cutlass.range_constexpr(0, block_n, 16):
                         at = (block * block_n + first) // 8
                         columns = range(at, at + min(2, block_n // 8))
-                        values = [self.finish(acc, factors[0], bias, repeat, j) for j in columns]
+                        values = [
+                            self.finish(acc, factors[0], bias, repeat, j, tile) for j in columns
+                        ]
                         self.stage(values, buffer, first)
                     self.sync()
                     self.copy(buffer, window, repeat, block * block_n)
-                    slot = slot ^ 1
+                    if cutlass.const_expr(config.num_store_stage == 1):
+                        self.sync()
+                    else:
+                        slot = slot ^ 1
 
     def sync(self) -> None:
         """Wait for the whole warpgroup."""
@@ -228,9 +234,12 @@ class Epilogue:
 
     @cute.jit
     def load_bias(self, tile: WorkTile, repeat: int) -> cute.Tensor | None:
-        """The bias of the thread's two rows of operand M, and 0 where nothing was multiplied."""
+        """The bias of the thread's two rows of operand M, and 0 where nothing was multiplied.
+
+        None without one, and where it is of columns.
+        """
         bias = self.tensors.bias
-        if cutlass.const_expr(bias is None):
+        if cutlass.const_expr(bias is None or not self.config.tile.swap_ab):
             return None
         values = cute.make_rmem_tensor(2, Float32)
         row = tile.m_row + self.first_m + repeat * self.step + self.warp * 16 + self.lane // 4
@@ -250,6 +259,7 @@ class Epilogue:
         bias: cute.Tensor | None,
         repeat: int,
         j: int,
+        tile: WorkTile,
     ) -> cute.Tensor:
         """The thread's values of the ``j``-th eight columns: (column, row) of two each.
 
@@ -274,7 +284,22 @@ class Epilogue:
             for i in cutlass.range_constexpr(4):
                 addends[i] = bias[i // 2]
             _each("add.rn.f32", values, addends)
+        elif cutlass.const_expr(self.tensors.bias is not None):
+            self.add_bias_of_columns(values, j, tile)
         return values
+
+    @cute.jit
+    def add_bias_of_columns(self, values: cute.Tensor, j: int, tile: WorkTile) -> None:
+        """Add the bias of the thread's two columns of the ``j``-th eight of operand N."""
+        bias = self.tensors.bias
+        addends = cute.make_rmem_tensor(4, Float32)
+        for i in cutlass.range_constexpr(2):
+            col = tile.n_row + j * 8 + self.lane % 4 * 2 + i
+            value = Float32(0.0)
+            if tile.k_blocks > 0 and col < bias.shape[1]:
+                value = bias[tile.group, col].to(Float32)
+            addends[i] = addends[i + 2] = value
+        _each("add.rn.f32", values, addends)
 
     def stage(self, values: list[cute.Tensor], buffer: Int32, first: int) -> None:
         """Write eight or sixteen columns of accumulators, ``first`` and on, into a block."""
@@ -324,8 +349,10 @@ class Epilogue:
             rows = tile.rows - row
             row, col = tile.n_row + row, first_m + self.own_col
         else:
+            rows = out.shape[1] - first_m - row
+            if cutlass.const_expr(self.config.grouping == "m_grouped"):
+                rows = tile.rows - self.first_m - row
             row = first_m + row
-            rows = out.shape[1] - row
         if cutlass.const_expr(self.vectors < WARPGROUP_SIZE):
             if self.thread >= self.vectors:
                 rows = Int32(0)

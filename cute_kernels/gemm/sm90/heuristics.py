@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["estimated_cycles"]
 
-#: Multiply-adds of fp16 that one SM does in a cycle.
-_MACS_PER_CYCLE = 2048
+#: Bits of operand M times rows of operand N that one SM multiplies in a cycle.
+_BITS_PER_CYCLE = 2048 * 16
 #: Elements that one SM decodes in a cycle, as if that came before the products, not beside them:
 #: with instructions of up to 64 columns, and with wider ones, which hide half of it (H200).
 _DECODED_PER_CYCLE = (40, 76)
@@ -52,12 +52,13 @@ def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int)
     # Whole waves while there are few of them; many even out.
     waves = max(1.0, tiles / clusters) if tiles > 4 * clusters else -(-tiles // clusters)
     width = next((w for w in config.widths if mean <= w), tile.n)
-    multiply = tile.m * width * config.stage_k / _MACS_PER_CYCLE
+    multiply = tile.m * width * config.stage_k * config.multiplied_bits / _BITS_PER_CYCLE
     if config.is_decoded:
         multiply += tile.m * config.stage_k / _DECODED_PER_CYCLE[width > _NARROW_N]
-    shared = config.stage_bytes - sum(config.m_stage_bytes)
-    load = (sum(config.m_stage_bytes) + shared / tile.num_ctas) / _LOAD_BYTES_PER_CYCLE
-    from_memory = sum(config.m_stage_bytes) / row_tiles / _HBM_BYTES_PER_CYCLE
+    own, shared = sum(config.m_stage_bytes), sum(config.n_stage_bytes) / tile.num_ctas
+    load = (own + shared) / _LOAD_BYTES_PER_CYCLE
+    is_weight_n = config.grouping == "m_grouped" and not tile.swap_ab
+    from_memory = (shared if is_weight_n else own) / row_tiles / _HBM_BYTES_PER_CYCLE
     # Overlap is not perfect; and where memory bounds all tiles, that with the least work is best.
     stage = max(multiply, load, from_memory) + _LOST_OVERLAP * (multiply + load)
     cycles = waves * (ceil_div(depth, config.stage_k) * stage + _FILL_CYCLES)

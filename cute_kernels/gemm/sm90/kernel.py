@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Uint8, cute, pipeline
+from cutlass import Float32, Int32, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.gemm.fakes import FakeArguments, fake_stream
@@ -28,9 +28,16 @@ from cute_kernels.gemm.sm90.consumer import Consumer
 from cute_kernels.gemm.sm90.epilogue import Epilogue
 from cute_kernels.gemm.sm90.fp4.operand import codes_view, scale_words_view
 from cute_kernels.gemm.sm90.loader import StageLoad
+from cute_kernels.gemm.sm90.promotion import Promoter
 from cute_kernels.gemm.sm90.storage import Barriers, Layouts, Stages, make_pipelines
 from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
-from cute_kernels.gemm.views import matrix_view, output_view, ragged_rows_view
+from cute_kernels.gemm.views import (
+    matrix_view,
+    output_view,
+    ragged_rows_view,
+    row_scales_view,
+    squares_view,
+)
 from cute_kernels.layout.slots import TILE_ROWS, most_rows
 
 if TYPE_CHECKING:
@@ -45,12 +52,14 @@ class Sources(NamedTuple):
     Attributes:
         m: operand M.
         n: operand N.
-        m_scales: operand M's block scales; None without.
+        m_scales: operand M's block scales, of tiles or of single rows; None without.
+        n_scales: operand N's, of single rows; None without.
     """
 
     m: Any
     n: Any
     m_scales: Any = None
+    n_scales: Any = None
 
     @classmethod
     def paired(cls, atoms: Sources, tensors: Sources) -> Sources:
@@ -102,12 +111,13 @@ class Sm90Gemm:
         """Launch the kernel.
 
         Args:
-            a: (T, K) fp16 or bf16; in a k_grouped product (T, M), or (M, 64 * tiles) codes.
-            a_scales: scale tiles if it is codes.
-            a_amax: (G,) fp32, or (T,) when row-scaled.
+            a: (T, K) elements that are multiplied; in a k_grouped product (T, M), or (M, slots) if
+                they are quantized, or (M, 64 * tiles) codes.
+            a_scales: scale tiles if it is codes; fp32 scales, see ``FakeArguments``.
+            a_amax: (G,) fp32 second level, or (T,) when row-scaled.
             b: (G, N, K) or (G, K, N), or (G, N, >= K / 2) codes; in a k_grouped product (T, N), or
-                (N, 128 * tiles) fp16.
-            b_scales: scale tiles if it is codes.
+                (N, slots).
+            b_scales: likewise.
             b_amax: (G,) fp32.
             offs: (G,) int32 end rows.
             bias: (G, N), or None.
@@ -120,9 +130,9 @@ class Sm90Gemm:
         multiple of 128.
         """
         config, layouts = self.config, Layouts(self.config)
-        m, n, m_scales = a, b, a_scales
+        m, n, m_scales, n_scales = a, b, a_scales, b_scales
         if cutlass.const_expr(config.tile.swap_ab):
-            m, n, m_scales = b, a, b_scales
+            m, n, m_scales, n_scales = b, a, b_scales, a_scales
         m, n = self.views(m, n)
         sources = Sources(
             self.source(m, layouts.stages.m, layouts.tilers.m),
@@ -132,16 +142,22 @@ class Sm90Gemm:
             words = scale_words_view(m_scales)
             scales = self.source(words, layouts.stages.m_scales, layouts.tilers.m_scales)
             sources = sources._replace(m_scales=scales)
+        squares = (None, None)
+        if cutlass.const_expr(config.kind.has_row_scales):
+            rows, squares = self.row_scales(layouts, m_scales, n_scales)
+            sources = sources._replace(m_scales=rows[0], n_scales=rows[1])
         if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
             num_rows = a.shape[0]
         else:
             # T itself is not known here; the most rows that the slots hold give the same slots.
             num_rows = most_rows(n.shape[1] // TILE_ROWS, offs.shape[0])
-        # Codes may be padded along K, operand N never is.
-        extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], n.shape[1])))
+        # Codes of B may be padded along K.
+        depth = (n if config.tile.swap_ab else m).shape[1]
+        extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], depth)))
         self.kernel(
             sources.each("atom"),
             sources.each("tensor"),
+            squares,
             EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias),
             offs,
             extents,
@@ -161,7 +177,24 @@ class Sm90Gemm:
         if config.is_decoded:
             return codes_view(m), matrix_view(n, OPERANDS[config.multiplied], False)
         m_major, n_major = config.mn_major
-        return matrix_view(m, config.kind, m_major), matrix_view(n, config.kind, n_major)
+        return matrix_view(m, config.m_kind, m_major), matrix_view(n, config.n_kind, n_major)
+
+    def row_scales(
+        self, layouts: Layouts, m_scales: cute.Tensor, n_scales: cute.Tensor
+    ) -> tuple[list[TmaSource | None], tuple[cute.Tensor | None, ...]]:
+        """Copies of the fp32 scales of single rows of operands M and N; those of squares."""
+        rows: list[TmaSource | None] = []
+        squares: list[cute.Tensor | None] = []
+        sides = (
+            (m_scales, layouts.stages.m_scales, layouts.tilers.m_scales),
+            (n_scales, layouts.stages.n_scales, layouts.tilers.n_scales),
+        )
+        for scales, stages, tiler in sides:
+            is_square = tiler is None
+            squares.append(squares_view(scales) if is_square else None)
+            view = None if is_square else row_scales_view(scales)
+            rows.append(None if is_square else self.source(view, stages, tiler))
+        return rows, tuple(squares)
 
     def source(
         self, tensor: cute.Tensor, staged: Any, tiler: tuple[int, ...], sharers: int = 1
@@ -178,6 +211,7 @@ class Sm90Gemm:
         self,
         atoms: Sources,
         tensors: Sources,
+        squares: tuple[cute.Tensor | None, ...],
         epilogue_tensors: EpilogueTensors,
         offs: cute.Tensor,
         extents: Extents,
@@ -200,7 +234,10 @@ class Sm90Gemm:
             cute.arch.setmaxregister_increase(consumer_registers)
             buffers = (barriers.blocks, barriers.factors)
             epilogue = Epilogue(config, epilogue_tensors, *buffers, cta)
-            Consumer(config, layouts, shared, tiles, ab_pipeline, epilogue).run()
+            promoter = None
+            if cutlass.const_expr(config.promotes):
+                promoter = Promoter(config, shared, squares, cta)
+            Consumer(config, layouts, shared, tiles, ab_pipeline, epilogue, promoter).run()
         else:
             cute.arch.setmaxregister_decrease(other_registers)
             if warp == warps.scheduler_warp_id:
@@ -211,35 +248,46 @@ class Sm90Gemm:
                 LoadWarp(config, *loads, tiles, ab_pipeline).run()
 
     def allocate_stages(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts) -> Stages:
-        """Stages of both operands, and of operand M's block scales, in shared memory."""
+        """Stages of both operands, and of their block scales, in shared memory."""
 
-        def swizzled(layout: cute.ComposedLayout) -> cute.Tensor:
+        def swizzled(layout: cute.ComposedLayout, element: Any) -> cute.Tensor:
             return smem.allocate_tensor(
-                layouts.element, layout.outer, byte_alignment=1024, swizzle=layout.inner
+                element, layout.outer, byte_alignment=1024, swizzle=layout.inner
             )
 
-        staged = layouts.stages
+        def scales(layout: cute.Layout | None) -> cute.Tensor | None:
+            if layout is None:
+                return None
+            return smem.allocate_tensor(Float32, layout, byte_alignment=128)
+
+        staged, (m_element, n_element) = layouts.stages, layouts.elements
         if not self.config.is_decoded:
-            return Stages(swizzled(staged.m), swizzled(staged.n))
+            m, n = swizzled(staged.m, m_element), swizzled(staged.n, n_element)
+            return Stages(m, n, scales(staged.m_scales), scales(staged.n_scales))
         return Stages(
             m=smem.allocate_tensor(Uint8, staged.m, byte_alignment=1024),
-            n=swizzled(staged.n),
+            n=swizzled(staged.n, n_element),
             m_scales=smem.allocate_tensor(Int32, staged.m_scales, byte_alignment=128),
         )
 
     def stage_loads(
         self, layouts: Layouts, sources: Sources, shared: Stages, cta: Int32
     ) -> tuple[tuple[StageLoad, ...], tuple[StageLoad, ...]]:
-        """How operands M and N, and operand M's block scales, get into shared memory."""
+        """How operands M and N, and their block scales, get into shared memory."""
         tile, kind = self.config.tile, self.config.kind
 
         def own(which: str, k_divisor: int, is_scale: bool = False) -> StageLoad:
             parts = (getattr(x, which) for x in (sources, shared, layouts.tilers))
-            return StageLoad(*parts, k_divisor, cta * tile.m, Int32(0), 1, is_scale)
+            first_row = cta * tile.m if which.startswith("m") else Int32(0)
+            return StageLoad(*parts, k_divisor, first_row, Int32(0), 1, is_scale)
 
         common = (Int32(0), cta, tile.num_ctas, False)
-        operand_n = StageLoad(sources.n, shared.n, layouts.tilers.n, 1, *common)
-        if not self.config.is_decoded:
-            return (own("m", 1),), (operand_n,)
-        codes, scales = own("m", 8 // kind.bits), own("m_scales", kind.scale_tile_k, True)
-        return (codes, scales), (operand_n,)
+        operand_n = [StageLoad(sources.n, shared.n, layouts.tilers.n, 1, *common)]
+        if self.config.is_decoded:
+            codes, scales = own("m", 8 // kind.bits), own("m_scales", kind.scale_tile_k, True)
+            return (codes, scales), tuple(operand_n)
+        operand_m = [own("m", 1)]
+        for which, loads in (("m_scales", operand_m), ("n_scales", operand_n)):
+            if getattr(sources, which) is not None:
+                loads.append(own(which, kind.sf_vec_size, True))
+        return tuple(operand_m), tuple(operand_n)

@@ -1,4 +1,4 @@
-"""How both operands, and operand M's block scales, get into shared memory."""
+"""How both operands, and their block scales, get into shared memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class StageLoad(NamedTuple):
 
     Attributes:
         source: where it comes from, (rows, K, G); of block scales see ``fp4.views``.
-        shared: its stages, (rows, K, STAGE), or (row tiles, K tiles, words, STAGE).
+        shared: its stages, (rows, K, STAGE), or of scale tiles (row tiles, K tiles, words, STAGE).
         tiler: its extents in one stage, without the last.
         k_divisor: elements of K for one of its own along K.
         first_row: where this CTA's rows begin in the cluster's tile.
         cta: number of this CTA among those that share the rows.
         sharers: how many share them; each loads a part for all.
-        is_scale: it holds block scales.
+        is_scale: it holds block scales, whose rows are slots.
     """
 
     source: TmaSource
@@ -49,14 +49,14 @@ class StageLoad(NamedTuple):
         """Source tiles along K from ``k_start`` on, and stages to put them in."""
         k_start = k_start // self.k_divisor
         row += self.first_row
-        if cutlass.const_expr(self.is_scale):
+        modes = len(self.tiler)
+        if cutlass.const_expr(modes == 3):
             at = (row // SF_TILE_ROWS, k_start, Int32(0), group)
             rest = (0, None, 0, 0)
         else:
             at, rest = (row, k_start, group), (0, None, 0)
         origin = cute.domain_offset(at, self.source.tensor)
         tiles = cute.local_tile(origin, self.tiler, rest)
-        modes = len(self.tiler)
         to_shared, from_global = cpasync.tma_partition(
             self.source.atom,
             self.cta,

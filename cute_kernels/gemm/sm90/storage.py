@@ -11,7 +11,7 @@ from cutlass.utils import hopper_helpers
 from cute_kernels.gemm.scheduler import TILE_WORDS
 from cute_kernels.gemm.sm90.config import WARPGROUP_M
 from cute_kernels.gemm.sm90.fp4.operand import codes_stages, scale_stages
-from cute_kernels.gemm.views import DSL_TYPES
+from cute_kernels.gemm.views import DSL_TYPES, element_type
 
 if TYPE_CHECKING:
     import cutlass
@@ -31,21 +31,24 @@ class Stages(NamedTuple):
     """Stages in shared memory, or their layouts.
 
     Attributes:
-        m: operand M, (rows, K, STAGE); bytes if it comes as codes.
+        m: operand M, (rows, K, STAGE); bytes if it is decoded.
         n: operand N, (rows, K, STAGE).
-        m_scales: operand M's block scales, (row tiles, K tiles, words, STAGE); None without.
+        m_scales: operand M's block scales, (row tiles, K tiles, words, STAGE) if it is decoded, and
+            (rows, 1, STAGE) of single rows; None without.
+        n_scales: operand N's, of single rows; None without.
     """
 
     m: Any
     n: Any
     m_scales: Any = None
+    n_scales: Any = None
 
 
 class Layouts:
     """The tiled MMA and the layouts of a configuration; made while tracing.
 
     Attributes:
-        element: type of the elements that are multiplied.
+        elements: types of the elements of operands M and N that are multiplied.
         tiled_mma: the MMA.
         stages: stages of both operands.
         tilers: extents of one stage, without the last.
@@ -54,26 +57,30 @@ class Layouts:
     def __init__(self, config: Sm90GemmConfig):
         self.config = config
         tile = config.tile
-        self.element = DSL_TYPES[config.multiplied]
+        if config.is_decoded:
+            self.elements = (DSL_TYPES[config.multiplied],) * 2
+        else:
+            self.elements = element_type(config.m_kind), element_type(config.n_kind)
         m_major, n_major = config.mn_major
         self.tiled_mma = self.mma_of(tile.n)
         n_tiler = (tile.n, config.stage_k)
-        n = self._staged(n_tiler, n_major, config.num_ab_stage)
+        n = self._staged(1, n_tiler, n_major)
         if config.is_decoded:
             m_tiler, m = codes_stages(config)
             scale_tiler, scales = scale_stages(config)
             self.tilers, self.stages = Stages(m_tiler, n_tiler, scale_tiler), Stages(m, n, scales)
         else:
             m_tiler = (tile.m, config.stage_k)
-            m = self._staged(m_tiler, m_major, config.num_ab_stage)
-            self.tilers, self.stages = Stages(m_tiler, n_tiler), Stages(m, n)
+            m = self._staged(0, m_tiler, m_major)
+            rows = config.row_scales
+            self.tilers = Stages(m_tiler, n_tiler, *((r, 1) if r else None for r in rows))
+            self.stages = Stages(m, n, *(self._scales(r) if r else None for r in rows))
 
     def mma_of(self, width: int) -> cute.TiledMma:
         """The MMA of all consumer warpgroups for ``width`` columns."""
         config, source = self.config, warpgroup.OperandSource
         return hopper_helpers.make_trivial_tiled_mma(
-            self.element,
-            self.element,
+            *self.elements,
             *(OperandMajorMode.MN if mn else OperandMajorMode.K for mn in config.mn_major),
             Float32,
             (config.consumers, 1, 1),
@@ -81,12 +88,17 @@ class Layouts:
             source.RMEM if config.is_decoded else source.SMEM,
         )
 
-    def _staged(self, tiler: tuple[int, int], mn_major: bool, stages: int) -> Any:
-        width = self.element.width // 8 * tiler[0 if mn_major else 1]
+    def _staged(self, operand: int, tiler: tuple[int, int], mn_major: bool) -> Any:
+        element = self.elements[operand]
+        width = element.width // 8 * tiler[0 if mn_major else 1]
         swizzles = _MN_SWIZZLES if mn_major else _K_SWIZZLES
-        atom = warpgroup.make_smem_layout_atom(swizzles[min(width, 128)], self.element)
+        atom = warpgroup.make_smem_layout_atom(swizzles[min(width, 128)], element)
         order = (1, 0, 2) if mn_major else (0, 1, 2)
-        return cute.tile_to_shape(atom, (*tiler, stages), order)
+        return cute.tile_to_shape(atom, (*tiler, self.config.num_ab_stage), order)
+
+    def _scales(self, rows: int) -> cute.Layout:
+        """Stages of fp32 scales of single rows."""
+        return cute.make_layout((rows, 1, self.config.num_ab_stage), stride=(1, rows, rows))
 
 
 class Barriers(NamedTuple):

@@ -52,16 +52,27 @@ def force_tile(tile: TileShape) -> Iterator[None]:
         registry.forget_plans()
 
 
-def _operand(op: GroupedGemm) -> str:
-    """Name of the kind of the operands, as GEMM configurations have it."""
-    fmt = op.b_record
-    return dtype_name(op.a.dtype) if fmt is None else operand_of(fmt).name
+def _operands(op: GroupedGemm) -> dict[str, Any]:
+    """The kinds of both operands, as GEMM configurations have them."""
+    if op.b_record is None:
+        return {"operand": dtype_name(op.a.dtype)}
+    b = operand_of(op.b_record)
+    a = b if op.a_record is None else operand_of(op.a_record)
+    return {"operand": a.name} if a is b else {"operand": a.name, "b_operand": b.name}
 
 
-def _sm90_fields(op: MGrouped) -> dict[str, Any]:
-    """Fields of a configuration that only sm_90a has: of products with NVFP4 weights."""
-    if op.a_format is None and op.b_format is not None:
+def _sm90_fields(op: GroupedGemm) -> dict[str, Any]:
+    """Fields of a configuration that only sm_90a has: of products with quantized weights."""
+    a, b = op.a_record, op.b_record
+    if b is None:
+        return {}
+    if a is None:
         return {"activations": dtype_name(op.a.dtype)}
+    kind = operand_of(b)
+    if kind.has_row_scales:
+        return {"pow2_scales": a.has_pow2_scales and b.has_pow2_scales}
+    if kind.has_short_sums:
+        return {"split": op.is_split}
     return {"prepacked": True} if op.prepacked else {}
 
 
@@ -73,14 +84,14 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
         return _nothing
     cls = CONFIGS[launch.arch]
     base = cls(
-        _operand(op),
+        **_operands(op),
         tile=cls.any_tile("m_grouped"),
         out_dtype=dtype_name(spec.dtype),
         row_scaled=op.row_scaled,
         bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
         has_alpha=op.alpha is not None,
         transpose_b=op.is_b_mn_major,
-        **_sm90_fields(op),
+        **(_sm90_fields(op) if launch.arch == "sm_90a" else {}),
     )
     problem = GemmProblem(
         base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth
@@ -103,11 +114,12 @@ def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
         return _zero
     cls = CONFIGS[launch.arch]
     base = cls(
-        _operand(op),
-        "k_grouped",
+        **_operands(op),
+        grouping="k_grouped",
         tile=cls.any_tile("k_grouped"),
         out_dtype=dtype_name(spec.dtype),
         has_alpha=op.alpha is not None,
+        **(_sm90_fields(op) if launch.arch == "sm_90a" else {}),
     )
     problem = GemmProblem(base.operand, "k_grouped", base.out_dtype, groups, op.rows, n, m=m)
     return _runner(op, _choose(base, problem, launch), launch)

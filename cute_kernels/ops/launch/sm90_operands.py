@@ -1,4 +1,4 @@
-"""What is done to FP4 operands before the GEMM of sm_90a, which takes one of them as values.
+"""What is done to operands before the GEMM of sm_90a: it takes one of two FP4 operands as values.
 
 Values have their elements in the order in which instructions contract them, see
 ``gemm.sm90.fp4.decode``, and K filled up to whole pieces.
@@ -43,7 +43,30 @@ def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) 
         return _arranger(op, config.activations, launch)
     if config.expanded is not None:
         return _expander(op, config.expanded, launch)
-    return None
+    return _rows_first(op, config)
+
+
+def _rows_first(op: GroupedGemm, config: Sm90GemmConfig) -> Prepare | None:
+    """What turns the scales of squares of columnwise copies; None if there are none.
+
+    Those of both copies lie as the rows of the tensor do, which the columnwise one contracts.
+    """
+    sides = {
+        "a": (config.kind, config.grouping == "k_grouped"),
+        "b": (config.b_kind, op.uses_columnwise),
+    }
+    turned = [kind.has_squares and columnwise for kind, columnwise in sides.values()]
+    if not any(turned):
+        return None
+
+    def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+        first, second = (
+            (x[0], x[1].mT, x[2]) if turn and x[1] is not None else x
+            for x, turn in zip((a, b), turned, strict=True)
+        )
+        return first, second
+
+    return run
 
 
 def values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> ValuesConfig | None:

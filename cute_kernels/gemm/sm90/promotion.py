@@ -1,0 +1,191 @@
+"""Sums of a stage of K from accumulators to fp32 registers, times block scales.
+
+Accumulators of sm_90a keep 13 fraction bits of a sum of FP8 products. A fresh one for every 128 of
+K, moved to fp32 registers, keeps the error that of 128 products:
+
+    y = fl(y + partial)                   without block scales
+    y = fma(fl(partial * s), t, y)        with fp32 block scales, see ``reference.dots``
+    y = fma(partial, s * t, y)            if all of them are powers of two
+
+s is the scale of the operand that has one for each row, A's if both have. The last form gives the
+bits of the one before unless a product overflows or is subnormal. It is taken where one operand has
+scales of squares: then s * t is of a row, or of a column, and not of each sum.
+
+Scales of single rows come with the stage. Those of squares, one or two numbers a warpgroup and
+stage, are read from global memory while the stage is multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from cute_kernels.device.memory import load_shared
+from cute_kernels.device.ptx import asm, bits_as_f32
+from cute_kernels.gemm.sm90.config import WARPGROUP_M
+from cute_kernels.gemm.sm90.warp_schedule import WARPGROUP_SIZE
+
+if TYPE_CHECKING:
+    from cute_kernels.gemm.scheduler import WorkTile
+    from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+    from cute_kernels.gemm.sm90.storage import Stages
+
+__all__ = ["Promoter", "StageScales"]
+
+
+def _mul(a: Float32, b: Float32) -> Float32:
+    return asm("mul.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
+
+
+def _add(a: Float32, b: Float32) -> Float32:
+    return asm("add.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
+
+
+def _fma(a: Float32, b: Float32, c: Float32) -> Float32:
+    return asm("fma.rn.f32 $0, $1, $2, $3;", [Float32], [a, b, c])  # type: ignore[no-any-return]
+
+
+class StageScales(NamedTuple):
+    """Scales of one stage that a thread has in registers.
+
+    Attributes:
+        m: of its two rows of operand M.
+        n: of operand N's square of each part; None where columns have scales of their own.
+    """
+
+    m: tuple[Any, Any]
+    n: list[Any] | None
+
+
+class Promoter:
+    """Promotes the partial sums of one warpgroup, 64 rows of operand M by ``partial_n`` columns.
+
+    A thread has rows r and r + 8 of 16 a warp, and columns 8 j + 2 q and the next for its place q
+    in a quad.
+
+    Args:
+        config: the kernel's configuration.
+        stages: the stages, whose scales of single rows are read.
+        squares: scales of squares of operands M and N, (blocks along rows, blocks along K, groups);
+            None each where there are none.
+        cta: number of the CTA in its cluster.
+    """
+
+    def __init__(
+        self,
+        config: Sm90GemmConfig,
+        stages: Stages,
+        squares: tuple[cute.Tensor | None, ...],
+        cta: Int32,
+    ):
+        self.config = config
+        self.m_squares, self.n_squares = squares
+        thread = cute.arch.thread_idx()[0]
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP_SIZE)
+        lane = thread % 32
+        #: First row of this warpgroup, in the CTA's tile and in the cluster's.
+        first = group * WARPGROUP_M
+        self.first_m = cta * config.tile.m + first
+        row = first + thread % WARPGROUP_SIZE // 32 * 16 + lane // 4
+        if stages.m_scales is not None:
+            self.m_rows = stages.m_scales.iterator.toint() + row * 4
+        if stages.n_scales is not None:
+            self.n_rows = stages.n_scales.iterator.toint() + lane % 4 * 8
+        self.has_columns = config.row_scales[1] > 0
+        #: Whether s * t is multiplied first.
+        self.folds = config.pow2_scales and 0 in config.row_scales
+        #: Whether s is of rows of operand M.
+        self.m_is_first = config.row_scales[0] > 0 and not (
+            config.tile.swap_ab and self.has_columns
+        )
+
+    @property
+    def reads_last(self) -> bool:
+        """Whether a stage is read once its products are complete."""
+        return self.has_columns
+
+    def square(
+        self, squares: cute.Tensor, row: Int32, block: Int32, is_ragged: bool, group: Int32
+    ) -> Float32:
+        """The scale of the square that holds ``row``, the ``block``-th along K."""
+        at = row // self.config.kind.sf_vec_size
+        # Tiles may reach past the last row, and end rows that break the rules anywhere.
+        at = cutlass.min(at, squares.shape[0] - 1)
+        block = cutlass.min(block, squares.shape[1] - 1)
+        return squares[at, block, Int32(0) if is_ragged else group]
+
+    def squares_of(self, tile: WorkTile, block: Int32) -> tuple[Any, list[Any] | None]:
+        """Scales of squares for the ``block``-th block along K; None where there are none."""
+        config = self.config
+        m, n = None, None
+        swapped, k_grouped = config.tile.swap_ab, config.grouping == "k_grouped"
+        if self.m_squares is not None:
+            row = tile.m_sf_row + self.first_m
+            m = self.square(self.m_squares, row, block, k_grouped or not swapped, tile.group)
+        if self.n_squares is not None:
+            n = []
+            for first in range(0, config.tile.n, config.partial_n):
+                row = tile.n_sf_row + first
+                n.append(self.square(self.n_squares, row, block, k_grouped or swapped, tile.group))
+        return m, n
+
+    def of_stage(self, squares: tuple[Any, list[Any] | None], stage: Int32) -> StageScales | None:
+        """The scales of a stage that is there; what ``squares_of`` gave for it is part of them."""
+        m, n = squares
+        if not self.config.kind.has_row_scales:
+            return None
+        if self.config.row_scales[0]:
+            at = self.m_rows + stage * (self.config.row_scales[0] * 4)
+            (first,), (second,) = load_shared(at, 1), load_shared(at + 32, 1)
+            return StageScales((bits_as_f32(first), bits_as_f32(second)), n)
+        return StageScales((m, m), n)
+
+    def promote(
+        self,
+        acc: cute.Tensor,
+        partial: cute.Tensor,
+        part: int,
+        stage: Int32,
+        scales: StageScales | None,
+    ) -> None:
+        """Add partial sums to those of the ``part``-th ``partial_n`` columns.
+
+        Args:
+            acc: sums, of compact layout.
+            partial: partial sums.
+            part: which columns.
+            stage: number of the stage.
+            scales: its scales; None where there are none.
+        """
+        size = cute.size(partial)
+        for j in range(size // 4):
+            columns = None if scales is None else self.columns(part, j, stage, scales)
+            for i in range(4):
+                at = part * size + j * 4 + i
+                value, total = partial[j * 4 + i], acc[at]
+                if scales is None or columns is None:
+                    acc[at] = _add(total, value)
+                else:
+                    m, n = scales.m[i // 2], columns[i % 2]
+                    acc[at] = self.scaled(value, m, n, total)
+
+    def columns(
+        self, part: int, j: int, stage: Int32, scales: StageScales
+    ) -> tuple[Float32, Float32]:
+        """Scales of the thread's two columns of the ``j``-th eight of a part."""
+        if scales.n is not None:
+            return scales.n[part], scales.n[part]
+        at = part * self.config.partial_n + j * 8
+        first, second = load_shared(
+            self.n_rows + stage * (self.config.row_scales[1] * 4) + at * 4, 2
+        )
+        return bits_as_f32(first), bits_as_f32(second)
+
+    def scaled(self, value: Float32, m: Float32, n: Float32, total: Float32) -> Float32:
+        """``total`` plus a partial sum times both scales."""
+        if self.folds:
+            return _fma(value, _mul(m, n), total)
+        first, second = (m, n) if self.m_is_first else (n, m)
+        return _fma(_mul(value, first), second, total)

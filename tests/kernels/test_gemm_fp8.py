@@ -1,0 +1,247 @@
+"""FP8 products of sm_90a, bit for bit against the tensor-core reference.
+
+Runs on the emulator, and again on a Hopper GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cute_kernels import emulator
+from cute_kernels.gemm.choice import choose_config
+from cute_kernels.gemm.problem import GemmProblem
+from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
+from cute_kernels.gemm.sm100.config import Sm100GemmConfig
+from tests.helpers import assert_same_bytes
+from tests.kernels.gemm_support import SHAPES, WGRAD_SHAPES, Product, k_grouped, m_grouped
+from tests.kernels.op_support import MODE_IDS, MODES
+from tests.kernels.test_gemm_sm90 import DEVICES, K_TILES, M_TILES, name_of
+
+SQUARES = "fp8_block:block=128x128"
+FAST = Sm90GemmConfig("fp8", tile=M_TILES["256x32"])
+FAST_ALL = Sm90GemmConfig(
+    "fp8",
+    b_operand="fp8:dtype=e5m2",
+    out_dtype="float16",
+    bias_dtype="float32",
+    has_alpha=True,
+    accumulate=True,
+    tile=M_TILES["256x128x2"],
+)
+SPLIT = Sm90GemmConfig("fp8:dtype=e5m2", b_operand="fp8", split=True, tile=M_TILES["128x128"])
+BLOCK = Sm90GemmConfig("fp8_block", b_operand=SQUARES, pow2_scales=True, tile=M_TILES["256x16"])
+BLOCK_ALL = Sm90GemmConfig(
+    "fp8_block",
+    b_operand=SQUARES,
+    out_dtype="float32",
+    bias_dtype="bfloat16",
+    has_alpha=True,
+    accumulate=True,
+    tile=M_TILES["128x256x2"],
+)
+#: A has the scales of squares.
+TURNED = Sm90GemmConfig(SQUARES, b_operand="fp8_block:dtype=e5m2", tile=M_TILES["128x128"])
+UNSWAPPED = Sm90GemmConfig(
+    "fp8_block",
+    b_operand=SQUARES,
+    out_dtype="float16",
+    pow2_scales=True,
+    bias_dtype="bfloat16",
+    tile=K_TILES["128x256x2"],
+)
+UNSWAPPED_ALL = dataclasses.replace(
+    FAST_ALL, out_dtype="float32", bias_dtype="float16", tile=K_TILES["128x256"]
+)
+ROWS = Sm90GemmConfig("fp8_block", pow2_scales=True, tile=M_TILES["256x64"])
+FPROPS = {
+    "fast": FAST,
+    "fast, all": FAST_ALL,
+    "split": SPLIT,
+    "block": BLOCK,
+    "block, all": BLOCK_ALL,
+    "squares x rows": TURNED,
+    "rows x rows": ROWS,
+    "unswapped": UNSWAPPED,
+    "unswapped fast, all": UNSWAPPED_ALL,
+}
+WGRAD = Sm90GemmConfig("fp8_block", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
+WGRADS = {
+    "fast": Sm90GemmConfig("fp8", "k_grouped", tile=K_TILES["128x256"]),
+    "split": Sm90GemmConfig(
+        "fp8:dtype=e5m2",
+        "k_grouped",
+        b_operand="fp8",
+        out_dtype="float32",
+        accumulate=True,
+        has_alpha=True,
+        split=True,
+        tile=K_TILES["128x128"],
+    ),
+    "block": WGRAD,
+    "block, wide": dataclasses.replace(WGRAD, pow2_scales=True, tile=K_TILES["128x256x2"]),
+    "rows x squares": dataclasses.replace(WGRAD, b_operand=SQUARES, accumulate=True),
+    "squares x rows": dataclasses.replace(WGRAD, operand=SQUARES, b_operand="fp8_block"),
+}
+
+
+@pytest.fixture(params=DEVICES, ids=["emulated", "gpu"][: len(DEVICES)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def wild(product: Product) -> Product:
+    """With every code, NaN and infinity included, and scales of every magnitude."""
+    generator = torch.Generator().manual_seed(3)
+    for operand in (product.a, product.b):
+        codes = operand.codes.view(torch.uint8)
+        drawn = torch.randint(0, 256, codes.shape, generator=generator).to(torch.uint8)
+        # Few NaN and infinities, so that some sums are finite; padding and tails stay as they are.
+        is_kept = torch.rand(codes.shape, generator=generator).gt(0.002)
+        is_kept &= ~drawn.view(operand.codes.dtype).float().isfinite()
+        is_kept |= (codes == 0xFF) | (codes == 0)
+        codes.copy_(torch.where(is_kept, codes, drawn))
+        if operand.scales is not None:
+            scales = operand.scales
+            power = torch.randint(-20, 20, scales.shape, generator=generator).float().exp2()
+            scales.copy_(torch.where(scales.isfinite(), scales * power, scales))
+    return product
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("config", FPROPS.values(), ids=FPROPS)
+def test_fprop(config: Sm90GemmConfig, shape: str, device: str) -> None:
+    sizes, n, k, tail = SHAPES[shape]
+    product = m_grouped(config, sizes, n, k, tail=tail)
+    assert_same_bytes(product.run(device=device), product.expected())
+
+
+@pytest.mark.parametrize("k", [16, 144, 272])
+@pytest.mark.parametrize("config", FPROPS.values(), ids=FPROPS)
+def test_dgrad_reads_a_columnwise_copy(config: Sm90GemmConfig, k: int, device: str) -> None:
+    product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
+    assert_same_bytes(product.run(device=device), product.expected())
+
+
+@pytest.mark.parametrize("shape", WGRAD_SHAPES)
+@pytest.mark.parametrize("config", WGRADS.values(), ids=WGRADS)
+def test_wgrad(config: Sm90GemmConfig, shape: str, device: str) -> None:
+    sizes, m, n, tail = WGRAD_SHAPES[shape]
+    product = k_grouped(config, sizes, m, n, tail=tail)
+    assert_same_bytes(product.run(device=device), product.expected())
+
+
+@pytest.mark.parametrize("config", [FAST, BLOCK_ALL], ids=["fast", "block"])
+@pytest.mark.parametrize("tile", SM90_TILES, ids=lambda t: name_of(t) + " swapped" * t.swap_ab)
+def test_every_tile(config: Sm90GemmConfig, tile: Sm90Tile, device: str) -> None:
+    if not config.takes(tile):
+        with pytest.raises(ValueError, match="cannot have the tile"):
+            dataclasses.replace(config, tile=tile)
+        return
+    config = dataclasses.replace(config, tile=tile, out_dtype="float32")
+    product = wild(m_grouped(config, [20, 0, 5, tile.n + 1], 136, 160, tail=11))
+    assert_same_bytes(product.run(tile.num_ctas, device), product.expected(), any_nan=True)
+
+
+@pytest.mark.parametrize("config", WGRADS.values(), ids=WGRADS)
+def test_every_code_and_scale(config: Sm90GemmConfig, device: str) -> None:
+    product = wild(k_grouped(config, [130, 0, 40], 136, 72))
+    assert_same_bytes(product.run(2, device), product.expected(), any_nan=True)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
+    # One or two CTAs and more stages than fit, so that every ring is gone through again.
+    for product, num_sms in (
+        (m_grouped(FAST, [33, 0, 5], 24, 1056, tail=11), 1),
+        (m_grouped(FAST_ALL, [130, 0, 5], 24, 656, tail=1), 2),
+        (m_grouped(SPLIT, [130, 5], 24, 1040, tail=1), 1),
+        (m_grouped(BLOCK, [17, 0, 5], 24, 1056, tail=1), 1),
+        (m_grouped(BLOCK_ALL, [257, 0, 5], 24, 656, tail=1), 2),
+        (m_grouped(UNSWAPPED, [257, 0, 5], 24, 656, tail=1), 2),
+        (k_grouped(WGRAD, [100, 0, 5, 800], 8, 136), 1),
+    ):
+        want = product.expected()
+        with emulator.options(**mode):
+            assert_same_bytes(product.run(num_sms), want)
+
+
+@pytest.mark.parametrize("config", [FAST, BLOCK, UNSWAPPED], ids=["fast", "block", "unswapped"])
+def test_the_tail_can_be_zeroed(config: Sm90GemmConfig, device: str) -> None:
+    config = dataclasses.replace(config, zero_tail=True, bias_dtype="float32")
+    for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
+        product = m_grouped(config, sizes, 72, 96, tail=tail)
+        want = product.expected()
+        want[sum(sizes) :] = 0.0
+        assert_same_bytes(product.run(2, device), want)
+
+
+@pytest.mark.parametrize(
+    "config", [SPLIT, BLOCK_ALL, UNSWAPPED], ids=["split", "block", "unswapped"]
+)
+def test_only_rows_of_groups_are_touched(config: Sm90GemmConfig) -> None:
+    config = dataclasses.replace(config, out_dtype="float32")
+    product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
+    want = product.expected()
+    memory = product.before.numpy().copy()
+    out = torch.from_numpy(memory)
+    prepared = product.prepared(out, 2)
+    try:
+        tensors = [t for t in prepared if isinstance(t, torch.Tensor) and t is not out]
+        emulator.watch(*tensors, torch.from_numpy(memory[:105]))
+        product.launch(prepared)
+        assert_same_bytes(out, want)
+    finally:
+        emulator.unwatch()
+
+
+def test_partial_sums_are_promoted_in_order() -> None:
+    """Sums that one accumulator would cut, and that another order of scales would round anew."""
+    product = m_grouped(BLOCK_ALL, [40], 16, 1024)
+    assert product.b.scales is not None and product.a.scales is not None
+    product.a.scales.mul_(1 + 2**-20)
+    product.b.scales.mul_(3)
+    assert_same_bytes(product.run(2), product.expected())
+    fast, split = (m_grouped(dataclasses.replace(SPLIT, split=s), [40], 16, 1024) for s in (0, 1))
+    assert not torch.equal(fast.run(2), split.run(2))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"operand": "fp8_block", "split": True}, "split"),
+        ({"operand": "bfloat16", "split": True}, "split"),
+        ({"operand": "fp8", "pow2_scales": True}, "scales"),
+        ({"operand": SQUARES}, "each row"),
+        ({"operand": "fp8", "b_operand": "fp8_block"}, "not multiplied by"),
+        ({"operand": "fp8", "b_operand": "int8"}, "b_operand"),
+        ({"operand": "fp8", "split": True, "tile": M_TILES["256x128x2"]}, "cannot have the tile"),
+    ],
+)
+def test_meaningless_configurations_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sm90GemmConfig(**{"tile": M_TILES["128x128"], **fields})
+
+
+def test_other_architectures_have_no_kernel() -> None:
+    with pytest.raises(ValueError, match="no kernel for fp8"):
+        Sm100GemmConfig("fp8")
+
+
+@pytest.mark.parametrize("config", [FAST, SPLIT, BLOCK, WGRAD], ids=lambda c: c.operand)
+@pytest.mark.parametrize("tile", SM90_TILES, ids=name_of)
+def test_memory_of_every_tile_fits(config: Sm90GemmConfig, tile: Sm90Tile) -> None:
+    if config.takes(tile):
+        config = dataclasses.replace(config, tile=tile)
+        assert config.num_ab_stage >= 3
+        used = config.num_ab_stage * config.stage_bytes + config.epilogue_bytes
+        assert used <= 227 * 1024 - 2048
+
+
+def test_rows_of_scales_must_be_addressable() -> None:
+    for m in (16, 24, 20):
+        problem = GemmProblem("fp8_block", "k_grouped", "float32", 4, 512, 64, m=m)
+        assert bool(WGRAD.can_implement(problem)) == (m % 8 == 0)
+    assert choose_config(WGRAD, problem.__class__(*dataclasses.astuple(problem)[:-2], 16), 132)
