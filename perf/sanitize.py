@@ -11,6 +11,7 @@ or if memcheck misses a deliberate write past the end of a buffer.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -24,10 +25,14 @@ from cute_kernels.formats import NVFP4, parse
 from cute_kernels.gemm.sm90.config import SM90_TILES
 from cute_kernels.layout.shapes import round_up
 from cute_kernels.ops.launch.gemm import force_tile
+from perf.suites.gemm import PAIRS
 from perf.suites.quantize import DIRECTIONS, FORMATS, Quantization
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
+
+    from cute_kernels.formats import Format
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 #: Exit status of a tool that reports something.
@@ -35,7 +40,6 @@ _REPORTED = 9
 _DEVICE = "cuda"
 _ENDS, _ROWS = (5, 5, 70, 199, 200), 230
 _COLS, _WIDTH = 272, 208
-_BY_ROW = NVFP4(row_scaled=True)
 _FLAT: Any = torch.ops.cute_kernels
 
 
@@ -94,39 +98,77 @@ def _in_all_tiles(*calls: Any) -> None:
                 continue
 
 
+def _in_all_formats(product: str, run: Callable[[Format, Format, int, int], None]) -> None:
+    """Run with the formats of the operands, and a width and a K that they take."""
+    pairs = dict.fromkeys(pair.formats for pair in PAIRS if pair.fits(product))
+    for a, b in pairs:
+        if a is None or b is None:
+            continue
+        second = a if product == "wgrad" else b
+        multiple = math.lcm(a.k_multiple, second.k_multiple)
+        try:
+            run(a, second, round_up(_WIDTH, multiple), round_up(_COLS, multiple))
+        except cute_kernels.UnsupportedError as reason:
+            print(f"not here: {reason}")
+
+
+def _operand(
+    fmt: Format, x: torch.Tensor, offs: torch.Tensor | None, columnwise: bool = False
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One copy of ``x``: its codes, and its scales as products read them."""
+    buffers = ops.grouped_quantize(x, fmt.text, offs, None, not columnwise, columnwise)
+    named = dict(zip(fmt.buffer_names(columnwise), buffers, strict=True))
+    codes, *scales = (named[name] for name in fmt.operand_names(columnwise))
+    return codes, scales
+
+
 def m_grouped() -> None:
-    """Rows of groups times weights, in each tile."""
+    """Rows of groups times weights, in each format and tile."""
     x, weight, offs = _sample(_ROWS, _COLS), _sample(len(_ENDS), _WIDTH, _COLS), _offs()
-    bias, alpha = _sample(len(_ENDS), _WIDTH), torch.ones(len(_ENDS), device=_DEVICE)
-    a = ops.grouped_quantize(x, _BY_ROW.text, offs)
-    b = ops.grouped_quantize(weight, NVFP4().text)
-    out = torch.zeros(_ROWS, _WIDTH, device=_DEVICE)
-    quantized = (a[1:], b[1:], _BY_ROW.text, NVFP4().text)
+    bias = _sample(len(_ENDS), _WIDTH)
     _in_all_tiles(
-        lambda: ops.m_grouped_gemm(
-            a[0], b[0], offs, bias, alpha, False, torch.bfloat16, *quantized
-        ),
-        lambda: _FLAT.m_grouped_gemm_out(
-            *(a[0], b[0], offs, None, None, False, out.dtype, *quantized), out=out, accumulate=True
-        ),
         lambda: ops.m_grouped_gemm(x, weight, offs, bias),
         lambda: ops.m_grouped_gemm(x, weight.transpose(1, 2).contiguous(), offs, None, None, True),
+    )
+    _in_all_formats("fprop", _m_grouped)
+
+
+def _m_grouped(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
+    groups, offs = len(_ENDS), _offs()
+    a, a_scales = _operand(a_fmt, _sample(_ROWS, cols), offs)
+    b, b_scales = _operand(b_fmt, _sample(groups, width, cols), None)
+    b_t, t_scales = _operand(b_fmt, _sample(groups, cols, width), None, True)
+    bias, alpha = _sample(groups, width), torch.ones(groups, device=_DEVICE)
+    out = torch.zeros(_ROWS, width, device=_DEVICE)
+    texts, bf16 = (a_fmt.text, b_fmt.text), torch.bfloat16
+    plain = (offs, None, None, False, out.dtype, a_scales, b_scales, *texts)
+    _in_all_tiles(
+        lambda: ops.m_grouped_gemm(a, b, offs, bias, alpha, False, bf16, *plain[5:]),
+        lambda: _FLAT.m_grouped_gemm_out(a, b, *plain, out=out, accumulate=True),
+        lambda: ops.m_grouped_gemm(
+            a, b_t, offs, None, None, True, bf16, a_scales, t_scales, *texts
+        ),
     )
 
 
 def k_grouped() -> None:
-    """Two ragged operands over their common rows, in each tile."""
+    """Two ragged operands over their common rows, in each format and tile."""
     x, dy, offs = _sample(_ROWS, _COLS), _sample(_ROWS, _WIDTH), _offs()
-    text = NVFP4().text
-    a, b = (ops.grouped_quantize(t, text, offs, None, False, True) for t in (dy, x))
-    out = torch.zeros(len(_ENDS), _WIDTH, _COLS, device=_DEVICE)
-    quantized = (a[1:], b[1:], text, text)
+    _in_all_tiles(lambda: ops.k_grouped_gemm(dy, x, offs))
+    _in_all_formats("wgrad", _k_grouped)
+
+
+def _k_grouped(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
+    offs = _offs()
+    a, a_scales = _operand(a_fmt, _sample(_ROWS, width), offs, True)
+    b, b_scales = _operand(b_fmt, _sample(_ROWS, cols), offs, True)
+    out = torch.zeros(len(_ENDS), width, cols, device=_DEVICE)
+    quantized = (a_scales, b_scales, a_fmt.text, b_fmt.text)
     _in_all_tiles(
-        lambda: ops.k_grouped_gemm(a[0], b[0], offs, None, torch.bfloat16, *quantized),
+        lambda: ops.k_grouped_gemm(a, b, offs, None, torch.bfloat16, *quantized),
         lambda: _FLAT.k_grouped_gemm_out(
-            *(a[0], b[0], offs, None, out.dtype, *quantized), out=out, accumulate=True
+            a, b, offs, None, out.dtype, *quantized, out=out, accumulate=True
         ),
-        lambda: ops.k_grouped_gemm(dy, x, offs),
     )
 
 

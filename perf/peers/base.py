@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 import grouped
-from cute_kernels.formats import NVFP4
+from cute_kernels.formats import NVFP4, parse
 from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.reference.scales import untile_scales
+from perf.contender import Contender
 from perf.environment import package_version
+from perf.suites.base import element_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
 
-    from perf.contender import Contender
     from perf.measure import Meter
     from perf.operands import Operands
     from perf.suites.layer import LayerWork
@@ -82,6 +83,68 @@ class Peer:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             return {self.name: done.stdout.strip() or "unknown"}
         return {self.name: package_version(self.distribution) or "unknown"}
+
+    def quantizer(
+        self,
+        data: Input,
+        text: str,
+        prepare: Callable[[], Callable[[], Any]],
+        error: Callable[[Any], float],
+        *,
+        copies: int = 1,
+        note: str = "",
+    ) -> Contender:
+        """One of its quantizers, to the format ``text``.
+
+        Args:
+            data: what is quantized.
+            text: text of the format.
+            prepare: as ``Contender.prepare``.
+            error: as ``Contender.error``.
+            copies: how many it writes.
+            note: as ``Contender.note``.
+        """
+        fmt = parse(text)
+        moved = data.x.numel() * (2.0 + copies * element_bytes(fmt))
+        bound, versions = NOISE[fmt.name.partition("_")[0]], self.versions
+        return Contender(
+            self.name, text, prepare, error, bound, moved, versions=versions, note=note
+        )
+
+    def product(
+        self,
+        work: Operands,
+        text: str,
+        prepare: Callable[[], Callable[[], Tensor]],
+        a_bytes: float = 2.0,
+        b_bytes: float = 2.0,
+        *,
+        error: Callable[[Tensor], float] | None = None,
+        note: str = "",
+    ) -> Contender:
+        """One of its products.
+
+        Args:
+            work: the operands.
+            text: as ``Contender.format``; what stands last is the coarsest.
+            prepare: as ``Contender.prepare``.
+            a_bytes: of an element of A.
+            b_bytes: of one of B.
+            error: as ``Contender.error``, if the result is not laid out as ``work`` has it.
+            note: as ``Contender.note``.
+        """
+        noise = next(name for name in ("nvfp4", "fp8", "bfloat16") if name in text)
+        return Contender(
+            self.name,
+            text,
+            prepare,
+            error or work.error,
+            NOISE[noise],
+            work.least_bytes(a_bytes, b_bytes),
+            work.flops,
+            versions=self.versions,
+            note=note,
+        )
 
     def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
         """Its quantizers for an input."""

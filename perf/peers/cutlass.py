@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,10 +39,10 @@ _TILES = {"256x256": (256, 256, 2), "256x128": (256, 128, 2), "128x128": (128, 1
 class CutlassExample(Peer):
     """Its records stay in the repository, so that no checkout is needed to compare with them."""
 
-    name: ClassVar[str] = "CUTLASS"
-    module: ClassVar[str] = "cutlass"
-    distribution: ClassVar[str] = "nvidia-cutlass-dsl"
-    kinds: ClassVar[tuple[str, ...]] = ("emulator",)
+    name = "CUTLASS"
+    module = "cutlass"
+    distribution = "nvidia-cutlass-dsl"
+    kinds = ("emulator",)
 
     def missing(self, meter: Meter) -> str:
         if meter.kind != "emulator":

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from perf.contender import Contender
-from perf.peers.base import NOISE, Peer, padded_rows, unpadded_rows
+from perf.peers.base import Peer, padded_rows, unpadded_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from perf.contender import Contender
     from perf.operands import Operands
 
 __all__ = ["PEER"]
@@ -28,10 +28,10 @@ _HOPPER = 9
 class DeepGemm(Peer):
     """Its rows come padded to whole blocks of an expert, or to the largest expert (masked)."""
 
-    name: ClassVar[str] = "DeepGEMM"
-    module: ClassVar[str] = "deep_gemm"
-    distribution: ClassVar[str] = "deep_gemm"
-    capabilities: ClassVar[tuple[int, ...]] = (9, 10)
+    name = "DeepGEMM"
+    module = "deep_gemm"
+    distribution = "deep_gemm"
+    capabilities = (9, 10)
 
     def products(self, work: Operands) -> Iterator[Contender]:
         """Fprop; padding and conversion are not timed."""
@@ -39,23 +39,15 @@ class DeepGemm(Peer):
             return
         masked = work.rows < _MASKED_BELOW * work.shape.experts
         layout = "masked" if masked else "contiguous"
-        for text, is_fp8, noise in (
-            ("bfloat16", False, NOISE["bfloat16"]),
-            ("fp8 1x128 x 128x128", True, NOISE["fp8"]),
+        make = _masked if masked else _contiguous
+        for text, is_fp8, sizes in (
+            ("bfloat16", False, (2.0, 2.0)),
+            ("fp8 1x128 x 128x128", True, (1 + 4 / _BLOCK, 1.0)),
         ):
-            make = _masked if masked else _contiguous
             call = _Call(work, is_fp8)
-            yield Contender(
-                "DeepGEMM",
-                text,
-                functools.partial(make, call),
-                call.error,
-                noise,
-                work.least_bytes(*((1 + 4 / _BLOCK, 1.0) if is_fp8 else (2.0, 2.0))),
-                work.flops,
-                versions=self.versions,
-                note=f"{layout}, padded before",
-            )
+            prepare = functools.partial(make, call)
+            note = f"{layout}, padded before"
+            yield self.product(work, text, prepare, *sizes, error=call.error, note=note)
 
 
 class _Call:

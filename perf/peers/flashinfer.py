@@ -10,23 +10,22 @@ import importlib
 import os
 import sys
 import types
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cute_kernels.formats import parse
-from perf.contender import Contender, relative_error
+from perf.contender import relative_error
 from perf.measure.emulator import EmulatorMeter, installed
-from perf.peers.base import NOISE, Peer, row_scales
+from perf.peers.base import Peer, row_scales
 from perf.peers.pytorch import nvfp4_values
-from perf.suites.base import element_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from perf.contender import Contender
     from perf.measure import Meter
     from perf.operands import Operands
     from perf.suites.quantize import Input, Quantization
@@ -42,10 +41,10 @@ _KERNELS = "flashinfer.quantization.kernels.nvfp4_quantize"
 class FlashInfer(Peer):
     """Its quantizers know one second level for all rows, or one a row."""
 
-    name: ClassVar[str] = "FlashInfer"
-    module: ClassVar[str] = "flashinfer"
-    distribution: ClassVar[str] = "flashinfer-python"
-    kinds: ClassVar[tuple[str, ...]] = ("gpu", "emulator")
+    name = "FlashInfer"
+    module = "flashinfer"
+    distribution = "flashinfer-python"
+    kinds = ("gpu", "emulator")
 
     def missing(self, meter: Meter) -> str:
         if meter.kind != "emulator":
@@ -77,15 +76,7 @@ class FlashInfer(Peer):
     def _quantizer(
         self, data: Input, text: str, prepare: Callable[[], Callable[[], Any]]
     ) -> Contender:
-        return Contender(
-            "FlashInfer",
-            text,
-            prepare,
-            functools.partial(_error, data),
-            NOISE[text.partition(":")[0]],
-            data.x.numel() * (2.0 + element_bytes(parse(text))),
-            versions=self.versions,
-        )
+        return self.quantizer(data, text, prepare, functools.partial(_error, data))
 
     def products(self, work: Operands) -> Iterator[Contender]:
         """Fprop in bf16, by cuDNN."""
@@ -96,11 +87,7 @@ class FlashInfer(Peer):
             multiply = importlib.import_module("flashinfer.grouped_mm").grouped_mm_bf16
             return functools.partial(multiply, work.a, work.b, F.pad(work.offs, (1, 0)))
 
-        bound, moved = NOISE["bfloat16"], work.least_bytes(2.0, 2.0)
-        yield Contender(
-            *("FlashInfer", "bfloat16", prepare, work.error, bound, moved, work.flops),
-            versions=self.versions,
-        )
+        yield self.product(work, "bfloat16", prepare)
 
 
 def _nvfp4(data: Input, by_row: bool) -> Callable[[], Any]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cute_kernels.formats import NVFP4
-from perf.contender import Contender
-from perf.peers.base import NOISE, Peer, linear_nvfp4
+from perf.peers.base import Peer, linear_nvfp4
 from perf.suites.base import element_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from perf.contender import Contender
     from perf.operands import Operands
 
 __all__ = ["PEER"]
@@ -26,21 +26,16 @@ __all__ = ["PEER"]
 class Humming(Peer):
     """Its grouped contiguous product, with the tiles that its heuristics choose."""
 
-    name: ClassVar[str] = "Humming"
-    module: ClassVar[str] = "humming"
-    distribution: ClassVar[str] = "humming-kernels"
+    name = "Humming"
+    module = "humming"
+    distribution = "humming-kernels"
 
     def products(self, work: Operands) -> Iterator[Contender]:
         """Fprop."""
         if work.product != "fprop":
             return
-        moved = work.least_bytes(2.0, element_bytes(NVFP4()))
         prepare = functools.partial(_prepare, work)
-        yield Contender(
-            *("Humming", "bfloat16 x nvfp4", prepare, work.error, NOISE["nvfp4"], moved),
-            work.flops,
-            versions=self.versions,
-        )
+        yield self.product(work, "bfloat16 x nvfp4", prepare, b_bytes=element_bytes(NVFP4()))
 
 
 def _prepare(work: Operands) -> Callable[[], Tensor]:

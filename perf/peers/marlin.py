@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cute_kernels.formats import NVFP4
-from perf.contender import Contender
-from perf.peers.base import NOISE, Peer, linear_nvfp4
+from perf.peers.base import Peer, linear_nvfp4
 from perf.suites.base import element_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from perf.contender import Contender
     from perf.operands import Operands
 
 __all__ = ["PEER"]
@@ -31,21 +31,16 @@ _FILLED = 0.9
 class Marlin(Peer):
     """The product inside ``fused_marlin_moe``; experts of rows are sorted before, untimed."""
 
-    name: ClassVar[str] = "Marlin"
-    module: ClassVar[str] = "vllm"
-    distribution: ClassVar[str] = "vllm"
+    name = "Marlin"
+    module = "vllm"
+    distribution = "vllm"
 
     def products(self, work: Operands) -> Iterator[Contender]:
         """Fprop."""
         if work.product != "fprop":
             return
-        moved = work.least_bytes(2.0, element_bytes(NVFP4()))
         prepare = functools.partial(_prepare, work)
-        yield Contender(
-            *("Marlin", "bfloat16 x nvfp4", prepare, work.error, NOISE["nvfp4"], moved),
-            work.flops,
-            versions=self.versions,
-        )
+        yield self.product(work, "bfloat16 x nvfp4", prepare, b_bytes=element_bytes(NVFP4()))
 
 
 def _prepare(work: Operands) -> Callable[[], Tensor]:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perf.contender import Contender, relative_error
+from perf.contender import relative_error
 from perf.peers.base import NOISE, Peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from perf.contender import Contender
     from perf.operands import Operands
     from perf.suites.layer import LayerWork, Step
     from perf.suites.quantize import Input, Quantization
 
-__all__ = ["PEER", "grouped_mlp"]
+__all__ = ["PEER", "grouped_mlp", "nvfp4_values", "plain_layer"]
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP8_MAX = 448.0
@@ -28,10 +30,10 @@ _FP8_MAX = 448.0
 class PyTorch(Peer):
     """``torch._grouped_mm``, ``torch._scaled_grouped_mm`` and ``torch.compile``."""
 
-    name: ClassVar[str] = "torch"
-    module: ClassVar[str] = "torch"
-    distribution: ClassVar[str] = "torch"
-    kinds: ClassVar[tuple[str, ...]] = ("gpu", "cpu")
+    name = "torch"
+    module = "torch"
+    distribution = "torch"
+    kinds = ("gpu", "cpu")
 
     @property
     def versions(self) -> dict[str, str]:
@@ -40,27 +42,10 @@ class PyTorch(Peer):
     def products(self, work: Operands) -> Iterator[Contender]:
         """In bf16, and of m_grouped ones in FP8 with a scale a row."""
         plain = functools.partial(_grouped_mm, work)
-        yield Contender(
-            "torch",
-            "bfloat16",
-            lambda: plain,
-            work.error,
-            NOISE["bfloat16"],
-            work.least_bytes(2.0, 2.0),
-            work.flops,
-            versions=self.versions,
-        )
+        yield self.product(work, "bfloat16", lambda: plain)
         if work.device.type == "cuda" and work.product == "fprop":
-            yield Contender(
-                "torch",
-                "fp8 rowwise",
-                functools.partial(_rowwise, work),
-                work.error,
-                NOISE["fp8"],
-                work.least_bytes(1.0, 1.0),
-                work.flops,
-                versions=self.versions,
-            )
+            rowwise = functools.partial(_rowwise, work)
+            yield self.product(work, "fp8 rowwise", rowwise, 1.0, 1.0)
 
     def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
         """NVFP4 and MXFP8 rows; scales are not swizzled."""
@@ -82,22 +67,12 @@ class PyTorch(Peer):
         quantize: Callable[..., Any],
         decode: Callable[..., Tensor],
     ) -> Contender:
-        from cute_kernels.formats import parse
-        from perf.suites.base import element_bytes
-
         def prepare() -> Callable[[], Any]:
             amax = data.amax.amax().view(1)
             return functools.partial(torch.compile(quantize, dynamic=False), data.x, amax)
 
-        return Contender(
-            "torch.compile",
-            text,
-            prepare,
-            lambda got: relative_error(decode(*got), data.x),
-            NOISE[text.partition(":")[0]],
-            data.x.numel() * (2.0 + element_bytes(parse(text))),
-            versions=self.versions,
-        )
+        made = self.quantizer(data, text, prepare, lambda got: relative_error(decode(*got), data.x))
+        return dataclasses.replace(made, name="torch.compile")
 
     def layers(self, work: LayerWork) -> Iterator[Contender]:
         """The layer in bf16, by ``torch._grouped_mm``."""
@@ -196,14 +171,18 @@ def grouped_mlp(
     return product((F.silu(gate.float()) * up.float()).to(gate.dtype), weights[1])
 
 
-def _layer(work: LayerWork) -> Step:
+def plain_layer(work: LayerWork, multiply: Callable[[Tensor, Tensor], Tensor]) -> Step:
+    """The layer of a differentiable product of rows and (G, K, N) weights in bf16."""
     weights = [w.clone().requires_grad_(work.backward) for w in work.weights]
 
     def product(rows: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = torch._grouped_mm(rows, weight.transpose(1, 2), offs=work.offs)
-        return y
+        return multiply(rows, weight.transpose(1, 2))
 
     return work.step(lambda x: grouped_mlp(product, x, weights), [[w] for w in weights])
+
+
+def _layer(work: LayerWork) -> Step:
+    return plain_layer(work, functools.partial(torch._grouped_mm, offs=work.offs))
 
 
 PEER = PyTorch

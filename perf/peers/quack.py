@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perf.contender import Contender
 from perf.peers.base import NOISE, Peer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from perf.contender import Contender
     from perf.operands import Operands
     from perf.suites.layer import LayerWork
 
@@ -25,10 +25,10 @@ __all__ = ["PEER"]
 class Quack(Peer):
     """Tuned by its own autotuner on the first call of a shape, which takes half a minute."""
 
-    name: ClassVar[str] = "quack"
-    module: ClassVar[str] = "quack"
-    distribution: ClassVar[str] = "quack-kernels"
-    capabilities: ClassVar[tuple[int, ...]] = (9, 10)
+    name = "quack"
+    module = "quack"
+    distribution = "quack-kernels"
+    capabilities = (9, 10)
 
     def products(self, work: Operands) -> Iterator[Contender]:
         """All three products."""
@@ -41,11 +41,7 @@ class Quack(Peer):
             right = work.b if work.product == "dgrad" else work.b.transpose(1, 2)
             return functools.partial(multiply, work.a, right, cu_seqlens_m=ends)
 
-        bound, moved = NOISE["bfloat16"], work.least_bytes(2.0, 2.0)
-        yield Contender(
-            *("quack", "bfloat16", prepare, work.error, bound, moved, work.flops),
-            versions=self.versions,
-        )
+        yield self.product(work, "bfloat16", prepare)
 
     def layers(self, work: LayerWork) -> Iterator[Contender]:
         """The MLP; without a backward pass what that would need is not stored."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from perf.contender import Contender, relative_error
-from perf.peers.base import NOISE, Peer
-from perf.peers.pytorch import grouped_mlp
-from perf.suites.base import element_bytes
+from perf.contender import relative_error
+from perf.peers.base import Peer
+from perf.peers.pytorch import nvfp4_values, plain_layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from perf.contender import Contender
     from perf.suites.layer import LayerWork, Step
     from perf.suites.quantize import Input, Quantization
 
@@ -34,10 +34,10 @@ _LAYERS = {
 class TorchAo(Peer):
     """Groups are padded inside, where its function asks for whole blocks."""
 
-    name: ClassVar[str] = "torchao"
-    module: ClassVar[str] = "torchao"
-    distribution: ClassVar[str] = "torchao"
-    kinds: ClassVar[tuple[str, ...]] = ("gpu", "cpu")
+    name = "torchao"
+    module = "torchao"
+    distribution = "torchao"
+    kinds = ("gpu", "cpu")
 
     def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
         """Rows in MXFP8 and NVFP4, one second level for all; compiled on a GPU."""
@@ -52,13 +52,7 @@ class TorchAo(Peer):
                 quantize = torch.compile(quantize, dynamic=False)
             return functools.partial(quantize, data.x)
 
-        from cute_kernels.formats import parse
-
-        moved = data.x.numel() * (2.0 + element_bytes(parse(text)))
-        error = functools.partial(_error, data)
-        yield Contender(
-            *("torchao", text, prepare, error, NOISE[text], moved), versions=self.versions
-        )
+        yield self.quantizer(data, text, prepare, functools.partial(_error, data))
 
     def layers(self, work: LayerWork) -> Iterator[Contender]:
         """Its differentiable products of bf16 operands."""
@@ -94,8 +88,6 @@ def _error(data: Input, got: tuple[Tensor, ...]) -> float:
         scales, codes = got
         values = codes.float().unflatten(-1, (-1, 32)) * scales.float().unsqueeze(-1)
         return relative_error(values.flatten(-2), data.x)
-    from perf.peers.pytorch import nvfp4_values
-
     codes, scales, level = got
     values = nvfp4_values(codes.view(torch.uint8), scales, torch.ones((), device=codes.device))
     return relative_error(values * level, data.x)
@@ -103,14 +95,8 @@ def _error(data: Input, got: tuple[Tensor, ...]) -> float:
 
 def _layer(work: LayerWork, function: str) -> Step:
     multiply = getattr(importlib.import_module(_TRAINING), function)
-    weights = [w.clone().requires_grad_(work.backward) for w in work.weights]
-    options = {"pad_token_groups_for_grouped_mm": True}
-
-    def product(rows: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = multiply(rows, weight.transpose(1, 2), work.offs, **options)
-        return y
-
-    return work.step(lambda x: grouped_mlp(product, x, weights), [[w] for w in weights])
+    options = {"offs": work.offs, "pad_token_groups_for_grouped_mm": True}
+    return plain_layer(work, functools.partial(multiply, **options))
 
 
 PEER = TorchAo

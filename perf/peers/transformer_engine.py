@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from perf.contender import Contender, relative_error
-from perf.peers.base import NOISE, Peer
+from perf.contender import relative_error
+from perf.peers.base import Peer
 from perf.peers.pytorch import grouped_mlp
-from perf.suites.base import element_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from perf.contender import Contender
     from perf.suites.layer import LayerWork, Step
     from perf.suites.quantize import Input, Quantization
 
@@ -38,10 +38,10 @@ _LAYERS: dict[str, tuple[str | None, tuple[int, ...], int]] = {
 class TransformerEngine(Peer):
     """Group sizes are known on the host, as its GroupedLinear has them in all recipes."""
 
-    name: ClassVar[str] = "TransformerEngine"
-    module: ClassVar[str] = "transformer_engine"
-    distribution: ClassVar[str] = "transformer-engine"
-    capabilities: ClassVar[tuple[int, ...]] = (9, 10)
+    name = "TransformerEngine"
+    module = "transformer_engine"
+    distribution = "transformer-engine"
+    capabilities = (9, 10)
 
     def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
         """All rows as one group, since its quantizers of groups are parts of its layers."""
@@ -55,17 +55,10 @@ class TransformerEngine(Peer):
                 quantizer = make(importlib.import_module(_PYTORCH), *asked_ways(asked))
                 return functools.partial(quantizer, data.x)
 
-            from cute_kernels.formats import parse
-
-            written = len(asked.ways) * element_bytes(parse(text))
-            yield Contender(
-                "TransformerEngine",
-                text,
-                prepare,
+            yield self.quantizer(
+                *(data, text, prepare),
                 lambda got: relative_error(got.dequantize(dtype=torch.float32), data.x),
-                NOISE[text.partition(":")[0].partition("_")[0]],
-                data.x.numel() * (2.0 + written),
-                versions=self.versions,
+                copies=len(asked.ways),
                 note="one group",
             )
 

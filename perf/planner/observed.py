@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from typing import TYPE_CHECKING
 
 from cute_kernels.formats import Format, parse
@@ -22,20 +20,10 @@ if TYPE_CHECKING:
     from perf.planner.work import Kernel
     from perf.records import Record
 
-__all__ = ["FITTED", "fitted", "kernels_of", "ours", "published", "stand_ins"]
+__all__ = ["FITTED", "fitted", "kernels_of", "ours", "published"]
 
 #: The GPU whose records the model is fitted to.
 FITTED = "H200"
-#: Peers that do what ours do not yet, by contender and format: the formats that they stand for.
-_STAND_INS = {
-    ("torch", "fp8 rowwise"): "fp8 x fp8",
-    ("DeepGEMM", "fp8 1x128 x 128x128"): "fp8_block x fp8_block:block=128x128",
-}
-#: Rows an expert from which a product says what multiplying costs.
-_MANY = 128
-#: A time that was measured again and differs by more is of kernels that have changed since; so are
-#: those of the like that are not newer. Their weight.
-_CHANGED, _OLD = 0.1, 0.05
 #: Contenders of a suite that are what the package does now, not a design that was tried.
 _OURS = {
     "gemm": ("ours", "ours, prepacked", "ours, tokens quantized too"),
@@ -108,16 +96,9 @@ def kernels_of(record: Record, counts: Counts) -> list[Kernel]:
     return read(record, gpu_of(record.gpu), counts)[_PARTS[record.what]]
 
 
-def _seen(record: Record, counts: Counts, suite: str, weight: float = 1.0) -> Observation:
+def _seen(record: Record, counts: Counts) -> Observation:
     kernels = kernels_of(record, counts)
-    return Observation(kernels, record.microseconds, gpu_of(record.gpu), suite, weight)
-
-
-def _family(record: Record) -> tuple[str, ...]:
-    """What a change of kernels would change at once."""
-    names = (str(record.case.get(name, "")) for name in ("product", "op", "pass"))
-    text = "" if record.suite == "layer" else record.format
-    return (record.suite, record.contender, text, *names)
+    return Observation(kernels, record.microseconds, gpu_of(record.gpu), record.suite)
 
 
 def ours(records: Sequence[Record], gpu: str = FITTED) -> list[Observation]:
@@ -132,30 +113,8 @@ def ours(records: Sequence[Record], gpu: str = FITTED) -> list[Observation]:
         if gpu in record.gpu and record.commit and record.what in _PARTS
         if record.contender in _OURS.get(record.suite, ())
     ]
-    newest = {record.key: record for record in latest(mine)}
-    changed: dict[tuple[str, ...], str] = {}
-    for record in mine:
-        if abs(math.log(newest[record.key].value / record.value)) > _CHANGED:
-            changed[_family(record)] = max(changed.get(_family(record), ""), record.time)
-    found = []
-    for record in newest.values():
-        is_old = record.time <= changed.get(_family(record), "")
-        found.append(_seen(record, counts, record.suite, _OLD if is_old else 1.0))
+    found = (_seen(record, counts) for record in latest(mine))
     return [each for each in found if each.kernels]
-
-
-def stand_ins(records: Sequence[Record]) -> list[Observation]:
-    """Products of peers in formats of which ours may have no records."""
-    every = latest(records)
-    counts = Counts(every, gpu_of(FITTED).arch)
-    found = []
-    for record in every:
-        text = _STAND_INS.get((record.contender, record.format))
-        if record.suite != "gemm" or FITTED not in record.gpu or text is None:
-            continue
-        if record.case["rows"] >= _MANY * record.case["experts"]:
-            found.append(_seen(dataclasses.replace(record, format=text), counts, "peers"))
-    return found
 
 
 def published(records: Sequence[Record], gpu: str) -> list[Observation]:
@@ -163,7 +122,7 @@ def published(records: Sequence[Record], gpu: str) -> list[Observation]:
     every = latest(records)
     counts = Counts(every, gpu_of(gpu).arch)
     found = (r for r in every if gpu in r.gpu and r.protocol == "published")
-    return [_seen(r, counts, r.suite) for r in found if kernels_of(r, counts)]
+    return [_seen(r, counts) for r in found if kernels_of(r, counts)]
 
 
 def fitted(records: Sequence[Record]) -> Model:
@@ -175,4 +134,4 @@ def fitted(records: Sequence[Record]) -> Model:
     mine = ours(records)
     if len(mine) < 2:
         raise ValueError(f"records must have times of ours on an {FITTED}, got {len(mine)}")
-    return fit(mine, stand_ins(records))
+    return fit(mine)

@@ -1,21 +1,36 @@
-"""What runs under compute-sanitizer on a GPU runs."""
+"""What runs under compute-sanitizer on a GPU runs, in every format."""
 
 import pytest
 
 import cute_kernels
 from perf import sanitize
 
+#: Which argument of an op of a part is a format.
+OPS = {
+    "quantize": ("grouped_quantize", 1),
+    "m_grouped": ("m_grouped_gemm", 10),
+    "k_grouped": ("k_grouped_gemm", 8),
+}
+
 
 @pytest.mark.parametrize("part", sanitize.PARTS)
 def test_parts_run(monkeypatch, capsys, part):
+    name, position = OPS[part]
+    op, called = getattr(sanitize.ops, name), set()
+
+    def run(*arguments):
+        called.add(arguments[position] if len(arguments) > position else "bfloat16")
+        return op(*arguments)
+
     monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
-    called = []
-    quantize = sanitize.ops.grouped_quantize
-    monkeypatch.setattr(
-        sanitize.ops, "grouped_quantize", lambda *a: called.append(a[1]) or quantize(*a)
-    )
+    monkeypatch.setattr(sanitize.ops, name, run)
     with cute_kernels.backend("reference"):
         sanitize.PARTS[part]()
     assert "not here" not in capsys.readouterr().out
-    if part == "quantize":
-        assert set(called) == set(sanitize.FORMATS)
+    pairs = [pair for pair in sanitize.PAIRS if pair.a and pair.b]
+    wanted = {
+        "quantize": sanitize.FORMATS,
+        "m_grouped": ["bfloat16", *(pair.b for pair in pairs if pair.fits("fprop"))],
+        "k_grouped": ["bfloat16", *(pair.a for pair in pairs if pair.fits("wgrad"))],
+    }
+    assert called == set(wanted[part])
