@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Contender", "Task", "relative_error"]
+__all__ = ["Contender", "Task", "relative_error", "unchecked"]
 
 
 @dataclasses.dataclass
@@ -60,6 +60,11 @@ class Contender:
     def key(self) -> tuple[str, str, str]:
         """What tells it from the others of a task."""
         return self.name, self.format, self.what
+
+
+def unchecked(name: str, text: str, run: Callable[[], Any], what: str = "time") -> Contender:
+    """One of whose result nothing is to be checked: it is measured for something else."""
+    return Contender(name, text, lambda: run, lambda got: 0.0, what=what)
 
 
 @dataclasses.dataclass

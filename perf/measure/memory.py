@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from grouped import recipes
 
-__all__ = ["Saved", "Sizes", "measure", "saved_by"]
+__all__ = ["Saved", "Sizes", "bytes_of_step", "measure", "saved_by"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +123,14 @@ def measure(recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu") -> tuple[
         if device == "cuda":
             return saved, _peak_on_gpu(step, leaves)
         return saved, _peak_of_fakes(step, [*leaves, dy, offs])
+
+
+def bytes_of_step(recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu") -> dict[str, int]:
+    """What ``measure`` finds, in sums: of activations, of weights, and the peak."""
+    saved, peak = measure(recipe, sizes, device)
+    of_weights = sum(t.nbytes for t in saved if t.shape[:-2] == (sizes.experts,))
+    of_activations = sum(t.nbytes for t in saved) - of_weights
+    return {"saved of activations": of_activations, "saved of weights": of_weights, "peak": peak}
 
 
 def _peak_of_fakes(step: Callable[[], None], before: list[Tensor]) -> int:

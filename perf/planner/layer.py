@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cute_kernels.capability import support
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.layout.shapes import ceil_div
-from perf.measure.memory import Sizes, measure
+from perf.measure.memory import Sizes, bytes_of_step
 from perf.planner.work import Counts, Kernel, Product, gate, product, quantization
 
 if TYPE_CHECKING:
@@ -104,8 +104,7 @@ def memory(layer: Layer, recipe: Recipe) -> dict[str, int]:
     """
     experts = len(layer.sizes)
     rows = ceil_div(sum(layer.sizes), experts)
-    saved, peak = measure(recipe, Sizes(experts, layer.hidden, layer.intermediate, rows))
-    kept_weights = sum(t.nbytes for t in saved if t.shape[:-2] == (experts,))
+    found = bytes_of_step(recipe, Sizes(experts, layer.hidden, layer.intermediate, rows))
     weights = quantized = 0
     for _, n, k in layer.linears:
         weights += 2 * experts * n * k
@@ -115,8 +114,6 @@ def memory(layer: Layer, recipe: Recipe) -> dict[str, int]:
     return {
         "weights": weights,
         "quantized": quantized,
-        "kept of activations": sum(t.nbytes for t in saved) - kept_weights,
-        "kept of weights": kept_weights,
-        "peak": peak,
-        "total": weights + peak,
+        **found,
+        "total": weights + found["peak"],
     }

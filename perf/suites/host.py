@@ -9,7 +9,7 @@ import torch
 
 from cute_kernels import ops
 from cute_kernels.formats import parse
-from perf.contender import Contender, Task
+from perf.contender import Contender, Task, unchecked
 from perf.measure.host import HostMeter
 from perf.suites.base import Options, Suite
 
@@ -99,14 +99,10 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
     # What is timed is the call; that results are right is checked where kernels are timed.
     def contenders(copy: int, found: list[tuple[str, str, Callable[[], Any]]]) -> list[Contender]:
         del copy
-        return [_timed(*who) for who in found]
+        return [unchecked(*who, what="host time") for who in found]
 
     for case, found in calls.items():
         yield Task("host", dict(case), functools.partial(contenders, found=found))
-
-
-def _timed(name: str, text: str, run: Callable[[], Any]) -> Contender:
-    return Contender(name, text, lambda: run, lambda got: 0.0, what="host time")
 
 
 def _meters(options: Options) -> list[Meter]:

@@ -307,22 +307,14 @@ def _cases(options: Options, meter: Meter) -> Iterator[tuple[str, LayerShape, in
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
-    for layer, shape, rows, routing, passes in _cases(options, meter):
+    def contenders(copy: int, which: tuple[str, LayerShape, int, str, str]) -> list[Contender]:
+        work = LayerWork(*which, meter.device, options.seed, copy)
+        return list(_contenders(work, meter, options))
 
-        def contenders(
-            copy: int,
-            layer: str = layer,
-            shape: LayerShape = shape,
-            rows: int = rows,
-            routing: str = routing,
-            passes: str = passes,
-        ) -> list[Contender]:
-            sizes = (shape, rows, routing, passes)
-            work = LayerWork(layer, *sizes, meter.device, options.seed, copy)
-            return list(_contenders(work, meter, options))
-
+    for which in _cases(options, meter):
+        layer, shape, rows, routing, passes = which
         case = {"layer": layer, **dataclasses.asdict(shape), "rows": rows, "routing": routing}
-        yield Task("layer", {**case, "pass": passes}, contenders)
+        yield Task("layer", {**case, "pass": passes}, functools.partial(contenders, which=which))
 
 
 SUITE = Suite("layer", "linear layers and MLPs, forward and backward", _tasks, default_meters, True)

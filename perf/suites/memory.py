@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from perf.cases import MODELS
-from perf.contender import Contender, Task
+from perf.contender import Contender, Task, unchecked
 from perf.environment import Environment, environment
 from perf.measure.base import Measurement, Meter
-from perf.measure.memory import Sizes, measure
+from perf.measure.memory import Sizes, bytes_of_step
 from perf.suites.base import Options, Suite
 from perf.suites.layer import recipes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from grouped.recipes import Recipe
 
 __all__ = ["SUITE"]
 
@@ -53,18 +51,6 @@ class _MemoryMeter(Meter):
         ]
 
 
-def _bytes(recipe: Recipe, sizes: Sizes, device: str) -> dict[str, int]:
-    saved, peak = measure(recipe, sizes, device)
-    of_weights = sum(t.nbytes for t in saved if t.shape[:-2] == (sizes.experts,))
-    of_activations = sum(t.nbytes for t in saved) - of_weights
-    return {"saved of activations": of_activations, "saved of weights": of_weights, "peak": peak}
-
-
-def _of(name: str, recipe: Recipe, sizes: Sizes, device: str) -> Contender:
-    run = functools.partial(_bytes, recipe, sizes, device)
-    return Contender("ours", name, lambda: run, lambda got: 0.0)
-
-
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
     model = MODELS["DeepSeek-V3"]
     experts = model.shape("up").experts
@@ -77,8 +63,11 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 
     def contenders(copy: int) -> list[Contender]:
         del copy
-        device = meter.device.type
-        return [_of(name, recipe, sizes, device) for name, recipe in recipes().items()]
+        runs = {
+            name: functools.partial(bytes_of_step, recipe, sizes, meter.device.type)
+            for name, recipe in recipes().items()
+        }
+        return [unchecked("ours", name, run) for name, run in runs.items()]
 
     yield Task("memory", {**case, "rows": rows, "pass": "forward+backward"}, contenders)
 

@@ -48,12 +48,6 @@ def test_from_nothing_to_something_is_worse():
     assert verdict(dataclasses.replace(COUNT, value=0), {"value": 0}) == "same"
 
 
-def test_of_rates_more_is_better():
-    rate = dataclasses.replace(TIME, unit="TB/s", value=4.0)
-    assert verdict(rate, {"value": 3.0}) == "worse"
-    assert verdict(rate, {"value": 5.0}) == "better"
-
-
 def test_times_within_their_noise_are_the_same():
     # Runs differ by 1 % (sigma), so three sigma of a difference of two are 4.2 %.
     assert verdict(TIME, {"value": 104.0}) == "same"
@@ -91,12 +85,8 @@ def test_gone_and_new():
     assert [c.verdict for c in found] == ["same", "gone", "new"]
     # Another GPU, another protocol: never compared.
     for change in ({"gpu": "NVIDIA H100"}, {"protocol": "burst"}, {"case": {"rows": 1}}):
-        assert {
-            c.verdict for c in compare.compare([TIME], [dataclasses.replace(TIME, **change)])
-        } == {
-            "gone",
-            "new",
-        }
+        found = compare.compare([TIME], [dataclasses.replace(TIME, **change)])
+        assert [c.verdict for c in found] == ["gone", "new"]
 
 
 def test_three_runs_say_themselves_how_much_they_differ():
