@@ -29,8 +29,8 @@ class Contender:
         flops: useful operations, or None.
         what: as ``Record.what`` of a time.
         capturable: whether it can be captured in a CUDA graph.
-        is_step: whether it is a whole pass of a layer, of which eager time, kernels and memory are
-            kept beside the time.
+        is_step: whether it is a whole pass of a layer, of which eager time and memory are kept
+            beside the time.
         versions: of the contender's packages.
         note: as ``Record.note``.
     """

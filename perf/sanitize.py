@@ -26,7 +26,7 @@ from cute_kernels.gemm.sm90.config import SM90_TILES
 from cute_kernels.layout.shapes import round_up
 from cute_kernels.ops.launch.gemm import force_tile
 from perf.suites.gemm import PAIRS
-from perf.suites.quantize import DIRECTIONS, FORMATS, Quantization
+from perf.suites.quantize import DIRECTIONS, FORMATS, Quantization, named_buffers
 
 if TYPE_CHECKING:
     import argparse
@@ -61,9 +61,9 @@ def _quantize(
     fmt, asked = parse(text), Quantization(directions, amax is not None)
     if not asked.fits(fmt):
         return
-    parts = ops.grouped_quantize(x, text, offs, amax, *DIRECTIONS[directions])
-    names = dict.fromkeys(name for way in asked.ways for name in fmt.buffer_names(way))
-    named = dict(zip(names, parts, strict=True))
+    named = named_buffers(
+        fmt, asked, ops.grouped_quantize(x, text, offs, amax, *DIRECTIONS[directions])
+    )
     for way in asked.ways:
         codes, *rest = (named[name] for name in fmt.operand_names(way))
         ops.grouped_dequantize(codes, rest, text, x.shape[-2], x.dtype, offs, way)

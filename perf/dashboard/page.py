@@ -50,8 +50,7 @@ def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()
     packed = gzip.compress(text.encode(), mtime=0)
     scripts = [(ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
     parts = {
-        "style": vendored("uPlot.min.css").decode()
-        + (ASSETS / "style.css").read_text(encoding="utf-8"),
+        "style": (ASSETS / "style.css").read_text(encoding="utf-8"),
         "license": vendored("LICENSE").decode(),
         "plotting": vendored("uPlot.iife.min.js").decode(),
         "records": base64.b64encode(packed).decode(),

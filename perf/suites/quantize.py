@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 
     from perf.measure import Meter
 
-__all__ = ["DIRECTIONS", "FORMATS", "SUITE", "Input", "Quantization", "quantize_task", "tasks_of"]
+__all__ = [
+    "DIRECTIONS",
+    "FORMATS",
+    "SUITE",
+    "Input",
+    "Quantization",
+    "named_buffers",
+    "quantize_task",
+    "tasks_of",
+]
 
 FORMATS = (
     "nvfp4",
@@ -151,7 +160,8 @@ def _quantize(data: Input, text: str, asked: Quantization) -> list[Tensor]:
     return buffers
 
 
-def _named(fmt: Format, asked: Quantization, buffers: list[Tensor]) -> dict[str, Tensor]:
+def named_buffers(fmt: Format, asked: Quantization, buffers: list[Tensor]) -> dict[str, Tensor]:
+    """What a quantizer returned, by the names of the format's buffers."""
     names = [name for way in asked.ways for name in fmt.buffer_names(way)]
     return dict(zip(dict.fromkeys(names), buffers, strict=True))
 
@@ -166,8 +176,8 @@ def _decode(data: Input, fmt: Format, named: dict[str, Tensor], way: bool) -> Te
 def _quantize_error(data: Input, fmt: Format, asked: Quantization, buffers: list[Tensor]) -> float:
     """0 if all copies decode to the bits that the reference's do."""
     with cute_kernels.backend("reference"):
-        got = _named(fmt, asked, buffers)
-        want = _named(fmt, asked, _quantize(data, fmt.text, asked))
+        got = named_buffers(fmt, asked, buffers)
+        want = named_buffers(fmt, asked, _quantize(data, fmt.text, asked))
         errors = []
         for way in asked.ways:
             left, right = (_decode(data, fmt, named, way) for named in (got, want))
@@ -200,7 +210,7 @@ def _decoder(data: Input, text: str, way: bool, meter: Meter) -> Contender:
     def prepare() -> Callable[[], Any]:
         require("grouped_dequantize", fmt, meter.arch, columnwise=way)
         with cute_kernels.backend("reference"):
-            named = _named(fmt, asked, _quantize(data, text, asked))
+            named = named_buffers(fmt, asked, _quantize(data, text, asked))
         codes, *rest = (named[name] for name in fmt.operand_names(way))
         facts = (text, len(data.x), torch.bfloat16, data.offs, way)
         return functools.partial(ops.grouped_dequantize, codes, rest, *facts)
