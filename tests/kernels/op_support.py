@@ -1,17 +1,21 @@
-"""Ops on emulated backends against the reference backend, to the bit."""
+"""Ops on emulated backends against the reference backend, to the bit; what kernels touch."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+import torch
 
 import cute_kernels
+from cute_kernels import emulator
 from tests.helpers import assert_same_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -29,3 +33,30 @@ def check(arch: str, call: Callable[[], Tensor], **options: Any) -> None:
         want = call()
     with cute_kernels.backend(f"emulated:{arch}", **options):
         assert_same_bytes(call(), want, any_nan=True)
+
+
+def array_of(x: Tensor) -> np.ndarray:
+    """Its memory, since of a watched tensor the whole storage may be touched."""
+    return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+@contextlib.contextmanager
+def watching(*memory: Any) -> Iterator[None]:
+    """Nothing but the tensors and arrays among ``memory`` may be touched."""
+    try:
+        emulator.watch(*(m for m in memory if isinstance(m, (torch.Tensor, np.ndarray))))
+        yield
+    finally:
+        emulator.unwatch()
+
+
+def check_touched(
+    run: Callable[[], Any], needed: Sequence[np.ndarray], others: Sequence[Any] = ()
+) -> None:
+    """``run`` stays in this memory and fails where the end of anything ``needed`` is missing."""
+    with watching(*needed, *others):
+        run()
+    for i, array in enumerate(needed):
+        less = [*needed[:i], array[:-1], *needed[i + 1 :], *others]
+        with watching(*less), pytest.raises(emulator.EmulatorError):
+            run()

@@ -8,8 +8,8 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.quantize import AmaxConfig, OffsetsConfig
 from cute_kernels.reference.reductions import absmax, compute_offsets, grouped_amax
-from tests.helpers import DTYPES, ends
-from tests.kernels.op_support import MODES
+from tests.helpers import DTYPES, ends, many_groups
+from tests.kernels.op_support import ARCHITECTURES, MODES
 from tests.kernels.quantize_support import Problem, compiled, random_input, special_input
 
 
@@ -29,8 +29,9 @@ def check(config: AmaxConfig, problem: Problem, num_sms: int = 2) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_and_groups(dtype: str) -> None:
-    config = AmaxConfig(dtype, per_row=True)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_rows_and_groups(arch: str, dtype: str) -> None:
+    config = AmaxConfig(dtype, per_row=True, arch=arch)
     for rows, cols, offs in (
         (300, 80, ends(0, 3, 3, 130, 130, 290)),
         (100, 16, ends(0, 0, 0)),
@@ -55,8 +56,7 @@ def test_uniform_groups() -> None:
 
 
 def test_many_groups_in_chaos_and_races() -> None:
-    generator = torch.Generator().manual_seed(2)
-    offs = torch.randint(0, 3, (1100,), generator=generator).cumsum(0).int()
+    offs = many_groups()
     problem = Problem(random_input((int(offs[-1]) + 9, 16), torch.bfloat16), offs)
     config = AmaxConfig("bfloat16", per_row=True)
     check(config, problem, num_sms=1)

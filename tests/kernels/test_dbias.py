@@ -9,13 +9,21 @@ import torch
 from torch import Tensor
 
 import cute_kernels
-from cute_kernels import emulator
 from cute_kernels.quantize import DbiasConfig
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
-from tests.helpers import DTYPES, assert_same_bytes, ends, many_groups
-from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, check
+from tests.helpers import DTYPES, assert_same_bytes, ends, many_groups, ops
+from tests.kernels.op_support import (
+    ARCHITECTURES,
+    MODE_IDS,
+    MODES,
+    array_of,
+    check,
+    check_touched,
+    watching,
+)
 
+dbias = ops.grouped_dbias
 #: (rows of the buffer, N, end rows).
 CASES = {
     "one group": (256, 64, ends(256)),
@@ -39,10 +47,6 @@ def gradient(rows: int, cols: int, offs: Tensor, dtype: str = "bfloat16") -> Ten
     return dy.to(DTYPES[dtype])
 
 
-def dbias(dy: Tensor, offs: Tensor) -> Tensor:
-    return torch.ops.cute_kernels.grouped_dbias(dy, offs)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_sums(arch: str, dtype: str) -> None:
@@ -54,9 +58,9 @@ def test_sums(arch: str, dtype: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_uniform_groups(arch: str) -> None:
     dy = gradient(3 * 130, 72, ends(390)).view(3, 130, 72)
-    check(arch, lambda: torch.ops.cute_kernels.grouped_dbias(dy))
-    check(arch, lambda: torch.ops.cute_kernels.grouped_dbias(dy[:, ::2, 1:]))
-    check(arch, lambda: torch.ops.cute_kernels.grouped_dbias(dy[:, :0]))
+    check(arch, lambda: dbias(dy))
+    check(arch, lambda: dbias(dy[:, ::2, 1:]))
+    check(arch, lambda: dbias(dy[:, :0]))
 
 
 def test_the_order_of_the_sums_shows() -> None:
@@ -104,18 +108,11 @@ def test_only_the_rows_of_groups_are_read() -> None:
     rows, cols, offs = CASES["tail"]
     dy = gradient(rows, cols, offs)
     live = int(offs[-1])
-    bits = dy.view(torch.int16).numpy()
     out = torch.full((len(offs), cols), -7.0)
     with cute_kernels.backend("emulated:sm_90a"):
-        try:
-            emulator.watch(bits[:live], offs, out)
-            torch.ops.cute_kernels.grouped_dbias_out(dy, offs, dbias=out)
-            emulator.unwatch()
-            emulator.watch(bits[: live - 1], offs, out)
-            with pytest.raises(emulator.EmulatorError):
-                torch.ops.cute_kernels.grouped_dbias_out(dy, offs, dbias=out)
-        finally:
-            emulator.unwatch()
+        check_touched(
+            lambda: ops.grouped_dbias_out(dy, offs, dbias=out), [array_of(dy)[:live]], [offs, out]
+        )
     assert_same_bytes(out, dbias(dy, offs), any_nan=True)
 
 
@@ -127,12 +124,9 @@ def test_any_offsets_and_layout_and_grid() -> None:
     for view in (dy[:, 3:43], dy[1:, :].t(), dy.flatten()[3:8835].view(138, 64)):
         check("sm_90a", lambda view=view: dbias(view, ends(20, view.shape[0])))
     out = torch.zeros(2, 64)
-    try:
-        emulator.watch(dy.view(torch.int16).numpy(), falling := ends(100, 20), out)
-        with cute_kernels.backend("emulated:sm_90a"):
-            torch.ops.cute_kernels.grouped_dbias_out(dy, falling, dbias=out)
-    finally:
-        emulator.unwatch()
+    falling = ends(100, 20)
+    with watching(dy, falling, out), cute_kernels.backend("emulated:sm_90a"):
+        ops.grouped_dbias_out(dy, falling, dbias=out)
     assert not out[1].any()
 
 

@@ -11,14 +11,21 @@ import torch
 from torch import Tensor
 
 import cute_kernels
-from cute_kernels import emulator
 from cute_kernels.formats import NVFP4, parse
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.quantize import DequantizeConfig, QuantizeProblem
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
 from tests.helpers import DTYPES, assert_same_bytes, dequantize_arguments, ends, many_groups, ops
-from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, check
+from tests.kernels.op_support import (
+    ARCHITECTURES,
+    MODE_IDS,
+    MODES,
+    array_of,
+    check,
+    check_touched,
+    watching,
+)
 
 #: Text of the format, and whether it is the columnwise copy.
 KINDS = {
@@ -152,21 +159,9 @@ def test_only_the_rows_of_groups_are_touched(kind: str) -> None:
         spare = []
         if kind == "row-scaled":
             needed[1] = amax[:live]
-    # Arrays, since of a tensor the whole storage would be watched.
-    written = out.view(torch.int16).numpy()[:live]
-    always = [t.numpy() for t in (scales, *spare)]
-    needed = [*(t.numpy() for t in needed), written]
+    needed = [array_of(t) for t in (*needed, out[:live])]
     with cute_kernels.backend("emulated:sm_90a"):
-        try:
-            emulator.watch(*always, *needed)
-            dequantize(args, out=out)
-            for i, array in enumerate(needed):
-                emulator.unwatch()
-                emulator.watch(*always, *needed[:i], array[:-1], *needed[i + 1 :])
-                with pytest.raises(emulator.EmulatorError):
-                    dequantize(args, out=out)
-        finally:
-            emulator.unwatch()
+        check_touched(lambda: dequantize(args, out=out), needed, [scales.numpy(), *spare])
     assert (out[live:] == -7).all()
     assert_same_bytes(out[:live], dequantize(args)[:live], any_nan=True)
 
@@ -180,12 +175,9 @@ def test_the_tail_of_a_fresh_result_is_zero(live: int) -> None:
     config = DequantizeConfig(NVFP4(row_scaled=True).text, "bfloat16")
     run = compile_for_emulator(config, "sm_90a").run
     for out, fresh in zip(storage, (0, 1), strict=True):
-        try:
-            readable = [args[0].as_strided((260 * 80,), (1,)), *args[1:4]]
-            emulator.watch(*(t.numpy() for t in readable), out.view(torch.int16).numpy())
+        readable = [args[0].as_strided((260 * 80,), (1,)), *args[1:4], out]
+        with watching(*map(array_of, readable)):
             run(*args[:4], out, fresh, 2)
-        finally:
-            emulator.unwatch()
         assert_same_bytes(out[:live], want[:live], any_nan=True)
         assert (out[live:] == (0 if fresh else -7)).all()
 
@@ -197,13 +189,8 @@ def test_any_offsets_and_grid(kind: str) -> None:
         check("sm_90a", lambda: dequantize(args), num_sms=num_sms)
     args[3] = ends(100, 20, -7, 130)
     out = torch.zeros(140, 64, dtype=torch.bfloat16)
-    codes = args[0] if kind == "columnwise" else args[0].as_strided((140 * 32,), (1,))
-    try:
-        emulator.watch(codes, *args[1:4], out.view(torch.int16).numpy())
-        with cute_kernels.backend("emulated:sm_90a"):
-            dequantize(args, out=out)
-    finally:
-        emulator.unwatch()
+    with watching(*args[:4], out), cute_kernels.backend("emulated:sm_90a"):
+        dequantize(args, out=out)
 
 
 def test_any_pitch_and_alignment() -> None:

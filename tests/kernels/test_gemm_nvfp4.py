@@ -20,7 +20,7 @@ from tests.kernels.gemm_support import (
     k_grouped,
     m_grouped,
 )
-from tests.kernels.op_support import MODE_IDS, MODES
+from tests.kernels.op_support import MODE_IDS, MODES, array_of, check_touched, watching
 
 FPROP = Sm100GemmConfig("nvfp4", row_scaled=True)
 FPROP_ALL = Sm100GemmConfig(
@@ -230,20 +230,15 @@ def test_grouped_equals_each_group_alone() -> None:
 def test_only_rows_of_groups_are_touched(config: Sm100GemmConfig) -> None:
     product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
     want = product.expected()
-    memory = product.before.view(torch.int16).numpy().copy()
-    out = torch.from_numpy(memory).view(product.before.dtype)
-    tensors = [t for x in (product.a, product.b) for t in (x.codes, x.scales, x.amax)]
-    tensors += [t for t in (product.offs, product.bias, product.alpha) if t is not None]
-    try:
-        emulator.watch(*tensors, torch.from_numpy(memory[:105]))
+    out = product.before.clone()
+    tensors = [*product.tensors(), product.offs, product.bias, product.alpha]
+
+    def run() -> None:
+        out.copy_(product.before)
         product.run_into(out)
         assert_same_bytes(out, want)
-        emulator.unwatch()
-        emulator.watch(*tensors, torch.from_numpy(memory[:104]))
-        with pytest.raises(emulator.EmulatorError):
-            product.run_into(out)
-    finally:
-        emulator.unwatch()
+
+    check_touched(run, [array_of(out)[:105]], tensors)
 
 
 def test_end_rows_past_the_buffer_are_clamped() -> None:
@@ -258,12 +253,8 @@ def test_end_rows_that_break_the_rules_do_no_harm(config: Sm100GemmConfig, ends:
     product = m_grouped(config, [10, 10, 10], 16, 32)
     product.offs = torch.tensor(ends, dtype=torch.int32)
     out = product.before.clone()
-    tensors = [t for t in (*product.tensors(), product.offs) if t is not None]
-    try:
-        emulator.watch(*tensors, out)
+    with watching(*product.tensors(), product.offs, out):
         product.run_into(out)
-    finally:
-        emulator.unwatch()
 
 
 @pytest.mark.parametrize("config", [FPROP, TILED["swapped 128x64"]], ids=["direct", "swapped"])

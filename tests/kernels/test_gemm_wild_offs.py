@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from cute_kernels import emulator
 from tests.helpers import ends
 from tests.kernels import test_gemm_nvfp4 as sm100
 from tests.kernels import test_gemm_plain as sm100_plain
 from tests.kernels import test_gemm_sm90 as sm90
 from tests.kernels.gemm_support import k_grouped, m_grouped
+from tests.kernels.op_support import watching
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.problem import GemmConfig
@@ -70,11 +70,8 @@ def test_wild_end_rows_do_no_harm(config: GemmConfig) -> None:
     prepared = product.prepared(out, 2)
     for offs in WILD.values():
         arguments = prepared._replace(offs=offs)
-        try:
-            emulator.watch(*(t for t in arguments if isinstance(t, torch.Tensor)))
+        with watching(*arguments):
             product.launch(arguments)
-        finally:
-            emulator.unwatch()
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

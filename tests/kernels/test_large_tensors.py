@@ -30,6 +30,7 @@ from cute_kernels.quantize import (
 )
 from perf.compiled import compile_for_emulator
 from tests.helpers import assert_same_bytes, dequantize_arguments, ends, ops
+from tests.kernels.op_support import ARCHITECTURES, watching
 from tests.kernels.quantize_support import (
     ARCH,
     NO_RESULTS,
@@ -89,16 +90,6 @@ def loaded(kernel: Any, ptx: str) -> Iterator[None]:
         emulator.load_ptx(kernel.ptx, kernel.cubin)
 
 
-@contextlib.contextmanager
-def watching(*arguments: Any) -> Iterator[None]:
-    """Nothing but the tensors among ``arguments`` may be touched."""
-    try:
-        emulator.watch(*(a for a in arguments if isinstance(a, Tensor)))
-        yield
-    finally:
-        emulator.unwatch()
-
-
 def at_the_end(x: Tensor, before: int) -> Tensor:
     """``x`` after ``before`` rows of zeros."""
     out = sparse(before + len(x), *x.shape[1:], dtype=x.dtype)
@@ -124,7 +115,7 @@ def test_amax(name: str) -> None:
     assert torch.equal(groups, x.float().abs().amax().view(1))
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @each_shape
 def test_rows(name: str, arch: str) -> None:
     before, cols = SHAPES[name]
@@ -144,7 +135,7 @@ def test_rows(name: str, arch: str) -> None:
     assert torch.equal(scales[tile], want["scales"][0])
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("uniform", [False, True], ids=["ragged", "uniform"])
 @each_shape
 def test_tiles(name: str, uniform: bool, arch: str) -> None:

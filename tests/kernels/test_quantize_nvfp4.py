@@ -1,9 +1,10 @@
-"""The NVFP4 quantizers of sm_100a on the emulator, byte for byte against the reference."""
+"""The NVFP4 quantizers on the emulator, byte for byte against the reference."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -12,9 +13,17 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.quantize import RowsConfig, TileConfig
-from tests.helpers import DTYPES, ends
-from tests.kernels.op_support import MODE_IDS, MODES
+from tests.helpers import DTYPES, ends, many_groups
+from tests.kernels.op_support import (
+    ARCHITECTURES,
+    MODE_IDS,
+    MODES,
+    array_of,
+    check_touched,
+    watching,
+)
 from tests.kernels.quantize_support import (
+    ARCH,
     NO_RESULTS,
     NO_TILE_RESULTS,
     Problem,
@@ -32,6 +41,8 @@ from tests.kernels.quantize_support import (
 ROW_SCALED, SQUARE = NVFP4(row_scaled=True).text, NVFP4(block=(16, 16)).text
 #: Row-scaled and from bf16, unless a test says otherwise.
 Rows = functools.partial(RowsConfig, ROW_SCALED, dtype="bfloat16")
+#: With amaxes of groups, which only sm_90a has by rows.
+GivenRows = functools.partial(RowsConfig, "nvfp4", "bfloat16", arch="sm_90a")
 #: (rows of the buffer, K, end rows).
 RAGGED = {
     "one group": (256, 128, ends(256)),
@@ -67,10 +78,26 @@ def ragged(case: str, dtype: str = "bfloat16", seed: int = 0) -> Problem:
     return Problem(x, offs)
 
 
+def in_any_order(cols: int) -> Problem:
+    """Partial tiles and empty groups."""
+    return Problem(random_input((300, cols), torch.bfloat16), ends(0, 130, 131, 290))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tiles_of_ragged_groups(variant: str) -> None:
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_tiles_of_ragged_groups(arch: str, variant: str) -> None:
     for case in RAGGED:
-        check_tiles(tiles("bfloat16", **VARIANTS[variant]), ragged(case))
+        check_tiles(tiles(arch=arch, **VARIANTS[variant]), ragged(case))
+
+
+@pytest.mark.parametrize("variant", ["row-scaled and columnwise", "square, both"])
+def test_teams_go_from_tile_to_tile_of_a_group(variant: str) -> None:
+    """What a team keeps of its group serves all tiles of the group, and no other's."""
+    config = tiles(arch="sm_90a", **VARIANTS[variant])
+    x = random_input((670, 560), torch.bfloat16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
+    x[400:530] *= 2.0**115
+    with emulator.options(num_sms=1):
+        check_tiles(config, Problem(x, ends(400, 400, 530, 660)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -87,10 +114,17 @@ def test_tiles_of_other_dtypes(variant: str, dtype: str) -> None:
         check_tiles(tiles(dtype, **VARIANTS[variant]), ragged(case, dtype))
 
 
-@pytest.mark.parametrize("variant", ["both", "row-scaled and columnwise", "square"])
-@pytest.mark.parametrize("grouping", ["ragged", "uniform"])
-def test_two_phases_compute_the_amaxes(variant: str, grouping: str) -> None:
-    config = tiles("bfloat16", grouping, compute_amax=True, **VARIANTS[variant])
+@pytest.mark.parametrize(
+    ("variant", "grouping", "arch"),
+    [
+        *itertools.product(
+            ("both", "row-scaled and columnwise", "square"), ("ragged", "uniform"), (ARCH,)
+        ),
+        ("both", "uniform", "sm_90a"),
+    ],
+)
+def test_two_phases_compute_the_amaxes(variant: str, grouping: str, arch: str) -> None:
+    config = tiles("bfloat16", grouping, compute_amax=True, arch=arch, **VARIANTS[variant])
     if grouping == "uniform":
         check_tiles(config, Problem(random_input((3, 40, 80), torch.bfloat16), None))
     else:
@@ -99,11 +133,18 @@ def test_two_phases_compute_the_amaxes(variant: str, grouping: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("warps", [1, 2])
-def test_rows_of_ragged_groups(dtype: str, warps: int) -> None:
-    config = Rows(dtype=dtype, warps_per_row=warps)
+@pytest.mark.parametrize(("arch", "warps"), [(ARCH, 1), (ARCH, 2), ("sm_90a", 2)])
+def test_rows_of_ragged_groups(arch: str, warps: int, dtype: str) -> None:
+    config = Rows(dtype=dtype, warps_per_row=warps, arch=arch)
     for case in RAGGED:
         check_rows(config, ragged(case, dtype))
+
+
+@pytest.mark.parametrize(("warps", "rows"), [(1, 4), (1, 1), (2, 1)])
+def test_rows_with_amaxes_of_groups(warps: int, rows: int) -> None:
+    config = GivenRows(warps_per_row=warps, rows_per_warp=rows)
+    for case in RAGGED:
+        check_rows(config, ragged(case))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -121,11 +162,8 @@ def test_several_rows_a_warp(dtype: str, rows: int) -> None:
 @pytest.mark.parametrize("warps", [4, 8, 16])
 def test_rows_of_larger_teams(warps: int) -> None:
     config = Rows(warps_per_row=warps)
-    problem = Problem(
-        random_input((40, config.max_cols - 16), torch.bfloat16),
-        ends(3, 38),
-    )
-    check_rows(config, problem)
+    x = random_input((40, config.max_cols - 16), torch.bfloat16)
+    check_rows(config, Problem(x, ends(3, 38)))
 
 
 def test_rows_up_to_16384() -> None:
@@ -136,65 +174,69 @@ def test_rows_up_to_16384() -> None:
         check_rows(config, Problem(x, ends(9, 10)))
 
 
-def test_rows_of_uniform_groups() -> None:
-    config = Rows(grouping="uniform", warps_per_row=1)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_rows_of_uniform_groups(arch: str) -> None:
+    config = Rows(grouping="uniform", warps_per_row=1, arch=arch)
     for shape in UNIFORM.values():
         check_rows(config, Problem(random_input(shape, torch.bfloat16), None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_special_values(dtype: str) -> None:
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_special_values(arch: str, dtype: str) -> None:
+    """NaN, infinities, denormals, groups that are all tiny; factors from the smallest to FMAX."""
     x = special_input(150, 128, DTYPES[dtype])
+    x[8::7, 48:64] = -float("nan")
     # The last group is all tiny: its S_enc is clamped to FMAX.
     tiny = torch.full((20, 128), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
     tiny[:, ::3] *= -0.5
     offs = ends(1, 2, 3, 40, 60, 150, 170)
     problem = Problem(torch.cat([x, tiny]), offs)
-    check_tiles(tiles(dtype, columnwise=True), problem)
-    check_tiles(tiles(dtype, format=SQUARE, columnwise=True), problem)
-    check_rows(Rows(dtype=dtype, warps_per_row=1), problem)
+    check_tiles(tiles(dtype, columnwise=True, arch=arch), problem)
+    check_tiles(tiles(dtype, format=SQUARE, columnwise=True, arch=arch), problem)
+    check_rows(Rows(dtype=dtype, warps_per_row=1, arch=arch), problem)
 
 
 def test_a_given_amax_need_not_be_the_true_one() -> None:
     problem = ragged("tail")
     given = torch.tensor([1e-3, 3.0, 1e30])
-    config = tiles("bfloat16", columnwise=True)
+    config = tiles(columnwise=True)
     want = expected(problem, NVFP4(), True, True, given)
     assert_same_buffers(run_tiles(config, problem, given), want)
 
 
 @pytest.mark.parametrize("kind", ["rows", "tiles"])
 def test_more_than_a_thousand_groups(kind: str) -> None:
-    generator = torch.Generator().manual_seed(5)
-    sizes = torch.randint(0, 2, (1500,), generator=generator)
-    sizes[700:1400] = 0
-    sizes[1450] = 130
-    offs = sizes.cumsum(0).int()
+    offs = many_groups()
     problem = Problem(random_input((int(offs[-1]) + 5, 16), torch.bfloat16), offs)
     if kind == "rows":
         check_rows(Rows(warps_per_row=1), problem)
     else:
-        check_tiles(tiles("bfloat16", columnwise=True, compute_amax=True), problem)
+        check_tiles(tiles(columnwise=True, compute_amax=True), problem)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-@pytest.mark.parametrize("variant", ["both", "row-scaled and columnwise", "square, both"])
-def test_tiles_in_any_order(variant: str, mode: dict) -> None:
-    config = tiles("bfloat16", compute_amax=True, **VARIANTS[variant])
-    # Two more column tiles than stages for one CTA, and partial tiles.
-    x = random_input((300, 1040), torch.bfloat16)
-    problem = Problem(x, ends(0, 130, 131, 290))
+@pytest.mark.parametrize(
+    ("arch", "variant", "cols"),
+    [
+        # Two more column tiles than stages for one CTA.
+        *((ARCH, v, 1040) for v in ("both", "row-scaled and columnwise", "square, both")),
+        ("sm_90a", "both", 528),
+    ],
+)
+def test_tiles_in_any_order(arch: str, variant: str, cols: int, mode: dict) -> None:
+    config = tiles(compute_amax=True, arch=arch, **VARIANTS[variant])
     with emulator.options(**mode):
-        check_tiles(config, problem)
+        check_tiles(config, in_any_order(cols))
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_bands_without_rows(arch: str) -> None:
     """Bands of slot tiles of which all are empty, some, or only the first ones."""
     band = TileConfig.band
     offs = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
     problem = Problem(random_input((1600, 272), torch.bfloat16), ends(*offs))
-    config = tiles("bfloat16", columnwise=True, arch=arch)
+    config = tiles(columnwise=True, arch=arch)
     want = expected(problem, NVFP4(), True, True)
     for num_sms in (1, 3):
         with emulator.options(num_sms=num_sms):
@@ -205,10 +247,7 @@ def test_bands_without_rows(arch: str) -> None:
 def test_loads_that_land_out_of_order(dtype: str) -> None:
     """Rowwise teams never meet, so a team can be ahead of a load that another one waits for."""
     config = tiles(dtype, compute_amax=True)
-    problem = Problem(
-        random_input((520, 528), DTYPES[dtype]),
-        ends(6, 6, 134, 262, 390, 519),
-    )
+    problem = Problem(random_input((520, 528), DTYPES[dtype]), ends(6, 6, 134, 262, 390, 519))
     want = expected(problem, NVFP4(), True, False)
     for seed in range(12):
         with emulator.options(mode="chaos", seed=seed, num_sms=1):
@@ -216,13 +255,17 @@ def test_loads_that_land_out_of_order(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-@pytest.mark.parametrize(("warps", "rows"), [(1, 1), (4, 1), (1, 4)])
-def test_rows_in_any_order(warps: int, rows: int, mode: dict) -> None:
-    config = Rows(warps_per_row=warps, rows_per_warp=rows)
-    x = random_input((300, 496), torch.bfloat16)
-    problem = Problem(x, ends(0, 130, 131, 290))
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(Rows(warps_per_row=w, rows_per_warp=rows) for w, rows in ((1, 1), (4, 1), (1, 4))),
+        *(make(warps_per_row=4, arch="sm_90a") for make in (Rows, GivenRows)),
+    ],
+    ids=str,
+)
+def test_rows_in_any_order(config: RowsConfig, mode: dict) -> None:
     with emulator.options(**mode):
-        check_rows(config, problem)
+        check_rows(config, in_any_order(496))
 
 
 @pytest.mark.parametrize("kind", ["rows", "tiles"])
@@ -230,34 +273,25 @@ def test_only_the_live_rows_are_touched(kind: str) -> None:
     """The tail of x is never read; nothing outside the buffers is touched."""
     problem = ragged("tail")
     live = int(problem.offs[-1])
-    bits = problem.x.view(torch.int16).numpy()
     if kind == "rows":
         config = Rows(warps_per_row=2)
         out = problem.buffers(NVFP4(row_scaled=True), True, False)
         copy = (out["amax"], out["codes"], out["scales"])
         args = (problem.x, problem.offs, *copy, *NO_RESULTS, 2)
     else:
-        config = tiles("bfloat16", columnwise=True, compute_amax=True)
+        config = tiles(columnwise=True, compute_amax=True)
         out = problem.buffers(NVFP4(), True, True)
         names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
         args = (problem.x, problem.offs, None, *(out[n] for n in names), *NO_TILE_RESULTS, 2)
-    kernel = compiled(config)
-    try:
-        emulator.watch(bits[:live], problem.offs, *(t for t in out.values() if t is not None))
-        kernel(*args)
-        emulator.unwatch()
-        emulator.watch(bits[: live - 1], problem.offs, *(t for t in out.values() if t is not None))
-        with pytest.raises(emulator.EmulatorError):
-            kernel(*args)
-    finally:
-        emulator.unwatch()
+    kernel, others = compiled(config), (problem.offs, *out.values())
+    check_touched(lambda: kernel(*args), [array_of(problem.x)[:live]], others)
 
 
 def test_bad_offsets_stay_in_the_buffer() -> None:
     """Ends outside the buffer are clamped to it; decreasing ones give empty groups, not a fault."""
     x = random_input((140, 64), torch.bfloat16)
     clamped = Problem(x, ends(0, 20, 140, 140))
-    config, rows = tiles("bfloat16", columnwise=True), Rows()
+    config, rows = tiles(columnwise=True), Rows()
     wild = Problem(x, ends(-5, 20, 1000, 2**31 - 1))
     assert_same_buffers(run_tiles(config, wild), expected(clamped, NVFP4(), True, True))
     fmt = NVFP4(row_scaled=True)
@@ -265,19 +299,16 @@ def test_bad_offsets_stay_in_the_buffer() -> None:
     falling = Problem(x, ends(100, 20, -7, 130))
     out = falling.buffers(fmt, True, True)
     names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
-    try:
-        emulator.watch(x, falling.offs, *(t for t in out.values() if t is not None))
-        two_phase = dataclasses.replace(config, format=ROW_SCALED, compute_amax=True)
-        copies = [out[name] for name in names]
+    two_phase = dataclasses.replace(config, format=ROW_SCALED, compute_amax=True)
+    copies = [out[name] for name in names]
+    with watching(x, falling.offs, *out.values()):
         compiled(two_phase)(x, falling.offs, out["amax"], *copies, *NO_TILE_RESULTS, 2)
         compiled(rows)(x, falling.offs, out["amax"], *copies[1:3], *NO_RESULTS, 2)
-    finally:
-        emulator.unwatch()
 
 
 def test_results_do_not_depend_on_the_grid() -> None:
     problem = ragged("odd rows, K past a scale tile")
-    config = tiles("bfloat16", columnwise=True, compute_amax=True)
+    config = tiles(columnwise=True, compute_amax=True)
     want = expected(problem, NVFP4(), True, True)
     for num_sms in (1, 7):
         out = problem.buffers(NVFP4(), True, True)

@@ -57,134 +57,125 @@ _TMEM_COLUMNS = 64
 _A_SCALES, _B_SCALES = 16, 32  # columns; D takes the first 16
 
 
-def _vector(prefix, count):
-    return "{" + ", ".join(f"%{prefix}{i}" for i in range(count)) + "}"
+def _vector(prefix, count, first=0):
+    return "{" + ", ".join(f"%{prefix}{first + i}" for i in range(count)) + "}"
 
 
 def _descriptors(rows, step, steps):
     """Set %da and %db for one step: A's steps lie one after the other, then B's."""
     start = step * rows[0] * STEP_BYTES, (steps * rows[0] + step * rows[1]) * STEP_BYTES
-    return [f"add.u64 %d{x}, %base, {offset >> 4};" for x, offset in zip("ab", start, strict=True)]
+    return " ".join(f"add.u64 %d{x}, %base, {at >> 4};" for x, at in zip("ab", start, strict=True))
 
 
-def _wgmma_ptx(name, dtypes, half, steps, rows):
-    k = STEP_BYTES // dtypes[0].itemsize
+def _quads(pattern):
+    """One instruction for every four of %f0 to %f15, ``pattern`` taking them and their offset."""
+    return "\n".join(pattern.format(_vector("f", 4, 4 * i), 16 * i) for i in range(4))
+
+
+def _wgmma_ptx(head, dtypes, half, steps, rows):
     a, b = (_PTX_TYPES[dtype] for dtype in dtypes)
     regs = 2 if half else 4
-    text = [
-        _HEAD.format(
-            arch="sm_90a", name=name, smem=sum(rows) * STEP_BYTES * steps, descriptor=_DESCRIPTOR
-        ),
-        "bar.sync 0;",
-        f"mul.wide.u32 %rd4, %r0, {4 * regs};",
-        "add.u64 %rd1, %rd1, %rd4;",
-        "add.u64 %rd3, %rd3, %rd4;",
-        f"ld.global.v{regs}.b32 {_vector('f', regs)}, [%rd1];",
-        "setp.eq.u32 %p1, 0, 0;",
-        "wgmma.fence.sync.aligned;",
-    ]
+    shape = f"m64n8k{STEP_BYTES // dtypes[0].itemsize}.{'f16' if half else 'f32'}.{a}.{b}"
+    accumulators = _vector("f", regs)
     transposed = ", 0, 0" if dtypes[0].itemsize == 2 else ""
-    for step in range(steps):
-        text += _descriptors(rows, step, steps)
-        text.append(
-            f"wgmma.mma_async.sync.aligned.m64n8k{k}.{'f16' if half else 'f32'}.{a}.{b} "
-            f"{_vector('f', regs)}, %da, %db, %p1, 1, 1{transposed};"
-        )
-    text += [
-        "wgmma.commit_group.sync.aligned;",
-        "wgmma.wait_group.sync.aligned 0;",
-        f"st.global.v{regs}.b32 [%rd3], {_vector('f', regs)};",
-        "ret;",
-        "}",
-    ]
-    return "\n".join(text)
+    products = "\n".join(
+        f"{_descriptors(rows, step, steps)} wgmma.mma_async.sync.aligned.{shape} {accumulators}, "
+        f"%da, %db, %p1, 1, 1{transposed};"
+        for step in range(steps)
+    )
+    return f"""{head}
+bar.sync 0;
+mul.wide.u32 %rd4, %r0, {4 * regs};
+add.u64 %rd1, %rd1, %rd4;
+add.u64 %rd3, %rd3, %rd4;
+ld.global.v{regs}.b32 {accumulators}, [%rd1];
+setp.eq.u32 %p1, 0, 0;
+wgmma.fence.sync.aligned;
+{products}
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
+st.global.v{regs}.b32 [%rd3], {accumulators};
+ret;
+}}"""
 
 
-def _tcgen05_ptx(name, kind, idesc, scaled, steps, rows):
-    text = [
-        _HEAD.format(
-            arch="sm_100a", name=name, smem=sum(rows) * STEP_BYTES * steps, descriptor=_DESCRIPTOR
-        ),
-        "or.b64 %base, %base, 70368744177664;",  # bit 46: descriptors of tcgen05
-        "mov.u32 %r4, mbar;",
-        "mov.u32 %r5, slot;",
-        "shr.u32 %r6, %r0, 5;",
-        "setp.eq.u32 %p2, %r0, 0;",
-        "@%p2 mbarrier.init.shared::cta.b64 [%r4], 1;",
-        "setp.ne.u32 %p1, %r6, 0;",
-        "@%p1 bra allocated;",
-        f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r5], {_TMEM_COLUMNS};",
-        "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;",
-        "allocated:",
-        "bar.sync 0;",
-        "ld.shared.b32 %r7, [%r5];",
-        "shl.b32 %r8, %r6, 21;",  # lane 32 * warp
-        "add.u32 %r8, %r8, %r7;",
-        "mul.wide.u32 %rd4, %r0, 64;",
-        "add.u64 %rd1, %rd1, %rd4;",
-        "add.u64 %rd3, %rd3, %rd4;",
-        "and.b32 %r9, %r0, 31;",
-        "mul.wide.u32 %rd4, %r9, 32;",
-        "add.u64 %rd2, %rd2, %rd4;",
-    ]
-    for i in range(0, 16, 4):
-        group = "{" + ", ".join(f"%f{i + j}" for j in range(4)) + "}"
-        text.append(f"ld.global.v4.b32 {group}, [%rd1+{4 * i}];")
-    text.append(f"tcgen05.st.sync.aligned.32x32b.x16.b32 [%r8], {_vector('f', 16)};")
-    for step in range(steps if scaled else 0):
-        # Row 32 j + l of A finds its scales in lane l of column j, in each quarter of the lanes.
-        for side, column in ((0, _A_SCALES), (16, _B_SCALES)):
-            text += [
-                f"ld.global.v4.b32 {_vector('s', 4)}, [%rd2+{step * 32 * 32 + side}];",
-                f"add.u32 %r10, %r8, {column + 4 * step};",
-                f"tcgen05.st.sync.aligned.32x32b.x4.b32 [%r10], {_vector('s', 4)};",
-            ]
-    text += [
-        "tcgen05.wait::st.sync.aligned;",
-        "tcgen05.fence::before_thread_sync;",
-        "bar.sync 0;",
-        "tcgen05.fence::after_thread_sync;",
-        f"mov.u32 %r11, {idesc};",
-        "setp.eq.u32 %p3, 0, 0;",
-        "@!%p2 bra issued;",
-    ]
+def _tcgen05_ptx(head, kind, idesc, scaled, steps, rows):
+    scales, products = "", ""
     for step in range(steps):
-        text += _descriptors(rows, step, steps)
-        scales = ""
+        used = ""
         if scaled:
-            text.append(f"add.u32 %r12, %r7, {_A_SCALES + 4 * step};")
-            text.append(f"add.u32 %r13, %r7, {_B_SCALES + 4 * step};")
-            scales = "[%r12], [%r13], "
-        text.append(f"tcgen05.mma.cta_group::1.{kind} [%r7], %da, %db, %r11, {scales}%p3;")
-    text += [
-        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r4];",
-        "issued:",
-        "wait:",
-        "mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r4], 0;",
-        "@!%p0 bra wait;",
-        "tcgen05.fence::after_thread_sync;",
-        f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {_vector('f', 16)}, [%r8];",
-        "tcgen05.wait::ld.sync.aligned;",
-    ]
-    for i in range(0, 16, 4):
-        group = "{" + ", ".join(f"%f{i + j}" for j in range(4)) + "}"
-        text.append(f"st.global.v4.b32 [%rd3+{4 * i}], {group};")
-    text += [
-        "tcgen05.fence::before_thread_sync;",
-        "bar.sync 0;",
-        "@%p1 bra freed;",
-        f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r7, {_TMEM_COLUMNS};",
-        "freed:",
-        "ret;",
-        "}",
-    ]
-    return "\n".join(text)
+            used = "[%r12], [%r13], "
+            columns = [f"%r7, {first + 4 * step};" for first in (_A_SCALES, _B_SCALES)]
+            products += f"add.u32 %r12, {columns[0]} add.u32 %r13, {columns[1]}\n"
+            # Row 32 j + l of A has its scales in lane l of column j, in each quarter of lanes.
+            for side, first in ((0, _A_SCALES), (16, _B_SCALES)):
+                scales += f"""
+ld.global.v4.b32 {_vector("s", 4)}, [%rd2+{step * 32 * 32 + side}];
+add.u32 %r10, %r8, {first + 4 * step};
+tcgen05.st.sync.aligned.32x32b.x4.b32 [%r10], {_vector("s", 4)};"""
+        products += f"""{_descriptors(rows, step, steps)}
+tcgen05.mma.cta_group::1.{kind} [%r7], %da, %db, %r11, {used}%p3;
+"""
+    # Bit 46 is that of tcgen05's descriptors; a warp's lanes begin at 32 times its number.
+    return f"""{head}
+or.b64 %base, %base, {1 << 46};
+mov.u32 %r4, mbar;
+mov.u32 %r5, slot;
+shr.u32 %r6, %r0, 5;
+setp.eq.u32 %p2, %r0, 0;
+@%p2 mbarrier.init.shared::cta.b64 [%r4], 1;
+setp.ne.u32 %p1, %r6, 0;
+@%p1 bra allocated;
+tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r5], {_TMEM_COLUMNS};
+tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;
+allocated:
+bar.sync 0;
+ld.shared.b32 %r7, [%r5];
+shl.b32 %r8, %r6, 21;
+add.u32 %r8, %r8, %r7;
+mul.wide.u32 %rd4, %r0, 64;
+add.u64 %rd1, %rd1, %rd4;
+add.u64 %rd3, %rd3, %rd4;
+and.b32 %r9, %r0, 31;
+mul.wide.u32 %rd4, %r9, 32;
+add.u64 %rd2, %rd2, %rd4;
+{_quads("ld.global.v4.b32 {}, [%rd1+{}];")}
+tcgen05.st.sync.aligned.32x32b.x16.b32 [%r8], {_vector("f", 16)};{scales}
+tcgen05.wait::st.sync.aligned;
+tcgen05.fence::before_thread_sync;
+bar.sync 0;
+tcgen05.fence::after_thread_sync;
+mov.u32 %r11, {idesc};
+setp.eq.u32 %p3, 0, 0;
+@!%p2 bra wait;
+{products}
+tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r4];
+wait:
+mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r4], 0;
+@!%p0 bra wait;
+tcgen05.fence::after_thread_sync;
+tcgen05.ld.sync.aligned.32x32b.x16.b32 {_vector("f", 16)}, [%r8];
+tcgen05.wait::ld.sync.aligned;
+{_quads("st.global.v4.b32 [%rd3+{1}], {0};")}
+tcgen05.fence::before_thread_sync;
+bar.sync 0;
+@%p1 bra freed;
+tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r7, {_TMEM_COLUMNS};
+freed:
+ret;
+}}"""
 
 
 @functools.cache
-def _load(ptx, *args):
-    name = f"{ptx.__name__.strip('_')}_{abs(hash(args)):x}"
-    emulator.load_ptx(ptx(name, *args))
+def _load(arch, ptx, edits, steps, rows, *args):
+    name = f"{ptx.__name__.strip('_')}_{abs(hash((edits, steps, args))):x}"
+    smem = sum(rows) * STEP_BYTES * steps
+    head = _HEAD.format(arch=arch, name=name, smem=smem, descriptor=_DESCRIPTOR)
+    text = ptx(head, *args, steps, rows)
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    emulator.load_ptx(text)
     return name
 
 
@@ -208,11 +199,14 @@ def _fragments(half):
     return row, (thread % 4 * 2 + e).expand(128, 2, 2)
 
 
-def wgmma(a, b, acc):
-    """``acc`` (64, 8) plus A (64, K) B (8, K)^T by sm_90a's wgmma."""
+def wgmma(a, b, acc, edits=()):
+    """``acc`` (64, 8) plus A (64, K) B (8, K)^T by sm_90a's wgmma.
+
+    ``edits`` are pairs of what to replace in the PTX, and by what.
+    """
     half = acc.dtype == torch.float16
     steps = a.shape[1] * a.dtype.itemsize // STEP_BYTES
-    name = _load(_wgmma_ptx, (a.dtype, b.dtype), half, steps, (64, 8))
+    name = _load("sm_90a", _wgmma_ptx, edits, steps, (64, 8), (a.dtype, b.dtype), half)
     where = _fragments(half)
     fragments = acc[where].contiguous()
     out = _launch(name, a, b, fragments, fragments, torch.empty_like(fragments))
@@ -221,10 +215,11 @@ def wgmma(a, b, acc):
     return result
 
 
-def tcgen05(a, b, acc, a_scales=None, b_scales=None):
+def tcgen05(a, b, acc, a_scales=None, b_scales=None, edits=(), flags=0):
     """``acc`` (128, 16) plus A (128, K) B (16, K)^T by sm_100a's tcgen05.mma.
 
-    uint8 operands are packed E2M1; scales are as ``tensor_core_gemm`` takes them.
+    uint8 operands are packed E2M1; scales are as ``tensor_core_gemm`` takes them. ``flags`` are
+    bits of the instruction descriptor.
     """
     half, scaled, fp4 = acc.dtype == torch.float16, a_scales is not None, a.dtype == torch.uint8
     steps = a.shape[1] * a.dtype.itemsize // STEP_BYTES
@@ -232,7 +227,7 @@ def tcgen05(a, b, acc, a_scales=None, b_scales=None):
     vectors = {torch.float32: "tf32", torch.float16: "f16", torch.bfloat16: "f16"}
     kind = "kind::" + vectors.get(a.dtype, "f8f6f4")
     codes = {torch.bfloat16: 1, torch.float8_e5m2: 1, torch.float32: 2, torch.uint8: 1}
-    idesc = codes.get(a.dtype, 0) << 7 | codes.get(b.dtype, 0) << 10 | 2 << 17 | 8 << 24
+    idesc = codes.get(a.dtype, 0) << 7 | codes.get(b.dtype, 0) << 10 | 2 << 17 | 8 << 24 | flags
     if not scaled:
         idesc |= (0 if half else 1) << 4
     else:
@@ -246,7 +241,7 @@ def tcgen05(a, b, acc, a_scales=None, b_scales=None):
             for first in range(0, words.shape[1], 32):
                 rows = words[:, first : first + 32]
                 scale_words[:, : rows.shape[1], side, first // 32, :each] = rows
-    name = _load(_tcgen05_ptx, kind, idesc, scaled, steps, (128, 16))
+    name = _load("sm_100a", _tcgen05_ptx, edits, steps, (128, 16), kind, idesc, scaled)
     cells = acc.view(torch.int16 if half else torch.int32).int()
     out = _launch(name, a, b, cells, scale_words, torch.empty_like(cells))
     return (out.short() if half else out).view(acc.dtype)

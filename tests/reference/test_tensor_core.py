@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cute_kernels import emulator
 from cute_kernels.reference import tensor_core
 from cute_kernels.reference.tensor_core import instruction_k, tensor_core_gemm, tensor_core_mma
 from tests.helpers import assert_same_bytes
@@ -288,8 +289,10 @@ def emulated(kind, a, b, options):
 def test_equals_the_emulator(kind, sort):
     rows, cols = (64, 8) if kind.arch == "sm_90a" else (128, 16)
     a, b, options = arguments(kind, rows, cols, 3 * kind.k, sort)
-    got, want = tensor_core_gemm(kind.arch, a, b, **options), emulated(kind, a, b, options)
-    assert_same_bytes(got, want)
+    got = tensor_core_gemm(kind.arch, a, b, **options)
+    for mode in ({}, {"mode": "chaos", "seed": 2, "races": True}):
+        with emulator.options(**mode):
+            assert_same_bytes(got, emulated(kind, a, b, options))
 
 
 # ------------------------------------------------------------------------------ by hand, errors

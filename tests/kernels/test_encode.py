@@ -1,0 +1,65 @@
+"""Codes of E2M1 as sm_90a computes them, beside every border between two, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.reference.conversions import encode_e2m1, pack_codes
+from tests.helpers import DTYPES
+from tests.kernels.quantize_support import compiled
+
+from tests.kernels.encode_kernel import EncodeConfig  # isort: skip
+
+#: Where two codes meet, and past the largest.
+_MEETINGS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, 40.0)
+
+
+def near_ties(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Blocks (N, 16), and factors (N,) that take one element within two ulps of a tie."""
+    generator = torch.Generator().manual_seed(4)
+    mantissa = torch.arange(128) / 128 + 1
+    meeting, mantissa, ulps = torch.meshgrid(
+        torch.tensor(_MEETINGS), mantissa, torch.arange(-2.0, 3.0), indexing="ij"
+    )
+    factors = (meeting / mantissa).flatten()
+    factors = (factors.view(torch.int32) + ulps.flatten().int()).view(torch.float32)
+    count = len(factors)
+    blocks = torch.rand(count, 16, generator=generator) * 2 - 1
+    sign = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1
+    place = torch.randint(0, 16, (count,), generator=generator)
+    blocks[::3, 5], blocks[1::3, 5] = 0.0, -0.0
+    blocks[torch.arange(count), place] = mantissa.flatten() * sign
+    power = 10 if dtype == torch.float16 else 100
+    shift = torch.randint(-power, power + 1, (count,), generator=generator).float()
+    factors = (factors.double() * torch.exp2(-shift.double())).float()
+    return (blocks.to(dtype).double() * torch.exp2(shift.double())[:, None]).to(dtype), factors
+
+
+def check_codes(blocks: Tensor, factors: Tensor, dtype: str) -> None:
+    """Compare the codes of blocks (N, 16) with the reference's."""
+    want = pack_codes(encode_e2m1(blocks.float() * factors[:, None]))
+    assert torch.equal(encoded(EncodeConfig(dtype), blocks, factors), want)
+
+
+def encoded(config: EncodeConfig, blocks: Tensor, factors: Tensor) -> Tensor:
+    """Codes of blocks (N, 16); zeros where there are none."""
+    out = torch.zeros(len(blocks), 8, dtype=torch.uint8)
+    compiled(config)(blocks.view(torch.uint32), factors, out.view(torch.uint32))
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_beside_every_tie(dtype: str) -> None:
+    check_codes(*near_ties(DTYPES[dtype]), dtype)
+
+
+def test_codes_beside_every_border_of_fp16() -> None:
+    """Where the fp16 number that stands for y changes, and two ulps to either side."""
+    halves = torch.arange(0x0E20, dtype=torch.int16).view(torch.float16).double()
+    borders = ((halves[1:] + halves[:-1]) / 2 * 2**14 * 512 / 513).float()
+    y = torch.cat([(borders.view(torch.int32) + ulps).view(torch.float32) for ulps in range(-2, 3)])
+    blocks = torch.stack([y, -y]).T.flatten()
+    blocks = blocks[: len(blocks) // 16 * 16].view(-1, 16).contiguous()
+    check_codes(blocks, torch.ones(len(blocks)), "float32")
