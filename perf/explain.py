@@ -7,7 +7,6 @@ the exchange between ranks are not in it. Times are of a CUDA graph, by ``perf.p
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,7 +124,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", default=FITTED, help=f"one of {', '.join(GPUS)} (default: {FITTED})")
     add("--recipe", default="all", help="names with commas between them, or all")
     add("--records", type=Path, default=RESULTS, help="what the model is fitted to")
-    add("--json", action="store_true", help="for programs")
 
 
 def _layer(arguments: argparse.Namespace) -> Layer:
@@ -163,17 +161,6 @@ def main(arguments: argparse.Namespace) -> int:
         if name not in refused
     }
     fastest = min(plans, key=lambda name: plans[name].times["step"].value, default=None)
-    if arguments.json:
-        found = {
-            "layer": dataclasses.asdict(layer),
-            "gpu": {"name": gpu.name, "source": gpu.source},
-            "recipes": {name: dataclasses.asdict(each) for name, each in plans.items()},
-            "refused": refused,
-            "fastest": fastest,
-            "model": {"times": model.count, "median error": model.error, "9 in 10": model.spread},
-        }
-        print(json.dumps(found, indent=1))
-        return int(fastest is None)
     total, least, most = sum(layer.sizes), min(layer.sizes), max(layer.sizes)
     print(
         f"{len(layer.sizes)} experts of {layer.hidden} x {layer.intermediate} with SwiGLU on one "
