@@ -6,19 +6,26 @@ Runs on the emulator, and again on a Hopper GPU where there is one.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+import cute_kernels
+import grouped
 from cute_kernels import emulator
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig
-from tests.helpers import assert_same_bytes
+from grouped.nn import GroupedLinear
+from tests.helpers import assert_same_bytes, offsets, sample
 from tests.kernels.gemm_support import SHAPES, WGRAD_SHAPES, Product, k_grouped, m_grouped
 from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.test_gemm_sm90 import DEVICES, K_TILES, M_TILES, name_of
+
+if TYPE_CHECKING:
+    from cute_kernels.formats import Format
 
 SQUARES = "fp8_block:block=128x128"
 FAST = Sm90GemmConfig("fp8", tile=M_TILES["256x32"])
@@ -206,6 +213,48 @@ def test_partial_sums_are_promoted_in_order() -> None:
     assert_same_bytes(product.run(2), product.expected())
     fast, split = (m_grouped(dataclasses.replace(SPLIT, split=s), [40], 16, 1024) for s in (0, 1))
     assert not torch.equal(fast.run(2), split.run(2))
+
+
+def test_more_groups_than_a_window_of_the_scheduler() -> None:
+    sizes = [0] * 1100
+    sizes[3::100] = [1, 2, 9, 130, 1, 0, 1, 3, 1, 1, 17]
+    for config in (FAST, UNSWAPPED):
+        product = m_grouped(config, sizes, 8, 32, tail=2)
+        assert_same_bytes(product.run(2), product.expected())
+
+
+@pytest.mark.parametrize("fmt", [grouped.FP8Block(), grouped.FP8()], ids=["block", "group"])
+def test_quantizing_and_multiplying_in_one_op(fmt: Format) -> None:
+    torch.manual_seed(0)
+    x, offs = sample(150, 144), offsets((20, 0, 130))
+    squares = grouped.FP8Block(block=(128, 128)) if fmt.scale is not None else fmt
+    recipe = grouped.recipes.Recipe(input=fmt, weight=squares, grad_output=fmt)
+    with cute_kernels.backend("reference"):
+        w = grouped.quantize(sample(3, 48, 144), squares)
+    found = []
+    for name in ("reference:sm_90a", "emulated:sm_90a"):
+        with cute_kernels.backend(name):
+            found.append(grouped.linear(x, w, None, offs, recipe))
+            apart = grouped.grouped_gemm(grouped.quantize(x, fmt, offs=offs), w)
+        assert_same_bytes(found[-1], apart)
+    assert_same_bytes(*found)
+
+
+@pytest.mark.parametrize("name", ["FP8Block", "FP8Current", "FP8Delayed"])
+def test_training_with_a_recipe(name: str) -> None:
+    found = []
+    for backend in ("reference:sm_90a", "emulated:sm_90a"):
+        torch.manual_seed(1)
+        recipe = getattr(grouped.recipes, name)()
+        layer = GroupedLinear(3, 128, 144, recipe=recipe, dtype=torch.bfloat16)
+        x = sample(150, 128).requires_grad_()
+        with cute_kernels.backend(backend):
+            for _ in range(2):
+                y = layer(x, offsets((20, 0, 130)))
+                y.float().square().mean().backward()
+        found.append([y, x.grad, *(p.grad for p in layer.parameters())])
+    for want, got in zip(*found, strict=True):
+        assert_same_bytes(got.detach(), want.detach())
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers import ends
+from tests.kernels import test_gemm_fp8 as fp8
 from tests.kernels import test_gemm_nvfp4 as sm100
 from tests.kernels import test_gemm_plain as sm100_plain
 from tests.kernels import test_gemm_sm90 as sm90
@@ -44,7 +45,10 @@ CONFIGS = {
     ),
     "sm_90a bf16": sm90.PLAIN,
     "sm_90a w4a16": sm90.W4A16,
+    "sm_90a fp8_block": dataclasses.replace(fp8.UNSWAPPED, zero_tail=True),
+    "sm_90a squares x rows": fp8.TURNED,
     "sm_90a wgrad": sm90.WGRAD_ADD,
+    "sm_90a rows x squares wgrad": fp8.WGRADS["rows x squares"],
     "sm_90a bf16 wgrad": sm90.PLAIN_WGRAD,
     "sm_100a nvfp4": sm100.FPROP_ALL,
     "sm_100a two CTAs": sm100.TILED["256x256 partial"],

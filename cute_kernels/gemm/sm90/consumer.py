@@ -154,19 +154,19 @@ class Consumer:
         """
         k_blocks = self.config.k_blocks
         k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
-        first_block = tile.k_start // self.config.stage_k
+        promoter: Any = self.promoter
+        promoter.read_squares(tile, Int32(0))
         for k_tile in cutlass.range(k_tiles, unroll=1):
-            self.promote_stage(tile, state, first_block + k_tile)
+            self.promote_stage(tile, state, k_tile)
             state.advance()
         return state
 
     @cute.jit
-    def promote_stage(self, tile: WorkTile, state: Any, k_block: Int32) -> None:
-        """Multiply a stage, promote its sums and free it."""
+    def promote_stage(self, tile: WorkTile, state: Any, k_tile: Int32) -> None:
+        """Multiply a tile's ``k_tile``-th stage, promote its sums and free it."""
         promoter: Any = self.promoter
-        squares = promoter.squares_of(tile, k_block)
         self.ab_pipeline.consumer_wait(state)
-        scales = promoter.of_stage(squares, state.index)
+        scales = None
         for part, product in enumerate(self.parts):
             warpgroup.fence()
             for block in cutlass.range_constexpr(self.config.k_blocks):
@@ -174,11 +174,16 @@ class Consumer:
                 mma = product.fresh if block == 0 else product.tiled_mma
                 cute.gemm(mma, product.acc, self.m[at], product.n[at], product.acc)
             warpgroup.commit_group()
+            # Read while the products run.
+            if cutlass.const_expr(part == 0):
+                scales = promoter.of_stage(state.index)
+                promoter.read_squares(tile, k_tile + 1)
+            columns = promoter.first_columns(part, state.index)
             warpgroup.wait_group(0)
             is_read = part + 1 == len(self.parts)
             if cutlass.const_expr(is_read and not promoter.reads_last):
                 self.ab_pipeline.consumer_release(state)
-            promoter.promote(self.acc, self.partial, part, state.index, scales)
+            promoter.promote(self.acc, product.acc, part, state.index, scales, columns)
         if cutlass.const_expr(promoter.reads_last):
             self.ab_pipeline.consumer_release(state)
 

@@ -22,6 +22,10 @@ _BITS_PER_CYCLE = 2048 * 16
 #: with instructions of up to 64 columns, and with wider ones, which hide half of it (H200).
 _DECODED_PER_CYCLE = (40, 76)
 _NARROW_N = 64
+#: Partial sums that one SM promotes in a cycle, as if that came after the products, not beside
+#: those of another warpgroup: without scales, with scales of rows of operand M, and with scales of
+#: columns, which shared memory, busy with operands, is slow to give (H200).
+_PROMOTED_PER_CYCLE = (500, 160, 45)
 #: Bytes that one SM loads in a cycle: from L2, and its share of memory. What the CTAs of a cluster
 #: share is read from L2 once: 5% of the time of bf16 tiles of 128 x 256.
 _LOAD_BYTES_PER_CYCLE = 46
@@ -55,6 +59,9 @@ def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int)
     multiply = tile.m * width * config.stage_k * config.multiplied_bits / _BITS_PER_CYCLE
     if config.is_decoded:
         multiply += tile.m * config.stage_k / _DECODED_PER_CYCLE[width > _NARROW_N]
+    if config.promotes:
+        has_scales, has_columns = config.kind.has_row_scales, config.row_scales[1] > 0
+        multiply += tile.m * tile.n / _PROMOTED_PER_CYCLE[has_scales + has_columns]
     own, shared = sum(config.m_stage_bytes), sum(config.n_stage_bytes) / tile.num_ctas
     load = (own + shared) / _LOAD_BYTES_PER_CYCLE
     is_weight_n = config.grouping == "m_grouped" and not tile.swap_ab
