@@ -37,6 +37,13 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """Skip what needs the emulator where there is no compiler to build it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,7 +15,7 @@ from cute_kernels import support
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     #: A plain operand, or the buffers of one direction of a quantized one, codes first.
     Operand: TypeAlias = "Tensor | Sequence[Tensor]"
@@ -22,13 +23,16 @@ if TYPE_CHECKING:
 __all__ = [
     "BUILT",
     "DTYPES",
+    "Graphs",
     "NVFP4_TEXTS",
     "SENTINEL",
     "SPLITS",
+    "assert_all_same",
     "assert_same_buffers",
     "assert_same_bytes",
     "dequantize_arguments",
     "dtype_ulp",
+    "each",
     "end_rows",
     "ends",
     "has_compiler",
@@ -41,6 +45,7 @@ __all__ = [
     "poisoned",
     "quantized",
     "sample",
+    "saved",
     "weird_values",
 ]
 
@@ -51,6 +56,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 #: The texts of NVFP4 by second level and block shape.
 NVFP4_TEXTS = {"1x16": "nvfp4", "16x16": "nvfp4:block=16x16", "row-scaled": "nvfp4:row_scaled"}
+
+
+def each(
+    name: str | tuple[str, ...], cases: Mapping[Any, Any] | Sequence[Any], ids: Any = None
+) -> pytest.MarkDecorator:
+    """A test of each of ``cases``; the keys of a dict are its ids."""
+    if isinstance(cases, dict):
+        cases, ids = list(cases.values()), list(cases)
+    return pytest.mark.parametrize(name, cases, ids=ids)
 
 
 def has_compiler() -> bool:
@@ -129,6 +143,22 @@ def weird_values(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
         if len(specials) + i < rows:
             x[len(specials) + i] = value
     return x
+
+
+def saved(x: Any, weights_only: bool = True) -> Any:
+    """What comes back from a file."""
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+class Graphs(list[Any]):
+    """The backend aot_eager, which keeps the graphs that it is given."""
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
 
 def poisoned(like: Tensor) -> Tensor:
@@ -234,6 +264,14 @@ def assert_same_bytes(
             f"(bytes {a[at].tolist()}), want {want.flatten()[at].item()!r} "
             f"(bytes {b[at].tolist()})"
         )
+
+
+def assert_all_same(
+    got: Iterable[Tensor], want: Iterable[Tensor], *, any_nan: bool = False
+) -> None:
+    """Bitwise equality, one by one."""
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_same_bytes(a, b, f"result {i}", any_nan=any_nan)
 
 
 def assert_same_buffers(

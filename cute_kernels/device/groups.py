@@ -80,6 +80,15 @@ class Grouping:
             return _seek_uniform(self.rows_each, self.tiles_each(), tile)
         return _seek_ragged(self.offs, self.num_groups, self.num_rows, tile, hint)
 
+    def span(self, group: Int32) -> tuple[Int32, Int32, Int32]:
+        """The first tile of a group, its first row and the row after its last."""
+        if self.offs is None:
+            start = group * self.rows_each
+            return group * self.tiles_each(), start, start + self.rows_each
+        start = group_start(self.offs, group, self.num_rows)
+        end = group_end(self.offs, group, self.num_rows)
+        return start // TILE_ROWS + group, start, end
+
     def last_row(self) -> Int32:
         """The end of the last group; the rows from there on are the tail."""
         if self.offs is None:

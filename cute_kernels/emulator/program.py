@@ -119,7 +119,6 @@ class KernelBuilder:
         self._labels: dict[tuple[tuple[int, ...], str], int] = {}
         self._branches: list[tuple[int, str, tuple[int, ...]]] = []
         self._table_entries: list[tuple[int, str, tuple[int, ...]]] = []
-        self._dynamic_operands: list[tuple[int, str]] = []
         self._last_label = ""
 
     # ---- scopes, registers, labels

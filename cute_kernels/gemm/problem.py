@@ -38,6 +38,7 @@ __all__ = [
     "GemmConfig",
     "GemmGrouping",
     "GemmProblem",
+    "RowPart",
     "TileShape",
 ]
 
@@ -80,6 +81,27 @@ class TileShape:
     def cols(self) -> int:
         """Columns of the output that a cluster covers."""
         return self.cluster_m if self.swap_ab else self.n
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPart:
+    """The row tiles of an m_grouped product that one kernel takes, where several share it.
+
+    A group is cut into tiles of ``chunk`` rows and one of what is left. Every tile is taken by the
+    kernel whose range holds its rows, so large groups get wide tiles and small ones narrow tiles
+    without the host knowing which are which.
+
+    Attributes:
+        chunk: rows of the largest tiles of all parts.
+        least: this part's tiles have more rows than that,
+        most: and at most that many.
+        follows: it comes after another part, and starts on the SMs that are done with that one.
+    """
+
+    chunk: int
+    least: int
+    most: int
+    follows: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +242,15 @@ class GemmConfig(abc.ABC):
     @abc.abstractmethod
     def refuses(self, tile: Any) -> str:
         """Why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
+
+    @property
+    def rows_taken(self) -> RowPart:
+        """The row tiles of an m_grouped product that this kernel takes: all, as a rule."""
+        return RowPart(self.tile.rows, 0, self.tile.rows)
+
+    def parts(self, problem: GemmProblem, num_sms: int) -> tuple[GemmConfig, ...]:
+        """The kernels that share a product among them, in the order in which they run."""
+        return (self,)
 
     def takes(self, tile: TileShape) -> bool:
         """Whether this configuration means something with another tile of ``tile_shapes``."""

@@ -3,7 +3,8 @@
 Tiles are numbered group by group and a cluster takes every ``num_clusters``-th. In an m_grouped
 product the number of tiles of a group depends on its rows; the warp holds a window of 32 groups,
 one a lane, with a running count of tiles, and moves it forward only. The whole walk reads ``offs``
-once, however many tiles there are. In a k_grouped product all groups have the same number of tiles.
+once, however many tiles there are. Where several kernels share a product, each takes the tiles
+whose rows are in its range. In a k_grouped product all groups have the same number of tiles.
 
 Each tile is handed to the other warps as a record of eight words through a ring in shared memory.
 """
@@ -13,10 +14,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, cute, pipeline
+from cutlass import Int32, Int64, cute, pipeline
 
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import group_end, group_start
+from cute_kernels.device.ptx import asm_volatile
 from cute_kernels.layout.slots import TILE_ROWS, slot_tile
 
 if TYPE_CHECKING:
@@ -166,6 +168,21 @@ class TileScheduler:
         return start, cutlass.max(end - start, 0)
 
     @cute.jit
+    def row_tiles(self, rows: Int32) -> tuple[Int32, Int32]:
+        """How many row tiles of a group are this kernel's, and the row where they begin."""
+        part = self.config.rows_taken
+        count, first = (rows + (part.chunk - 1)) // part.chunk, Int32(0)
+        if cutlass.const_expr((part.least, part.most) != (0, part.chunk)):
+            whole = rows // part.chunk
+            left = rows - whole * part.chunk
+            count = whole
+            if cutlass.const_expr(part.most < part.chunk):
+                count, first = Int32(0), whole * part.chunk
+            if left > part.least and left <= part.most:
+                count += 1
+        return count, first
+
+    @cute.jit
     def window(self, first: Int32, col_tiles: Int32) -> tuple[Int32, Int32, Int32, Int32]:
         """This lane's group of the 32 from ``first`` on.
 
@@ -174,7 +191,8 @@ class TileScheduler:
         """
         lane = cute.arch.lane_idx()
         start, rows = self.group_rows(first + lane)
-        tiles = (rows + (self.tile.rows - 1)) // self.tile.rows * col_tiles
+        row_tiles, _ = self.row_tiles(rows)
+        tiles = row_tiles * col_tiles
         upto = tiles
         for shift in cutlass.range_constexpr(5):
             below = cute.arch.shuffle_sync_up(upto, 1 << shift, mask_and_clamp=0)
@@ -183,12 +201,25 @@ class TileScheduler:
         return start, rows, upto - tiles, upto
 
     @cute.jit
+    def prefetch_offs(self) -> None:
+        """Ask for the ``offs`` of the first 1024 groups, a line of 32 a lane.
+
+        A walk that finds few tiles would wait for one line after another.
+        """
+        group = cute.arch.lane_idx() * WARP_SIZE
+        if group < self.offs.shape[0]:
+            address = self.offs.iterator.toint() + Int64(group) * 4
+            asm_volatile("prefetch.global.L1 [$0];", [address])
+
+    @cute.jit
     def walk_ragged(self, state: Any) -> Any:
         num_cols = self.extents.m if cutlass.const_expr(self.tile.swap_ab) else self.extents.n
         col_tiles = (num_cols + (self.tile.cols - 1)) // self.tile.cols
         instruction_k = self.config.instruction_k
         k_blocks = (self.extents.k + (instruction_k - 1)) // instruction_k
         first, passed = Int32(0), Int32(0)
+        if cutlass.const_expr(self.config.rows_taken.least > 0):
+            self.prefetch_offs()
         start, rows, before, upto = self.window(first, col_tiles)
         in_window = cute.arch.shuffle_sync(upto, WARP_SIZE - 1)
         index, step = self.position()
@@ -199,8 +230,8 @@ class TileScheduler:
                 group_start = cute.arch.shuffle_sync(start, owner)
                 group_rows = cute.arch.shuffle_sync(rows, owner)
                 local -= cute.arch.shuffle_sync(before, owner)
-                row_tiles = (group_rows + (self.tile.rows - 1)) // self.tile.rows
-                row = local % row_tiles * self.tile.rows
+                row_tiles, first_row = self.row_tiles(group_rows)
+                row = first_row + local % row_tiles * self.tile.rows
                 col = local // row_tiles * self.tile.cols
                 group = first + owner
                 tile_k_blocks = k_blocks

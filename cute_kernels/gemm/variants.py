@@ -15,6 +15,7 @@ from cute_kernels.formats import FP8
 from cute_kernels.gemm.operands import OPERANDS, OperandKind
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
+from cute_kernels.gemm.sm90.parts import all_parts
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
 if TYPE_CHECKING:
@@ -84,6 +85,11 @@ def _served(kind: OperandKind) -> Iterator[KernelSpec]:
         yield dataclasses.replace(base, tile=tile, activations="bfloat16")
         for row_scaled in (False, True):
             yield dataclasses.replace(base, tile=tile, prepacked=True, row_scaled=row_scaled)
+    for row_scaled in (False, True):
+        shared = dataclasses.replace(base, row_scaled=row_scaled)
+        yield from all_parts(shared)
+        yield from all_parts(dataclasses.replace(shared, prepacked=True))
+    yield from all_parts(dataclasses.replace(base, activations="bfloat16"))
 
 
 def _m_grouped(cls: type[GemmConfig], kind: OperandKind, dtype: str) -> Iterator[GemmConfig]:

@@ -61,9 +61,10 @@ class GroupedQuantize(Op):
         rowwise: write the rowwise copy, blocks along K.
         columnwise: write the columnwise copy, blocks along the rows of a group. Of a format that
             transforms it, ``x`` must be bf16.
-        scale: (G,) fp32, what the elements of each group are multiplied by, of a format that takes
-            its scales from the caller: FP8 with delayed scaling, which needs it and takes no
-            ``amax``. Products beyond the format's largest number saturate. The amax that is
+        scale: (G,) fp32, finite, what the elements of each group are multiplied by, of a format
+            that takes its scales from the caller: FP8 with delayed scaling, which needs it and
+            takes no ``amax``. Of one that is not finite, zeros and the padding of slots may be NaN.
+            Products beyond the format's largest number saturate. The amax that is
             returned is that of ``x``, whatever the scale.
         seed: (2,) int64, which stochastic formats need and others refuse. Codes depend on it, on
             the element and on the direction alone (``cute_kernels.reference.draws``).

@@ -148,10 +148,10 @@ class RowsConfig:
     def is_preferred(self) -> bool:
         """Whether rowwise copies are made this way where tile by tile would do, too.
 
-        Rows with amaxes of their own take one read instead of two. With amaxes of groups an H200
-        takes 299 us by rows and 299 to 303 tile by tile (perf/results/quantize_h200.md); sm_100a
-        was not measured. Without block scales rows are stored in whole sectors either way, and
-        tile by tile only half of one at a time on sm_90a.
+        Rows with amaxes of their own take one read instead of two. Of the others an H200 makes
+        those of NVFP4 in 299 us by rows and 299 to 303 tile by tile, of FP8 in 343 and 364, of
+        FP8Block in 355 and 376, of MXFP8 in 352 and 375 (perf/results/quantize_h200.md). sm_100a
+        was not measured; tile by tile it executes fewer instructions where blocks have scales.
         """
         return self.computes_amax or self.arch == "sm_90a" or parse(self.format).scale is None
 
@@ -173,7 +173,7 @@ class RowsConfig:
             config = cls(
                 fmt.text, problem.dtype, problem.grouping, warps, rows_per_warp=rows, arch=arch
             )
-            if problem.cols <= config.max_cols:
+            if config.can_implement(problem):
                 break
         return config
 
@@ -184,8 +184,8 @@ class RowsConfig:
         fmt = parse(self.format)
         if fmt.is_2d:
             return Support(False, f"{self.format} has blocks of several rows")
-        if fmt.scale is not None and fmt.scale.vec_size > K_MULTIPLE:
-            return Support(False, f"blocks of {self.format} are more than a lane holds")
+        if fmt.scale is not None and fmt.scale.vec_size // K_MULTIPLE * self.rows_per_warp > 32:
+            return Support(False, f"blocks of {self.format} take more lanes than a row has")
         if fmt.takes_scale:
             return Support(False, f"{self.format} takes scales of groups and gives their amaxes")
         supported = _takes(self, problem, fmt.k_multiple)

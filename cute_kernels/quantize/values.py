@@ -59,8 +59,8 @@ class RowValuesQuantizer(RowsQuantizer):
         level = self.codec.second_level(g)
         twist = self.twist(lane.lane)
         place = lane.lane % 2 * 128 + lane.lane % self.piece_blocks // 2 * 16
-        for i in cutlass.range_constexpr(0, self.blocks_per_lane, 2):
-            last = min(i + 1, self.blocks_per_lane - 1)
+        for i in cutlass.range_constexpr(0, self.pieces_per_lane, 2):
+            last = min(i + 1, self.pieces_per_lane - 1)
             scale_bytes, *factors = self.codec.block_scales(a[i], a[last], level)
             scales = scales_as_fp16(scale_bytes.to(Uint32))
             for j in cutlass.range_constexpr(i, last + 1):
@@ -69,7 +69,7 @@ class RowValuesQuantizer(RowsQuantizer):
                 first = block // self.piece_blocks * self.piece_blocks
                 at = target + first * (PIECE_K // self.piece_blocks * 2) + place
                 for w, codes in enumerate(self.untwist(pair, twist)):
-                    codes = select(block < lane.num_blocks, codes, Uint32(0))
+                    codes = select(block < lane.num_pieces, codes, Uint32(0))
                     values = transpose_four(fp16_values(codes, scales, j - i), 2)
-                    if live and first < lane.num_blocks:
+                    if live and first < lane.num_pieces:
                         store_global(at + w * 64, values)

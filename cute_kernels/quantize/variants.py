@@ -15,6 +15,7 @@ from cute_kernels.quantize.config import (
     DelayedConfig,
     DequantizeConfig,
     OffsetsConfig,
+    QuantizeProblem,
     RowsConfig,
     TileConfig,
     ValuesConfig,
@@ -72,6 +73,7 @@ def kernel_specs(arch: str) -> Iterator[Config]:
                 yield from _tiles(fmt, dtype, grouping, arch)
     for fmt, grouping in _FROM_BF16:
         if support("grouped_quantize", fmt, arch):
+            yield from _rows(fmt, "bfloat16", grouping, arch)
             yield from _tiles(fmt, "bfloat16", grouping, arch)
 
 
@@ -87,7 +89,8 @@ def _rows(fmt: Format, dtype: str, grouping: str, arch: str) -> Iterator[RowsCon
         return
     for warps, rows in RowsConfig.teams:
         config = RowsConfig(fmt.text, dtype, grouping, warps, rows_per_warp=rows, arch=arch)
-        if config.is_preferred:
+        shortest = QuantizeProblem(dtype, fmt.k_multiple, config.grouping)
+        if config.is_preferred and config.can_implement(shortest):
             yield config
         # Codes that share bytes are no operands there.
         is_expanded = (arch, grouping) == ("sm_90a", "ragged") and fmt.element.per_byte > 1

@@ -44,6 +44,11 @@ _QUANTIZERS = (
     ("nvfp4:block=16x16", Quantization("row+column", True)),
     ("fp8", Quantization("row", True)),
     ("fp8", Quantization("row+column", False)),
+    ("fp8_block", Quantization("row", False)),
+    ("fp8_block", Quantization("row+column", False)),
+    ("fp8_block:block=128x128", Quantization("row+column", False)),
+    ("mxfp8", Quantization("row", False)),
+    ("mxfp8", Quantization("row+column", False)),
 )
 #: Rows of each group, by what a routing gives. The last two NVIDIA's example drew.
 ROUTINGS = {

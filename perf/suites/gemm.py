@@ -89,6 +89,7 @@ PAIRS = (
     Pair("fp8", "fp8"),
     Pair("mxfp8", "mxfp8"),
     Pair("fp8_block", "fp8_block:block=128x128"),
+    Pair("fp8_block", "fp8_block:block=128x128", quantizes=True),
     Pair(None, None),
     *(Pair(text, text, accumulates=True) for text in ("nvfp4", "fp8", "mxfp8", "fp8_block", None)),
 )
@@ -149,7 +150,9 @@ def _prepare(pair: Pair, work: Operands, meter: Meter) -> Callable[[], Tensor]:
     plain_a = a_fmt is None or pair.quantizes
     options: dict[str, Any] = {"transpose_b": True} if work.product == "dgrad" else {}
     if pair.quantizes:
-        recipe = grouped.recipes.Recipe(input=a_fmt, weight=b_fmt, grad_output=b_fmt)
+        # Squares are not multiplied by squares.
+        gradient = a_fmt if b_fmt is not None and b_fmt.is_2d else b_fmt
+        recipe = grouped.recipes.Recipe(input=a_fmt, weight=b_fmt, grad_output=gradient)
         return functools.partial(grouped.linear, a, b, None, work.offs, recipe)
     if plain_a:
         options["offs"] = work.offs

@@ -63,25 +63,21 @@ def test_deadlock_on_an_mbarrier():
     run(body.replace("@%q0 mbarrier.arrive", "mbarrier.arrive").replace("], 2", "], 32"))
 
 
-def test_polling_for_nothing():
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ({"max_idle_insns": 50_000}, r"(?s)livelock.*warp 0 at line"),
+        ({"max_insns": 10_000}, "instruction budget of 10000"),
+    ],
+)
+def test_polling_for_nothing(limit, message):
     body = INIT.format(count=1) + (
         "SPIN: mbarrier.test_wait.parity.shared::cta.b64 %q1, [%r0], 0; @!%q1 bra SPIN;"
     )
-    with emulator.options(max_idle_insns=50_000):
-        with pytest.raises(emulator.EmulatorError, match=r"(?s)livelock.*warp 0 at line"):
+    with emulator.options(**limit):
+        with pytest.raises(emulator.EmulatorError, match=message):
             run(body)
         run(body.replace("SPIN:", "@%q0 mbarrier.arrive.shared::cta.b64 _, [%r0]; SPIN:"))
-
-
-def test_instruction_budget_stops_a_spin():
-    body = INIT.format(count=1) + (
-        "SPIN: mbarrier.test_wait.parity.shared::cta.b64 %q1, [%r0], 0; @!%q1 bra SPIN;"
-    )
-    with (
-        emulator.options(max_insns=10_000),
-        pytest.raises(emulator.EmulatorError, match="instruction budget of 10000"),
-    ):
-        run(body)
 
 
 @pytest.mark.parametrize("mode", ["eager", "chaos"])

@@ -11,27 +11,17 @@ from tests.emulator.ptx import run, store_words
 RNG = np.random.default_rng(0)
 
 
-@pytest.mark.parametrize(("width", "type_name"), [(1, "b32"), (2, "b32"), (4, "b32"), (8, "b32")])
-def test_vector_copies(width, type_name):
-    source = RNG.integers(0, 1 << 32, (32, width), dtype=np.uint64).astype(np.uint32)
-    out = np.zeros_like(source)
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_vector_copies(width):
+    source = _aligned(RNG.integers(0, 1 << 32, (32, width), dtype=np.uint64).astype(np.uint32))
+    out = _aligned(np.zeros_like(source))
     registers = ", ".join(f"%r{i}" for i in range(width))
     vector = f"{{{registers}}}" if width > 1 else registers
     suffix = f".v{width}" if width > 1 else ""
-    # 32 bytes need 32-byte alignment
-    aligned = np.zeros(source.nbytes + 32, np.uint8)
-    start = -aligned.ctypes.data % 32
-    view = aligned[start : start + source.nbytes].view(np.uint32).reshape(source.shape)
-    view[:] = source
-    target = np.zeros(source.nbytes + 32, np.uint8)
-    start = -target.ctypes.data % 32
-    out = target[start : start + source.nbytes].view(np.uint32).reshape(source.shape)
     run(
         f"""mul.wide.u32 %d0, %t, {4 * width}; add.u64 %d1, %p0, %d0; add.u64 %d2, %p1, %d0;
-        ld.global{suffix}.{type_name} {vector}, [%d1];
-        st.global{suffix}.{type_name} [%d2], {vector};
-        """,
-        view,
+        ld.global{suffix}.b32 {vector}, [%d1]; st.global{suffix}.b32 [%d2], {vector};""",
+        source,
         out,
     )
     assert (out == source).all()
@@ -177,10 +167,7 @@ def test_reductions_of_packed_halves(op):
 
 def test_vector_reduction():
     values = RNG.integers(-50, 50, (32, 4)).astype(np.float32)
-    result = np.zeros((1, 4), np.float32)
-    aligned = np.zeros(8, np.float32)
-    start = (-aligned.ctypes.data % 16) // 4
-    result = aligned[start : start + 4]
+    result = _aligned(np.zeros(4, np.float32))
     body = """mul.wide.u32 %d0, %t, 16; add.u64 %d1, %p0, %d0;
     ld.global.v4.b32 {%f0, %f1, %f2, %f3}, [%d1];
     red.global.add.v4.f32 [%p1], {%f0, %f1, %f2, %f3};"""
@@ -282,12 +269,11 @@ def test_matrices(transposed):
 
 def test_128_bit_registers():
     source = RNG.integers(0, 1 << 63, (32, 2), dtype=np.uint64)
-    out = np.zeros_like(source)
     body = """mul.wide.u32 %d0, %t, 16; add.u64 %d1, %p0, %d0; add.u64 %d2, %p1, %d0;
     ld.global.b128 %x0, [%d1]; mov.b128 {%d3, %d4}, %x0; mov.b128 %x1, {%d4, %d3};
     mov.b128 %x2, %x1; st.global.b128 [%d2], %x2;"""
-    target = _aligned(out, 16)
-    run(body, _aligned(source, 16), target)
+    target = _aligned(np.zeros_like(source))
+    run(body, _aligned(source), target)
     assert (target == source[:, ::-1]).all()
 
 

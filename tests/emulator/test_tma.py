@@ -19,6 +19,7 @@ LOAD = (
     "@%q0 cp.async.bulk.tensor.{rank}d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
     " [%r0], [%p0, {{{coordinates}}}], [%r1];"
 )
+WAIT = wait("%r1")
 # Shared memory, word by word, to the array behind %p1.
 DUMP = """mov.u32 %r20, %t; COPY: shl.b32 %r21, %r20, 2; add.u32 %r22, %r0, %r21;
 ld.shared.b32 %r23, [%r22]; cvt.u64.u32 %d20, %r21; add.u64 %d20, {to}, %d20;
@@ -34,7 +35,7 @@ def _load(array: np.ndarray, box: tuple[int, ...], at: tuple[int, ...], swizzle:
         SETUP.format(smem=size)
         + EXPECT.format(bytes=size)
         + LOAD.format(rank=len(box), coordinates=", ".join(map(str, at)))
-        + wait("%r1")
+        + WAIT
         + DUMP.format(words=size // 4, to="%p1")
     )
     run(body, emulator.tensor_map(array, box, swizzle=swizzle), out)
@@ -160,7 +161,7 @@ def test_bulk_copy_there_and_back():
         + EXPECT.format(bytes=1024)
         + """@%q0 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes
         [%r0], [%p0], 1024, [%r1];"""
-        + wait("%r1")
+        + WAIT
         + """@%q0 cp.async.bulk.global.shared::cta.bulk_group [%p1], [%r0], 1024;
         @%q0 cp.async.bulk.commit_group; @%q0 cp.async.bulk.wait_group 0;"""
     )
@@ -185,7 +186,7 @@ def test_multicast(mode):
         add.u32 %r5, %r0, %r4; mov.b16 %h0, 3;
         @%q0 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes\
 .multicast::cluster [%r5], [%p0, {0, %r3}], [%r1], %h0;"""
-        + wait("%r1")
+        + WAIT
         + "mov.u32 %r6, %ctaid.x; mul.wide.u32 %d2, %r6, 1024; add.u64 %d3, %p1, %d2;"
         + DUMP.format(words=256, to="%d3")
         + "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
@@ -207,7 +208,7 @@ def test_copy_between_ctas():
     mapa.shared::cluster.u32 %r9, %r1, %r6;
     @%q0 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes
     [%r8], [%r0], 128, [%r9];"""
-        + wait("%r1")
+        + WAIT
         + """add.u32 %r10, %r4, 256; ld.shared.b32 %r11, [%r10];
     mov.u32 %r12, %ctaid.x; mad.lo.u32 %r13, %r12, 32, %t; mul.wide.u32 %d0, %r13, 4;
     add.u64 %d0, %p0, %d0; st.global.b32 [%d0], %r11;
@@ -241,7 +242,7 @@ def test_replaced_tensor_map():
     bar.sync 0;"""
         + EXPECT.format(bytes=256)
         + LOAD.format(rank=2, coordinates="8, 1").replace("%p0", "%p3")
-        + wait("%r1")
+        + WAIT
         + DUMP.format(words=64, to="%p1")
     )
     run(body, emulator.tensor_map(first, (8, 8)), out, second, raw)
@@ -313,61 +314,43 @@ def test_long_strides_of_a_tensor_map():
         _load(tall, (1, 32), (0, 1))
 
 
-def _faulty_load(at="0, 0", dst="%r0", array=None, smem=256) -> None:
+def _head(rank: int = 2, at: str = "0, 0", dst: str = "%r0", smem: int = 256, expected: int = 256):
+    """Up to a TMA load of 256 bytes."""
+    load = LOAD.format(rank=rank, coordinates=at).replace("[%r0]", f"[{dst}]")
+    return SETUP.format(smem=smem) + EXPECT.format(bytes=expected) + load
+
+
+def _load_zeros(array=None, tensor_map=None, tail=WAIT, **head) -> None:
     if array is None:
         array = _aligned(np.zeros((8, 8), np.float32))
-    body = (
-        SETUP.format(smem=smem)
-        + EXPECT.format(bytes=256)
-        + LOAD.format(rank=2, coordinates=at).replace("[%r0]", f"[{dst}]")
-        + wait("%r1")
-    )
-    run(body, emulator.tensor_map(array, (8, 8)))
+    run(_head(**head) + tail, tensor_map or emulator.tensor_map(array, (8, 8)))
 
 
 def test_load_out_of_bounds_of_the_allocation():
     array = _aligned(np.zeros((8, 8), np.float32))
     emulator.watch(array)
-    _faulty_load(array=array)
-    half = array[:4]
+    _load_zeros(array)
     emulator.unwatch()
-    emulator.watch(half)
+    emulator.watch(array[:4])
     with pytest.raises(emulator.EmulatorError, match="TMA load out of bounds"):
-        _faulty_load(array=array)
+        _load_zeros(array)
 
 
-def test_load_past_shared_memory():
-    with pytest.raises(emulator.EmulatorError, match="TMA load out of bounds: shared offset"):
-        _faulty_load(dst="%r0+128", smem=128)
-
-
-def test_misaligned_destination():
-    with pytest.raises(emulator.EmulatorError, match="is not 128-byte aligned"):
-        _faulty_load(dst="%r0+16", smem=512)
-
-
-def test_wrong_rank():
-    array = _aligned(np.zeros((8, 8), np.float32))
-    body = SETUP.format(smem=256) + LOAD.format(rank=3, coordinates="0, 0, 0")
-    with pytest.raises(emulator.EmulatorError, match="3 coordinates through a rank-2"):
-        run(body, emulator.tensor_map(array, (8, 8)))
-
-
-def test_no_tensor_map():
-    with pytest.raises(emulator.EmulatorError, match="holds no tensor map"):
-        run(SETUP.format(smem=256) + LOAD.format(rank=2, coordinates="0, 0"), bytes(128))
-
-
-def test_wrong_byte_count_deadlocks():
-    array = _aligned(np.zeros((8, 8), np.float32))
-    body = (
-        SETUP.format(smem=256)
-        + EXPECT.format(bytes=512)
-        + LOAD.format(rank=2, coordinates="0, 0")
-        + wait("%r1")
-    )
-    with pytest.raises(emulator.EmulatorError, match="deadlock"):
-        run(body, emulator.tensor_map(array, (8, 8)))
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"dst": "%r0+128", "smem": 128}, "TMA load out of bounds: shared offset"),
+        ({"dst": "%r0+16", "smem": 512}, "is not 128-byte aligned"),
+        ({"rank": 3, "at": "0, 0, 0"}, "3 coordinates through a rank-2"),
+        ({"tensor_map": bytes(128)}, "holds no tensor map"),
+        ({"expected": 512}, "deadlock"),
+        ({"tail": ""}, "operations are in flight"),
+    ],
+)
+def test_faulty_loads(fault, message):
+    _load_zeros()
+    with pytest.raises(emulator.EmulatorError, match=message):
+        _load_zeros(**fault)
 
 
 @pytest.mark.parametrize(
@@ -428,31 +411,20 @@ def test_ring_of_stores(mode):
             run(body.replace("{pending}", "2"), source, target)
 
 
-def test_exit_under_a_pending_load():
-    array = _aligned(np.zeros((8, 8), np.float32))
-    body = (
-        SETUP.format(smem=256) + EXPECT.format(bytes=256) + LOAD.format(rank=2, coordinates="0, 0")
-    )
-    with pytest.raises(emulator.EmulatorError, match="operations are in flight"):
-        run(body, emulator.tensor_map(array, (8, 8)))
-
-
 def test_missing_wait_is_seen():
     """Without the wait the kernel reads what was in shared memory before."""
     array = _aligned(np.arange(64, dtype=np.float32).reshape(8, 8))
     out = np.zeros((8, 8), np.float32)
-    head = (
-        SETUP.format(smem=256) + EXPECT.format(bytes=256) + LOAD.format(rank=2, coordinates="0, 0")
-    )
+    head = _head()
     tensor_map = emulator.tensor_map(array, (8, 8))
     dump = DUMP.format(words=64, to="%p1")
     with emulator.options(mode="chaos", seed=0):
-        run(head + dump + wait("%r1"), tensor_map, out)
+        run(head + dump + WAIT, tensor_map, out)
         assert not (out == array).all()
-        run(head + wait("%r1") + dump, tensor_map, out)
+        run(head + WAIT + dump, tensor_map, out)
         assert (out == array).all()
     with (
         emulator.options(races=True),
         pytest.raises(emulator.EmulatorError, match="data race on shared offset"),
     ):
-        run(head + dump + wait("%r1"), tensor_map, out)
+        run(head + dump + WAIT, tensor_map, out)

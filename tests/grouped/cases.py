@@ -30,11 +30,7 @@ __all__ = [
     "weights_quantized",
 ]
 
-RECIPES = {
-    "bf16": recipes.BF16(),
-    "nvfp4": recipes.NVFP4(),
-    "row-scaled": recipes.NVFP4RowScaled(),
-}
+RECIPES = {"bf16": recipes.BF16(), "nvfp4": recipes.NVFP4(), "row-scaled": recipes.NVFP4RowScaled()}
 #: Recipes of FP8 codes; sizes are multiples of 32.
 FP8_RECIPES = {
     "mxfp8": recipes.MXFP8(),

@@ -7,6 +7,7 @@ import torch
 
 import grouped
 from grouped import recipes
+from tests.helpers import each
 
 OFFS = torch.tensor([4, 4, 9], dtype=torch.int32)
 X = torch.zeros(9, 64, dtype=torch.bfloat16)
@@ -19,7 +20,7 @@ def quantize(x=X, fmt=None, **options):
     return grouped.quantize(x, fmt or grouped.NVFP4(), offs=OFFS, **options)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: quantize(x=[[1.0]]), "x must be a tensor, got list"),
@@ -42,7 +43,7 @@ def test_what_is_no_tensor_is_named(call, message):
         call()
 
 
-@pytest.mark.parametrize(
+@each(
     ("recipe", "message"),
     [
         (recipes.MXFP8, r"MXFP8\(\), not MXFP8"),

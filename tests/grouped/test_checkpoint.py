@@ -6,7 +6,7 @@ from torch import nn
 
 import grouped
 from tests.grouped.cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
-from tests.helpers import assert_same_bytes, sample
+from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 pytestmark = [
@@ -34,7 +34,7 @@ def state_of():
     }
 
 
-@pytest.mark.parametrize("write", [save, async_save])
+@each("write", [save, async_save])
 def test_saving_and_loading_keeps_the_bytes(tmp_path, write):
     torch.manual_seed(5)
     state = state_of()
@@ -59,8 +59,7 @@ def test_a_staged_tensor_does_not_follow_later_writes(tmp_path):
     future.result()
     loaded = {"w": parameter(requires_grad=False)}
     dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
-    for part, value in before.items():
-        assert_same_bytes(bytes_of(loaded["w"])[part], value, part)
+    assert_same_buffers(bytes_of(loaded["w"]), before)
 
 
 def test_what_staging_asks_for():

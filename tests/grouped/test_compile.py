@@ -16,32 +16,23 @@ from tests.grouped.cases import (
     bytes_of,
     parameter,
 )
-from tests.helpers import assert_same_bytes, needs_compiler, sample
+from tests.helpers import (
+    Graphs,
+    assert_all_same,
+    assert_same_buffers,
+    assert_same_bytes,
+    each,
+    needs_compiler,
+    sample,
+)
 
 K, N = 64, 48
 TOKENS = (40, 41, 130, 7, 300)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-class Frames:
-    """The eager-autograd backend, counting the graphs that it is given."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, graph, inputs):
-        self.count += 1
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def compiled(function):
-    frames = Frames()
+    frames = Graphs()
     return torch.compile(function, fullgraph=True, backend=frames), frames
 
 
@@ -75,8 +66,8 @@ TRAINED = ALL_RECIPES | {"stochastic": recipes.NVFP4(hadamard=True, stochastic_r
 CASES = [(name, True) for name in TRAINED] + [(name, False) for name in RECIPES]
 
 
-@pytest.mark.parametrize(("name", "single"), CASES)
-@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+@each(("name", "single"), CASES)
+@each("make", MODULES)
 def test_training_with_changing_token_counts(make, name, single):
     module = make(TRAINED[name], single_parameter=single)
     function, frames = compiled(module)
@@ -84,9 +75,8 @@ def test_training_with_changing_token_counts(make, name, single):
         for tokens in TOKENS:
             x, offs = sample(tokens, K), boundaries(tokens)
             got = step(function, module, x, offs)
-            for a, b in zip(got, step(module, module, x, offs), strict=True):
-                assert_same_bytes(a, b)
-    assert frames.count == 1
+            assert_all_same(got, step(module, module, x, offs))
+    assert len(frames) == 1
 
 
 @needs_compiler
@@ -108,17 +98,17 @@ def test_without_a_hint_the_second_count_makes_the_graph_dynamic():
     for tokens in TOKENS:
         x, offs = sample(tokens, K), boundaries(tokens)
         assert_same_bytes(function(x, offs).detach(), module(x, offs).detach())
-    assert frames.count == 2
+    assert len(frames) == 2
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
+@each("kind", [list, tuple])
 def test_host_boundaries(kind):
     module = MODULES["linear"](recipe=RECIPES["nvfp4"])
     function, frames = compiled(module)
     for ends in ([13, 20, 35], [14, 21, 36], [2, 30, 40], [17, 17, 39]):
         x = sample(40, K)
         assert_same_bytes(function(x, kind(ends)).detach(), module(x, kind(ends)).detach())
-    assert frames.count <= 2
+    assert len(frames) <= 2
     assert_same_bytes(
         function(x, torch.tensor([13, 20, 35])).detach(), module(x, [13, 20, 35]).detach()
     )
@@ -139,8 +129,7 @@ def test_microbatches():
             x = sample(40, K)
             got = step(lambda v, o, f=flag: function(v, o, is_first_microbatch=f), module, x, offs)
             want = step(module, module, x, offs)
-            for a, b in zip(got, want, strict=True):
-                assert_same_bytes(a, b)
+            assert_all_same(got, want)
         with torch.no_grad():
             module.weight.mul_(2)
 
@@ -164,10 +153,9 @@ def test_a_quantized_weight():
             x, offs = sample(tokens, K), boundaries(tokens)
             want = step(module, module, x, offs)
             got = step(function, module, x, offs)
-            for a, b in zip(got, want, strict=True):
-                assert_same_bytes(a, b)
+            assert_all_same(got, want)
             optimizer.step()
-    assert frames.count == 1
+    assert len(frames) == 1
 
 
 def assert_same_tensor(got, want):
@@ -175,11 +163,10 @@ def assert_same_tensor(got, want):
     assert got.shape == want.shape and got.dtype == want.dtype
     a, b = bytes_of(got), bytes_of(want)
     assert a.keys() == b.keys()
-    for name, value in a.items():
-        assert_same_bytes(value, b[name], name)
+    assert_same_buffers(a, b)
 
 
-every_format = pytest.mark.parametrize("fmt", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
+every_format = each("fmt", EVERY_FORMAT)
 
 
 @every_format
@@ -197,7 +184,7 @@ def test_functions_that_make_and_return_grouped_tensors(fmt):
         assert_same_bytes(got[1], want[1])
         assert_same_bytes(got[2], want[2])
         assert got[0].offs is not offs
-    assert frames.count == 1
+    assert len(frames) == 1
 
 
 def test_functions_that_take_grouped_tensors():
@@ -232,8 +219,7 @@ def test_products_into_given_buffers():
         out, doubled = run(dyq, xq, wq, main_grad, y)
         assert_same_bytes(out, y)
         results.append((main_grad, y, doubled))
-    for a, b in zip(*results, strict=True):
-        assert_same_bytes(a, b)
+    assert_all_same(*results)
     assert (results[0][1][38:] == 5).all() and (results[0][0][1] == 1).all()
 
 
@@ -248,8 +234,7 @@ def test_plain_products_are_differentiated():
         leaves = [t.clone().requires_grad_() for t in (x, w)]
         run(*leaves, offs).backward()
         grads.append([leaf.grad for leaf in leaves])
-    for a, b in zip(*grads, strict=True):
-        assert_same_bytes(a, b)
+    assert_all_same(*grads)
 
 
 @every_format
@@ -287,7 +272,7 @@ def test_compute_offsets():
     assert function(torch.tensor([3, 0, 5])).tolist() == [6, 6, 16]
 
 
-@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
+@each("recipe", ALL_RECIPES)
 def test_export(recipe):
     module = MODULES["linear"](recipe=recipe)
     tokens = torch.export.Dim("tokens", min=2, max=4096)
@@ -298,8 +283,8 @@ def test_export(recipe):
     assert_same_bytes(program.module()(x, offs).detach(), module(x, offs).detach())
 
 
-@pytest.mark.parametrize("name", ["bf16", "mxfp8"])
-@pytest.mark.parametrize("dynamic", [None, True])
+@each("name", ["bf16", "mxfp8"])
+@each("dynamic", [None, True])
 def test_counts_whose_number_is_known_at_run_time_only(name, dynamic):
     """As of ``torch.bincount``, which says no more than a minimum of them."""
     layer, recipe = linear(ALL_RECIPES[name]), ALL_RECIPES[name]

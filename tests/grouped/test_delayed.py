@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 import itertools
 import pickle
 
@@ -15,19 +14,22 @@ import grouped
 from grouped import recipes
 from grouped.nn import DelayedScaling, GroupedLinear, GroupedMLP
 from grouped.recipes import ROLES
-from tests.helpers import assert_same_bytes, needs_compiler, sample
+from tests.helpers import (
+    Graphs,
+    assert_all_same,
+    assert_same_buffers,
+    assert_same_bytes,
+    each,
+    needs_compiler,
+    sample,
+    saved,
+)
 from tests.ops.test_delayed_update import by_column
 
 G, K, N = 3, 64, 48
 RECIPE = recipes.FP8Delayed(history_length=4)
 OFFS = torch.tensor([13, 13, 35], dtype=torch.int32)  # an empty group, and a tail
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def layer_of(recipe=RECIPE, **options):
@@ -59,16 +61,10 @@ def state_of(module):
 def assert_same_state(got, want):
     a, b = state_of(got), state_of(want)
     assert a.keys() == b.keys() and a
-    for name, value in b.items():
-        assert_same_bytes(a[name], value, name)
+    assert_same_buffers(a, b)
 
 
-def assert_all_same(got, want):
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert_same_bytes(a, b, f"result {i}")
-
-
-# ----------------------------------------------------------------------------- against by hand
+# Against by hand
 
 
 class ByHand:
@@ -111,9 +107,20 @@ class ByHand:
         db = torch.ops.cute_kernels.grouped_dbias(dy, offs).to(bias.dtype)
         return y, dx, dw, db
 
+    def assert_state_of(self, layer):
+        for role in ROLES:
+            assert_same_bytes(layer.scaling.scale(role), self.scale[role], role)
+            assert_same_bytes(layer.scaling.amax_history(role), self.history[role], role)
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-@pytest.mark.parametrize("single", [True, False])
+
+def stacked(tensors, single):
+    """Weights and biases, of all groups at once."""
+    held = [t.detach().clone() for t in tensors]
+    return held if single else (torch.stack(held[:G]), torch.stack(held[G:]))
+
+
+@each("algorithm", ["max", "most_recent"])
+@each("single", [True, False])
 def test_training_is_the_composition_by_hand(single, algorithm):
     recipe = recipes.FP8Delayed(history_length=3, margin=1, algorithm=algorithm)
     layer = layer_of(recipe, single_parameter=single)
@@ -121,17 +128,13 @@ def test_training_is_the_composition_by_hand(single, algorithm):
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
     for i, (x, dy) in enumerate(step_data(6)):
         offs = torch.tensor([[13, 13, 35], [5, 20, 40], [0, 0, 40]][i % 3], dtype=torch.int32)
-        parameters = [p.detach().clone() for p in layer.parameters()]
-        w, b = parameters if single else (torch.stack(parameters[:G]), torch.stack(parameters[G:]))
+        w, b = stacked(layer.parameters(), single)
         leaf = x.clone().requires_grad_()
         y = layer(leaf, offs)
         y.backward(dy)
-        grads = [p.grad for p in layer.parameters()]
-        dw, db = grads if single else (torch.stack(grads[:G]), torch.stack(grads[G:]))
+        dw, db = stacked((p.grad for p in layer.parameters()), single)
         assert_all_same((y.detach(), leaf.grad, dw, db), hand.step(w, b, x, dy, offs))
-        for role in ROLES:
-            assert_same_bytes(layer.scaling.scale(role), hand.scale[role], f"{role} {i}")
-            assert_same_bytes(layer.scaling.amax_history(role), hand.history[role])
+        hand.assert_state_of(layer)
         optimizer.step()
         optimizer.zero_grad()
     # By now the scales follow what was seen.
@@ -154,7 +157,7 @@ def test_the_first_step_has_scales_of_one_and_the_roles_their_formats():
     assert layer.scaling.scale("input")[1] == 1 and layer.scaling.scale("weight")[1] != 1
 
 
-# ------------------------------------------------------------------------- when amaxes count
+# When amaxes count
 
 
 def test_no_gradients_and_eval_change_nothing_and_use_the_scales():
@@ -169,28 +172,24 @@ def test_no_gradients_and_eval_change_nothing_and_use_the_scales():
     run(layer, layer, x, dy)
     with torch.inference_mode():
         assert_same_bytes(layer(x, OFFS).clone(), y)
-    for name, value in state_of(layer).items():
-        assert_same_bytes(value, before[name], name)
+    assert_same_buffers(state_of(layer), before)
     scale = layer.scaling
     xq = grouped.quantize(x, RECIPE.input, offs=OFFS, scale=scale.scale("input"))
     wq = grouped.quantize(layer.weight, RECIPE.weight, scale=scale.scale("weight"))
     assert_same_bytes(y, grouped.grouped_gemm(xq, wq, bias=layer.bias.detach(), out_dtype=x.dtype))
 
 
-@pytest.mark.parametrize("single", [True, False])
+@each("single", [True, False])
 def test_microbatches_share_scales_and_add_up(single):
     """One step of three microbatches, then one of two."""
     layer, hand = layer_of(single_parameter=single), ByHand(RECIPE)
     for first, (x, dy) in zip((True, False, False, True, False), step_data(5), strict=True):
-        parameters = [p.detach() for p in layer.parameters()]
-        w, b = parameters if single else (torch.stack(parameters[:G]), torch.stack(parameters[G:]))
+        w, b = stacked(layer.parameters(), single)
         got = run(layer, layer, x, dy, is_first_microbatch=first)
         y, dx, dw, db = hand.step(w, b, x, dy, OFFS, first)
         want = [y, dx, dw, db] if single else [y, dx, *dw, *db]
         assert_all_same(got, want)
-        for role in ROLES:
-            assert_same_bytes(layer.scaling.scale(role), hand.scale[role])
-            assert_same_bytes(layer.scaling.amax_history(role), hand.history[role])
+        hand.assert_state_of(layer)
 
 
 def test_the_order_of_backward_passes_does_not_matter():
@@ -256,7 +255,7 @@ def test_special_values_reach_the_history_by_the_rule():
     assert layer.scaling.scale("input")[0] == 1 and layer.scaling.scale("input")[2] != 1
 
 
-# -------------------------------------------------------------------------------- kept weights
+# Kept weights
 
 
 def test_weights_kept_in_eval_follow_their_scale():
@@ -300,7 +299,7 @@ def test_a_weight_that_is_quantized_already_has_its_own_scales():
     assert_same_bytes(layer.weight.rowwise.scale, want)
 
 
-@pytest.mark.parametrize("single", [True, False])
+@each("single", [True, False])
 def test_delayed_and_fused_gradients_of_weights(single):
     plain, other = (layer_of(single_parameter=single) for _ in range(2))
     apart = layer_of(single_parameter=single, fuse_wgrad_accumulation=True, delay_wgrad=True)
@@ -321,16 +320,7 @@ def test_delayed_and_fused_gradients_of_weights(single):
     assert all(p.main_grad.any() for p in weights if single)
 
 
-# ------------------------------------------------------------------------------- compiled code
-
-
-class Frames:
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, graph, inputs):
-        self.count += 1
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+# Compiled code
 
 
 MODULES = {
@@ -339,10 +329,10 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize(("name", "single"), [("linear", True), ("linear", False), ("mlp", True)])
+@each(("name", "single"), [("linear", True), ("linear", False), ("mlp", True)])
 def test_compiled_training_with_changing_token_counts(name, single):
     module = MODULES[name](single_parameter=single)
-    twin, frames = copy.deepcopy(module), Frames()
+    twin, frames = copy.deepcopy(module), Graphs()
     compiled = torch.compile(module, fullgraph=True, backend=frames)
     cols = N if name == "linear" else K
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -357,7 +347,7 @@ def test_compiled_training_with_changing_token_counts(name, single):
             for p, q in zip(module.parameters(), twin.parameters(), strict=True):
                 assert_same_bytes(p.grad, q.grad)
             assert_same_state(module, twin)
-    assert frames.count == 1
+    assert len(frames) == 1
 
 
 @needs_compiler
@@ -399,7 +389,7 @@ def test_export_of_an_evaluated_layer():
     assert_same_bytes(program.module()(other, OFFS).detach(), layer(other, OFFS).detach())
 
 
-# --------------------------------------------------------------------------------- checkpoints
+# Checkpoints
 
 
 class Block(nn.Module):
@@ -426,39 +416,29 @@ class Block(nn.Module):
         return self.inner(x, offs, first)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@each("compiled", ["nothing", "inside", "outside"])
 def test_recomputation_changes_nothing(compiled):
-    plain, again = Block(False), Block(True, compiled)
+    plain, again = Block(False), Block(True, compiled == "inside")
+    function = again
+    if compiled == "outside":
+        function = torch.compile(again, fullgraph=True, backend="aot_eager")
     for x, dy in step_data(4):
-        assert_all_same(run(again, again, x, dy), run(plain, plain, x, dy))
-        assert_same_state(again, plain)
-
-
-def test_recomputation_inside_a_compiled_graph():
-    plain, again = Block(False), Block(True)
-    compiled = torch.compile(again, fullgraph=True, backend="aot_eager")
-    for x, dy in step_data(4):
-        assert_all_same(run(compiled, again, x, dy), run(plain, plain, x, dy))
+        assert_all_same(run(function, again, x, dy), run(plain, plain, x, dy))
         assert_same_state(again, plain)
 
 
 def test_recomputation_of_microbatches_in_any_order():
     """The last one's backward pass runs first where losses are summed."""
-    results = []
-    for again in (False, True):
-        block = Block(again)
-        found = []
-        for _ in range(3):
-            leaves = [x.clone().requires_grad_() for x, _ in step_data(3)]
+    blocks, found, data = (Block(False), Block(True)), ([], []), step_data(3)
+    for _ in range(3):
+        for block, gradients in zip(blocks, found, strict=True):
+            leaves = [x.clone().requires_grad_() for x, _ in data]
             flags = (True, False, False)
             outputs = [block(x, OFFS, f) for x, f in zip(leaves, flags, strict=True)]
-            torch.autograd.backward(outputs, [dy for _, dy in step_data(3)])
-            found += [leaf.grad for leaf in leaves]
-        results.append((found, state_of(block)))
-    (plain, state), (recomputed, other) = results
-    assert_all_same(recomputed, plain)
-    for name, value in state.items():
-        assert_same_bytes(other[name], value, name)
+            torch.autograd.backward(outputs, [dy for _, dy in data])
+            gradients += [leaf.grad for leaf in leaves]
+    assert_all_same(*found)
+    assert_same_state(*blocks)
 
 
 def test_reentrant_recomputation_raises():
@@ -468,21 +448,18 @@ def test_reentrant_recomputation_raises():
         y.backward(dy)
 
 
-# --------------------------------------------------------------------------------- state
+# State
 
 
 def test_state_is_copied_saved_and_loaded():
     layer, data = layer_of(), step_data(3)
     for x, dy in data:
         run(layer, layer, x, dy)
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
     discrete = layer_of(single_parameter=False)
     discrete.load_state_dict(layer.state_dict())
     other = layer_of()
     other.load_state_dict(discrete.state_dict())
-    twins = [copy.deepcopy(layer), torch.load(file, weights_only=False), other]
+    twins = [copy.deepcopy(layer), saved(layer, weights_only=False), other]
     for twin in (*twins, discrete):
         assert_same_state(twin, layer)
     want = run(layer, layer, *data[0])
@@ -504,36 +481,27 @@ def test_state_dict_keys_and_shapes():
         layer.load_state_dict(layer_of(recipes.BF16()).state_dict())
 
 
-@pytest.mark.parametrize("cast", [lambda m: m.to(torch.float16), lambda m: m.half()])
+@each("cast", [lambda m: m.to(torch.float16), lambda m: m.half()])
 def test_casts_leave_the_state_in_fp32(cast):
-    layer, (x, dy) = layer_of(), step_data(1)[0]
-    run(layer, layer, x, dy)
-    run(layer, layer, x, dy)
-    before = state_of(layer)
-    cast(layer)
-    assert layer.weight.dtype == torch.float16
-    for name, value in state_of(layer).items():
-        assert_same_bytes(value, before[name], name)
-    layer.to("meta")
-    assert all(t.is_meta and t.dtype == torch.float32 for t in layer.scaling.buffers())
-    layer.to_empty(device="cpu")
-    layer.reset_parameters()
-    for role in ROLES:
-        assert layer.scaling.scale(role).eq(1).all()
-        assert layer.scaling.amax_history(role).eq(0).all()
-
-
-def test_reset():
     layer, (x, dy) = layer_of(), step_data(1)[0]
     fresh = state_of(layer)
     for _ in range(2):
         run(layer, layer, x, dy)
+    before = state_of(layer)
+    cast(layer)
+    assert layer.weight.dtype == torch.float16
+    assert_same_buffers(state_of(layer), before)
+    layer.to("meta")
+    assert all(t.is_meta and t.dtype == torch.float32 for t in layer.scaling.buffers())
+    layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    assert_same_buffers(state_of(layer), fresh)
+    layer.load_state_dict(before, strict=False)
     layer.scaling.reset()
-    for name, value in state_of(layer).items():
-        assert_same_bytes(value, fresh[name], name)
+    assert_same_buffers(state_of(layer), fresh)
 
 
-# ------------------------------------------------------------------------------- functional
+# Functional
 
 
 def test_the_functional_form_takes_the_state():
@@ -548,9 +516,7 @@ def test_the_functional_form_takes_the_state():
         y.backward(dy)
         assert_all_same((y.detach(), leaf.grad, weight.grad, bias.grad), want)
         weight.grad = bias.grad = None
-        for role in ROLES:
-            assert_same_bytes(scaling.scale(role), layer.scaling.scale(role))
-            assert_same_bytes(scaling.amax_history(role), layer.scaling.amax_history(role))
+        assert_same_buffers(scaling.state_dict(), layer.scaling.state_dict())
 
 
 def test_the_functional_form_refuses_what_it_cannot_honour():
@@ -574,17 +540,19 @@ def test_the_functional_form_refuses_what_it_cannot_honour():
         layer(x, OFFS)
 
 
-@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.usefixtures("comparable")
+@each("counts", [False, True])
 def test_opcheck(counts):
     x, weight = sample(40, K).requires_grad_(), sample(G, N, K).requires_grad_()
     bias = torch.randn(G, N, requires_grad=True)
     scales = [torch.rand(G) + 0.5 for _ in ROLES]
     amaxes = [torch.zeros(G) for _ in ROLES] if counts else None
-    # Not the test of schemas: it multiplies what is kept, which torch does not do in float8.
+    utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    # A training call writes amaxes: its schema says so, and its test does not look at lists.
     torch.library.opcheck(
         torch.ops.grouped.linear.default,
         (x, weight, bias, OFFS, *RECIPE.texts, False, scales, amaxes),
-        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+        test_utils=utils if counts else ("test_schema", *utils),
     )
 
 
@@ -600,16 +568,14 @@ def test_transforms_take_an_evaluated_layer():
 
     before = state_of(layer)
     assert_same_bytes(torch.func.grad(loss)(x), want)
-    for name, value in state_of(layer).items():
-        assert_same_bytes(value, before[name], name)
+    assert_same_buffers(state_of(layer), before)
     layer.train()
     with pytest.raises(RuntimeError, match=r"call eval\(\) on the layer"):
         torch.func.grad(loss)(x)
-    for name, value in state_of(layer).items():
-        assert_same_bytes(value, before[name], name)
+    assert_same_buffers(state_of(layer), before)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@each("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_reaches_the_output_and_no_scale(value):
     recipe = recipes.FP8Delayed(history_length=4, propagate_nonfinite=True)
     layer, (x, dy) = layer_of(recipe), step_data(1)[0]
@@ -624,7 +590,7 @@ def test_what_is_not_finite_reaches_the_output_and_no_scale(value):
     assert newest[2] == finite[13:35].float().abs().max()
 
 
-# ---------------------------------------------------------------------------------- recipe
+# Recipe
 
 
 def test_the_recipe_is_a_value():
@@ -640,7 +606,7 @@ def test_the_recipe_is_a_value():
     assert e4m3.grad_output == recipe.input
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "error", "match"),
     [
         ({"history_length": 0}, ValueError, "history_length must be positive, got 0"),
@@ -669,7 +635,7 @@ def test_other_recipes_refuse_formats_that_take_scales():
         recipes.Recipe(grouped.FP8(), grouped.FP8(), fmt)
 
 
-@pytest.mark.parametrize("other", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
+@each("other", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
 def test_the_state_rests_under_another_recipe(other):
     """As for the last steps in BF16, or a model that serves in another recipe."""
     torch.manual_seed(0)
@@ -687,8 +653,7 @@ def test_the_state_rests_under_another_recipe(other):
     y.sum().backward()
     expected.sum().backward()
     assert_same_bytes(layer.weight.grad, plain.weight.grad)
-    for name, t in layer.scaling.state_dict().items():
-        assert_same_bytes(t, state[name])
+    assert_same_buffers(layer.scaling.state_dict(), state)
     layer.recipe = RECIPE
     layer(x, OFFS).sum().backward()
     assert not torch.equal(layer.scaling.scale("input"), state["input_scale"])

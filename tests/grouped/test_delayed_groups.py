@@ -13,7 +13,7 @@ import torch.distributed as dist
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear
-from tests.helpers import assert_same_bytes, sample
+from tests.helpers import assert_all_same, assert_same_buffers, assert_same_bytes, sample
 
 INF, NAN = float("inf"), float("nan")
 E4M3 = torch.float8_e4m3fn
@@ -93,8 +93,7 @@ def alone(amaxes):
 def test_both_processes_take_the_largest_and_stay_in_step(results):
     want = alone(LARGEST)
     for found in results:
-        for got, expected in zip(found[False], want, strict=True):
-            assert_same_bytes(got, expected)
+        assert_all_same(found[False], want)
 
 
 def test_amaxes_that_are_given_are_reduced_where_they_are_not_zero(results):
@@ -102,8 +101,7 @@ def test_amaxes_that_are_given_are_reduced_where_they_are_not_zero(results):
     given = [max(a, 9.0) if b == 0 else c for a, b, c in zip(FIRST, SECOND, LARGEST, strict=True)]
     want = alone(given)
     for found in results:
-        for got, expected in zip(found[True], want, strict=True):
-            assert_same_bytes(got, expected)
+        assert_all_same(found[True], want)
 
 
 def test_layers_share_their_scales(results):
@@ -138,10 +136,7 @@ def test_a_group_of_one_is_no_group(one_process):
     ]
     for other in layers[1:]:
         other.load_state_dict(layers[0].state_dict())
-    functions = [
-        *layers[:2],
-        torch.compile(layers[2], fullgraph=True, backend="aot_eager"),
-    ]
+    functions = [*layers[:2], torch.compile(layers[2], fullgraph=True, backend="aot_eager")]
     for _ in range(3):
         x, dy = sample(20, 32), sample(20, 16)
         leaves = [x.clone().requires_grad_() for _ in functions]
@@ -149,8 +144,7 @@ def test_a_group_of_one_is_no_group(one_process):
             function(leaf, [8, 20]).backward(dy)
         for leaf, layer in zip(leaves[1:], layers[1:], strict=True):
             assert_same_bytes(leaf.grad, leaves[0].grad)
-            for name, value in layers[0].state_dict().items():
-                assert_same_bytes(layer.state_dict()[name], value, name)
+            assert_same_buffers(layer.state_dict(), layers[0].state_dict())
     torch._dynamo.reset()
 
 

@@ -1,19 +1,17 @@
 """Bytes in a file of another kind: names, plain tensors and the format's text say everything."""
 
-import io
-
 import pytest
 import torch
 
 import grouped
 from cute_kernels import formats
 from tests.grouped.cases import EVERY_FORMAT
-from tests.helpers import assert_same_bytes, sample
+from tests.helpers import assert_all_same, assert_same_bytes, each, sample, saved
 
 DIRECTIONS = ("rowwise", "columnwise")
 
 
-@pytest.mark.parametrize("ragged", [False, True])
+@each("ragged", [False, True])
 @pytest.mark.parametrize("name", EVERY_FORMAT)
 def test_plain_tensors_make_the_tensor_again(name, ragged):
     fmt = EVERY_FORMAT[name]
@@ -31,10 +29,7 @@ def test_plain_tensors_make_the_tensor_again(name, ragged):
         if way == "rowwise" or name not in shared
     }
     assert len({t.data_ptr() for t in buffers.values()}) == len(buffers)
-    file = io.BytesIO()
-    torch.save({"format": fmt.text, "tensors": buffers}, file)
-    file.seek(0)
-    read = torch.load(file, weights_only=True)
+    read = saved({"format": fmt.text, "tensors": buffers})
     fmt, tensors = formats.parse(read["format"]), read["tensors"]
     copies = [
         grouped.QuantizedCopy(
@@ -46,5 +41,4 @@ def test_plain_tensors_make_the_tensor_again(name, ragged):
     assert again.format == q.format
     for way in DIRECTIONS:
         assert_same_bytes(again.dequantize(direction=way), q.dequantize(direction=way))
-        for a, b in zip(getattr(again, way), getattr(q, way), strict=True):
-            assert_same_bytes(a, b)
+        assert_all_same(getattr(again, way), getattr(q, way))

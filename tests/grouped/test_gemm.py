@@ -6,7 +6,7 @@ import torch
 import grouped
 from grouped import MXFP8, FP8Block
 from tests.grouped.cases import FORMATS, WEIGHT_FORMAT, OpCounter
-from tests.helpers import SPLITS, assert_same_bytes, end_rows, sample
+from tests.helpers import SPLITS, assert_all_same, assert_same_bytes, each, end_rows, sample
 
 N, K = 96, 160
 E5M2, F32 = torch.float8_e5m2, torch.float32
@@ -24,8 +24,8 @@ TRIOS = {
     "mxfp8": (MXFP8(), MXFP8(), MXFP8(E5M2)),
     "mxfp8, square weights": (MXFP8(), MXFP8(block=(32, 32)), MXFP8()),
 }
-each_trio = pytest.mark.parametrize("trio", TRIOS.values(), ids=TRIOS)
-each_split = pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+each_trio = each("trio", TRIOS)
+each_split = each("splits", SPLITS)
 
 
 def operands(splits=(7, 0, 26), tail=3, fmt=FORMATS["row-scaled"]):
@@ -144,32 +144,38 @@ def test_a_compiled_product_is_the_eager_one(trio):
     splits = (20, 0, 12)
     held = quantized(trio, splits, tensors(splits))
     compiled = torch.compile(products, fullgraph=True, backend="aot_eager")
-    for got, want in zip(compiled(*held), products(*held), strict=True):
-        assert_same_bytes(got, want)
+    assert_all_same(compiled(*held), products(*held))
 
 
 @each_trio
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_plain_activations_and_their_gradients(trio, dtype):
-    splits = (20, 0, 12)
+    splits = (0, 130, 0, 7)
     ends = torch.tensor(end_rows(splits), dtype=torch.int32)
     x, weight, dy = (t.to(dtype) for t in tensors(splits))
     w = grouped.quantize(weight, trio[1], columnwise=True)
     x.requires_grad_()
-    bias = torch.randn(3, N, requires_grad=True)
+    bias, alpha = torch.randn(4, N, requires_grad=True), torch.rand(4)
     y = grouped.grouped_gemm(x, w, offs=ends, bias=bias, out_dtype=F32)
     y.backward(dy.float())
+    out = torch.full_like(y, 7.0, requires_grad=False)
+    rows = x.detach()
+    grouped.grouped_gemm(rows, w, offs=ends, alpha=alpha, out=out, accumulate=True)
     values, values_t = (w.dequantize(F32, way).double() for way in ("rowwise", "columnwise"))
     with torch.no_grad():
         for g, (start, end) in enumerate(spans(splits)):
-            want = x[start:end].double() @ values[g].T + bias[g].double()
-            torch.testing.assert_close(y[start:end].double(), want, rtol=0, atol=2e-6 * peak(want))
+            product = rows[start:end].double() @ values[g].T
+            want = product + bias[g].double()
+            limit = 2e-6 * peak(want)
+            torch.testing.assert_close(y[start:end].double(), want, rtol=0, atol=limit)
+            want = product * alpha[g].double() + 7
+            torch.testing.assert_close(out[start:end].double(), want, rtol=1e-6, atol=limit)
             want = dy[start:end].double() @ values_t[g]
             got = x.grad[start:end].double()
             eps = torch.finfo(dtype).eps
             torch.testing.assert_close(got, want, rtol=eps, atol=2e-6 * peak(want))
     assert_same_bytes(bias.grad, torch.ops.cute_kernels.grouped_dbias(dy.float(), ends))
-    assert not y[32:].any() and not x.grad[32:].any()
+    assert not y[137:].any() and not x.grad[137:].any() and (out[137:] == 7).all()
 
 
 def test_square_blocks_meet_rows_only():
@@ -200,8 +206,8 @@ def test_accumulation_that_does_not_apply():
         grouped.grouped_gemm(x, b, offs=end_rows(splits), accumulation="split")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("form", [list, torch.tensor])
+@each("dtype", [torch.bfloat16, torch.float32])
+@each("form", [list, torch.tensor])
 def test_plain_operands(dtype, form):
     ends = [7, 7, 33]
     x, w, dy = sample(36, K, dtype=dtype), sample(3, N, K, dtype=dtype), sample(36, N, dtype=dtype)
@@ -252,7 +258,7 @@ X, W, DY = operands()
 PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "match"),
     [
         ({"a": X, "b": W.dequantize()}, TypeError, "GroupedTensor and Tensor"),
@@ -297,30 +303,7 @@ def test_grouped_gemm_refuses(call, error, match):
         grouped.grouped_gemm(call.pop("a"), call.pop("b"), **call)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-def test_plain_activations_times_quantized_weights(splits, dtype):
-    ends = end_rows(splits)
-    a, dy = (sample(ends[-1] + 3, cols, dtype=dtype) for cols in (K, N))
-    w = grouped.quantize(sample(len(splits), N, K), WEIGHT_FORMAT, columnwise=True)
-    bias, alpha = torch.randn(len(splits), N), torch.rand(len(splits))
-    f = torch.float32
-    y = grouped.grouped_gemm(a, w, offs=ends, bias=bias, alpha=alpha, out_dtype=f)
-    dx = grouped.grouped_gemm(dy, w, offs=ends, transpose_b=True, out_dtype=f)
-    out = torch.full_like(y, 7.0)
-    added = grouped.grouped_gemm(a, w, offs=ends, out=out, accumulate=True)
-    weights = w.dequantize(f).double()
-    for g, (start, end) in enumerate(spans(splits)):
-        if start < end:
-            product = a[start:end].double() @ weights[g].T
-            close(y[start:end], product * alpha[g].double() + bias[g].double())
-            close(added[start:end], product + 7)
-            close(dx[start:end], dy[start:end].double() @ weights[g])
-    assert not y[ends[-1] :].any() and not dx[ends[-1] :].any()
-    assert (out[ends[-1] :] == 7).all()
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@each("compiled", [False, True], ids=["eager", "compiled"])
 def test_gradients_beside_quantized_weights(compiled):
     ends = [7, 7, 33]
     w = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, columnwise=True)

@@ -9,9 +9,9 @@ from torch import nn
 import grouped
 from grouped import GroupedTensor, updates
 from tests.grouped.cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
-from tests.helpers import assert_same_bytes, sample
+from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample
 
-every_format = pytest.mark.parametrize("fmt", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
+every_format = each("fmt", EVERY_FORMAT)
 
 
 def assert_holds(p, dense):
@@ -21,8 +21,7 @@ def assert_holds(p, dense):
         dense.to(p.dtype), p.format, offs=p.offs, rowwise=rowwise, columnwise=columnwise
     )
     got = bytes_of(p)
-    for name, value in bytes_of(want).items():
-        assert_same_bytes(got[name], value, name)
+    assert_same_buffers(got, bytes_of(want))
 
 
 def storage(p):
@@ -55,7 +54,7 @@ IN_PLACE = {
 }
 
 
-@pytest.mark.parametrize("op", IN_PLACE.values(), ids=IN_PLACE)
+@each("op", IN_PLACE)
 @every_format
 def test_in_place_ops(fmt, op):
     x = grouped.quantize(sample(40, 32), fmt, offs=[13, 40], columnwise=True)
@@ -72,8 +71,7 @@ def test_in_place_ops(fmt, op):
         dense = op(dense, other)
     assert_holds(x, dense)
     assert storage(x) == before
-    for name, value in bytes_of(view).items():
-        assert_same_bytes(value, bytes_of(x)[name], name)
+    assert_same_buffers(bytes_of(view), bytes_of(x))
 
 
 def test_in_place_ops_match_keywords_by_name():
@@ -111,8 +109,7 @@ def test_copying_equal_formats_keeps_the_bytes(fmt):
     source = grouped.quantize(sample(40, 32), fmt, offs=[13, 40], columnwise=True)
     target = grouped.quantize(sample(40, 32), fmt, offs=[20, 30], columnwise=True)
     assert target.copy_(source) is target
-    for name, value in bytes_of(source).items():
-        assert_same_bytes(bytes_of(target)[name], value, name)
+    assert_same_buffers(bytes_of(target), bytes_of(source))
 
 
 @every_format
@@ -131,7 +128,7 @@ def test_copying_another_format_requantizes(fmt):
     assert_holds(both, rowwise.dequantize())
 
 
-@pytest.mark.parametrize("groups", [2, 4])
+@each("groups", [2, 4])
 def test_copying_another_shape_is_refused(groups):
     with pytest.raises(RuntimeError, match="expand"):
         parameter(requires_grad=False).copy_(weight(groups))
@@ -179,23 +176,8 @@ OPTIMIZERS = {
 }
 
 
-@every_format
-def test_a_step_of_adam_on_any_format(fmt):
-    p = parameter(fmt=fmt)
-    dense, before = nn.Parameter(p.dequantize().detach().clone()), storage(p)
-    for _ in range(2):
-        grad = weight()
-        for t in (p, dense):
-            t.grad = grad.clone()
-            torch.optim.Adam([t], lr=0.1, foreach=False).step()
-        assert_holds(p, dense)
-        with torch.no_grad():
-            dense.copy_(p.dequantize())
-    assert storage(p) == before
-
-
-@pytest.mark.parametrize("loop", ["foreach", "for loop"])
-@pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+@each("loop", ["foreach", "for loop"])
+@each(("optimizer", "options"), OPTIMIZERS)
 def test_optimizers_step_as_on_a_decoded_parameter(optimizer, options, loop):
     """With one update of the parameter a step, requantized, the bytes must agree."""
     p = parameter()
@@ -217,15 +199,21 @@ def test_optimizers_step_as_on_a_decoded_parameter(optimizer, options, loop):
     states[0].load_state_dict(states[0].state_dict())
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+@each(
+    ("optimizer", "options"),
+    [
+        *((o, {"fused": True}) for o in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)),
+        (torch.optim.Adam, {"foreach": False}),
+    ],
+)
 @every_format
-def test_fused_optimizers(fmt, optimizer):
+def test_a_step_on_any_format(fmt, optimizer, options):
     p = parameter(fmt=fmt)
     dense = nn.Parameter(p.dequantize().detach().clone())
     grad, before = weight(), dense.detach().clone()
     for t in (p, dense):
         t.grad = grad.clone()
-        optimizer([t], lr=0.1, fused=True).step()
+        optimizer([t], lr=0.1, **options).step()
     assert_holds(p, dense)
     assert not torch.equal(dense, before)
 
@@ -239,7 +227,7 @@ def test_weight_decay_of_adamw_shrinks_then_updates():
     assert_holds(p, dense * 0.75)
 
 
-@pytest.mark.parametrize("foreach", [True, False])
+@each("foreach", [True, False])
 def test_clipping(foreach):
     p, plain = parameter(), nn.Parameter(torch.randn(4))
     p.grad, plain.grad = weight(), torch.randn(4)
@@ -294,7 +282,7 @@ def test_in_inference_mode():
         assert torch.add(p, 1).sub_(p).dtype == p.dtype
 
 
-# ------------------------------------------------------------------------------- lost updates
+# Lost updates
 
 TINY = {
     "AdamW": lambda p: torch.optim.AdamW([p], lr=1e-4, foreach=False),
@@ -318,14 +306,13 @@ def test_an_update_that_changes_nothing_warns_in_any_format(fmt):
         w.add_(1e-5)
 
 
-@pytest.mark.parametrize("optimizer", TINY.values(), ids=TINY)
+@each("optimizer", TINY)
 def test_an_optimizer_that_changes_nothing_warns(large, optimizer):
     before = bytes_of(large)
     large.grad = torch.ones_like(large)
     with pytest.warns(UserWarning, match=r"changed nothing in GroupedTensor.*quantize\(master"):
         optimizer(large).step()
-    for name, value in bytes_of(large).items():
-        assert_same_bytes(value, before[name], name)
+    assert_same_buffers(bytes_of(large), before)
 
 
 def test_an_average_that_does_not_move_warns(large):
@@ -346,7 +333,7 @@ SILENT = {
 }
 
 
-@pytest.mark.parametrize("op", SILENT.values(), ids=SILENT)
+@each("op", SILENT)
 def test_what_does_not_warn(large, op):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")

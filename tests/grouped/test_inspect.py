@@ -20,7 +20,7 @@ from grouped.debug.statistics import Probe, Step
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.passes import Copies
 from tests.grouped.cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT
-from tests.helpers import assert_same_bytes, sample
+from tests.helpers import assert_all_same, assert_same_bytes, each, sample
 
 K, N, ENDS = 64, 96, [13, 13, 35]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -121,7 +121,7 @@ def expected(x, q, columnwise):
     return {name: [entry[name] for entry in lists] for name in lists[0]}
 
 
-@pytest.mark.parametrize("name", [n for n in EVERY if n != "stochastic"])
+@each("name", [n for n in EVERY if n != "stochastic"])
 def test_against_numpy(name):
     recipe = EVERY[name]
     layer, (x, dy) = layer_of(recipe), operands()
@@ -160,7 +160,7 @@ def test_against_numpy(name):
         assert found["input", "rowwise"]["underflow"][2] > 0.1
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@each("frozen", [False, True])
 @pytest.mark.parametrize("name", EVERY)
 def test_results_keep_their_bits(name, frozen):
     def results(look):
@@ -187,9 +187,7 @@ def lens_has_both(name, frozen):
     return EVERY[name].is_quantized and not frozen
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"), [("row-scaled", "emulated:sm_90a"), ("nvfp4", "emulated:sm_100a")]
-)
+@each(("name", "backend"), [("row-scaled", "emulated:sm_90a"), ("nvfp4", "emulated:sm_100a")])
 def test_kernels_keep_their_bits(name, backend):
     layer, (x, dy) = layer_of(RECIPES[name]).requires_grad_(False), operands()
     with cute_kernels.backend(backend):
@@ -234,7 +232,7 @@ BOTH = {(role, way): 35 for role in ("input", "grad_output") for way in ("rowwis
 WEIGHT = {("weight", "rowwise"): 3 * N, ("weight", "columnwise"): 3 * N}
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
+@each("reentrant", [None, False, True])
 def test_microbatches_and_checkpointing(reentrant):
     """Calls of a step add up; the weight, and what is computed again, counts once."""
     layer = layer_of(recipes.NVFP4())
@@ -275,7 +273,7 @@ def test_microbatches_and_checkpointing(reentrant):
 GIVEN = ("quantized", "prepacked", "w4a16")
 
 
-@pytest.mark.parametrize("kind", ["kept", "discrete", "delayed wgrad", "eval", *GIVEN])
+@each("kind", ["kept", "discrete", "delayed wgrad", "eval", *GIVEN])
 def test_kinds_of_weights(kind):
     discrete = {"single_parameter": kind != "discrete", "delay_wgrad": kind == "delayed wgrad"}
     layer, (x, dy) = layer_of(recipes.NVFP4(), **discrete), operands()
@@ -315,7 +313,7 @@ def test_kinds_of_weights(kind):
             assert r == other | {"layer": r["layer"]}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@each("dtype", [torch.float16, torch.float32])
 def test_plain_copies(dtype):
     layer = GroupedLinear(2, 4, 2, bias=False, dtype=torch.float32)
     with torch.no_grad():
@@ -344,13 +342,12 @@ def test_compiled():
         with pytest.raises(RuntimeError, match=r"grouped\.debug\.inspect looks at the operands"):
             torch.func.grad(lambda x: layer(x, torch.tensor(ENDS)).sum())(x)
     assert totals(lens) == BOTH | WEIGHT
-    for a, b in zip(seen, plain, strict=True):
-        assert_same_bytes(a, b)
+    assert_all_same(seen, plain)
     train(layer, x, dy, whole)
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "row-scaled", "mxfp8", "fp8-block", "fp8", "bf16"])
+@each("name", ["nvfp4", "row-scaled", "mxfp8", "fp8-block", "fp8", "bf16"])
 def test_nothing_is_read_on_the_host(name):
     """Fake tensors have no values."""
     fmt = EVERY[name].input
@@ -412,11 +409,7 @@ def test_wrong_arguments():
     for options, error, message in (
         ({"every": 0}, ValueError, "every must be a positive number of steps, got 0"),
         ({"every": True}, ValueError, "got True"),
-        (
-            {"roles": ["output"]},
-            ValueError,
-            "grad_output, got 'output'",
-        ),
+        ({"roles": ["output"]}, ValueError, "grad_output, got 'output'"),
         ({"roles": "input"}, TypeError, "roles must be a sequence of names, got the string"),
         ({"layers": ["up"]}, ValueError, "layers: 'up' is none of GroupedLinear"),
     ):

@@ -10,7 +10,7 @@ from torch import nn
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
 from tests.grouped.cases import RECIPES, OpCounter, weights_quantized
-from tests.helpers import assert_same_bytes, sample
+from tests.helpers import assert_same_bytes, each, sample
 
 K, N, ENDS = 64, 48, [13, 13, 35]
 
@@ -83,7 +83,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("single", [True, False])
+@each("single", [True, False])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_changed_weight_is_not_used(change, single):
     layer = layer_of(single)
@@ -99,9 +99,9 @@ def test_a_changed_weight_is_not_used(change, single):
     assert_same_bytes(fresh, layer(x, ENDS, is_first_microbatch=False).detach())
 
 
-@pytest.mark.parametrize("single", [True, False])
+@each("single", [True, False])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
+@each("grad_mode", [torch.no_grad, torch.inference_mode])
 def test_inference_keeps_a_weight_until_it_changes(grad_mode, change, single):
     layer = layer_of(single).eval()
     x = sample(40, K)
@@ -147,9 +147,7 @@ def test_separate_parameters_are_not_stacked_for_a_kept_weight():
     assert [a[0][0].shape for a in counter.arguments("stack")] == [(N,)]  # biases
 
 
-@pytest.mark.parametrize(
-    ("mode", "grad_mode"), [("train", torch.no_grad), ("eval", torch.enable_grad)]
-)
+@each(("mode", "grad_mode"), [("train", torch.no_grad), ("eval", torch.enable_grad)])
 def test_training_keeps_nothing_by_itself(mode, grad_mode):
     layer = getattr(layer_of(), mode)()
     with grad_mode(), OpCounter() as counter:
@@ -169,7 +167,7 @@ def test_a_change_of_mode_drops_a_kept_weight():
     assert_same_bytes(got, layer.train()(x, ENDS).detach())
 
 
-@pytest.mark.parametrize("first", [None, True, False])
+@each("first", [None, True, False])
 def test_weights_without_versions_are_not_kept(first):
     with torch.inference_mode():
         layer, x = layer_of().eval(), sample(40, K)
@@ -179,8 +177,8 @@ def test_weights_without_versions_are_not_kept(first):
         assert layer._kept is None and not torch.equal(before, after)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-@pytest.mark.parametrize("first", [None, True])
+@each("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@each("first", [None, True])
 def test_copies_have_their_own(copied, first):
     layer, x = layer_of().eval(), sample(40, K)
     with torch.no_grad():
@@ -191,7 +189,7 @@ def test_copies_have_their_own(copied, first):
         assert not torch.equal(other(x, ENDS), layer(x, ENDS))
 
 
-@pytest.mark.parametrize("first", [None, True, False])
+@each("first", [None, True, False])
 def test_compiled_calls_see_every_change(first):
     """They keep nothing, whoever keeps something beside them."""
     torch._dynamo.reset()

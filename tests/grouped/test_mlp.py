@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from grouped.nn import GroupedMLP
 from tests.grouped.cases import ALL_RECIPES, RECIPES
-from tests.helpers import assert_same_bytes, sample
+from tests.helpers import assert_same_bytes, each, sample
 
 HIDDEN, WIDTH, ENDS = 64, 32, [13, 13, 35]
 
@@ -15,7 +15,7 @@ def mlp_of(recipe, **options):
     return GroupedMLP(3, HIDDEN, WIDTH, recipe=recipe, **options)
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@each("bias", [True, False])
 def test_bf16_against_one_expert_at_a_time(bias):
     """Parameters and inputs are bf16 numbers in fp32; only the two activations are rounded."""
     mlp = mlp_of(RECIPES["bf16"], bias=bias)
@@ -40,7 +40,7 @@ def test_bf16_against_one_expert_at_a_time(bias):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-2 * float(b.abs().max()))
 
 
-@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
+@each("recipe", ALL_RECIPES)
 def test_it_is_two_layers_and_a_gate(recipe):
     mlp = mlp_of(recipe, dtype=torch.bfloat16)
     x = sample(40, HIDDEN)
@@ -51,8 +51,8 @@ def test_it_is_two_layers_and_a_gate(recipe):
     assert not mlp.gate_up.has_bias and not mlp.down.has_bias
 
 
-@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
-@pytest.mark.parametrize("single", [True, False])
+@each("recipe", ALL_RECIPES)
+@each("single", [True, False])
 def test_tail_and_empty_groups(recipe, single):
     mlp = mlp_of(recipe, single_parameter=single, bias=True)
     x, dy = sample(40, HIDDEN), sample(40, HIDDEN)
@@ -91,7 +91,7 @@ def test_microbatches():
     assert not mlp(x, ENDS).any()
 
 
-@pytest.mark.parametrize("single", [True, False])
+@each("single", [True, False])
 def test_initialization(single):
     """A second one draws the numbers of the first."""
     torch.manual_seed(5)

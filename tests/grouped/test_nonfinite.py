@@ -10,10 +10,11 @@ import cute_kernels
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
 from tests.grouped.cases import QUANTIZED, RECIPES, WEIGHT_FORMAT
-from tests.helpers import assert_same_bytes, sample
+from tests.helpers import assert_all_same, each, sample
 
 K, N, ENDS = 64, 48, [13, 13, 35]
 ROWS = torch.arange(40)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 FIRST, LAST = ROWS < 13, (ROWS >= 13) & (ROWS < 35)
 NOBODY = torch.zeros(40, dtype=torch.bool)
 PROPAGATING = {
@@ -64,7 +65,7 @@ def assert_reached(got, place, row_scaled):
         assert_all_or_none(values, wanted)
 
 
-@pytest.mark.parametrize("single", [True, False])
+@each("single", [True, False])
 @pytest.mark.parametrize("place", REACHED)
 @pytest.mark.parametrize("name", PROPAGATING)
 def test_a_nan_reaches_what_it_was_quantized_with(name, place, single):
@@ -72,7 +73,7 @@ def test_a_nan_reaches_what_it_was_quantized_with(name, place, single):
     assert_reached(got, place, name == "row-scaled")
 
 
-@pytest.mark.parametrize("backend", ["emulated:sm_90a", "emulated:sm_100a"])
+@each("backend", ["emulated:sm_90a", "emulated:sm_100a"])
 @pytest.mark.parametrize("name", PROPAGATING)
 def test_on_kernels(name, backend):
     with cute_kernels.backend(backend):
@@ -80,12 +81,10 @@ def test_on_kernels(name, backend):
             assert_reached(run(PROPAGATING[name], place), place, name == "row-scaled")
 
 
-@pytest.mark.parametrize("place", ["x", "weight"])
+@each("place", ["x", "weight"])
 def test_compiled(place):
-    torch._dynamo.reset()
     got = run(PROPAGATING["row-scaled"], place, compiled=True)
     assert_reached(got, place, row_scaled=True)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", PROPAGATING)
@@ -103,18 +102,17 @@ def test_where_an_operand_is_quantized_on_the_way(name):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_numbers_keep_their_bits(name):
-    for a, b in zip(run(PROPAGATING[name], None), run(QUANTIZED[name], None), strict=True):
-        assert_same_bytes(a, b)
+    assert_all_same(run(PROPAGATING[name], None), run(QUANTIZED[name], None))
 
 
-@pytest.mark.parametrize("place", ["x", "weight", "dy"])
+@each("place", ["x", "weight", "dy"])
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_without_the_option_a_nan_disappears_as_documented(name, place):
     assert all(t.isfinite().all() for t in run(QUANTIZED[name], place))
 
 
-@pytest.mark.parametrize("place", ["x", "weight", "dy"])
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+@each("place", ["x", "weight", "dy"])
+@each("value", [torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_infinities_need_no_option(name, value, place):
     """They are in the amax: everything that was quantized with one is NaN or infinite."""
@@ -146,7 +144,7 @@ def test_as_many_rows_as_groups():
     assert layer(x, [2, 2, 3]).isnan().all(1).tolist() == [True, True, False]
 
 
-# ------------------------------------------------------------------------------- grouped.debug
+# Grouped.debug
 
 
 def mlp_of(recipe):
@@ -175,10 +173,7 @@ def broken_weight(mlp):
 
 FOUND = {
     ("bf16", "none"): {},
-    ("bf16", "x"): {
-        "gate_up": ("input", "output", "grad_output"),
-        "down": ("input", "output"),
-    },
+    ("bf16", "x"): {"gate_up": ("input", "output", "grad_output"), "down": ("input", "output")},
     ("bf16", "weight"): {"gate_up": ("grad_output",), "down": ("weight", "output")},
     ("bf16", "dy"): {"gate_up": ("grad_output",), "down": ("grad_output",)},
     ("row-scaled", "none"): {},
@@ -188,13 +183,12 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "place", "compiled"),
     [(*case, False) for case in FOUND] + [("row-scaled", "x", True), ("bf16", "dy", True)],
 )
 def test_where_it_is_found(name, place, compiled):
     """It stays found when good batches follow; the tails hold NaN and are passed over."""
-    torch._dynamo.reset()
     mlp = mlp_of(RECIPES[name])
     function = torch.compile(mlp, fullgraph=True, backend="aot_eager") if compiled else mlp
     with grouped.debug.detect_nonfinite(mlp) as found:
@@ -205,7 +199,6 @@ def test_where_it_is_found(name, place, compiled):
         if place != "weight":
             train(mlp, function=function)
     assert found.report() == FOUND[name, place]
-    torch._dynamo.reset()
 
 
 def test_a_block_ends():
@@ -247,7 +240,6 @@ def test_only_the_layers_of_the_model():
 
 
 def test_a_compiled_layer_needs_the_model():
-    torch._dynamo.reset()
     layer = GroupedLinear(3, K, N, recipe=RECIPES["nvfp4"])
     function = torch.compile(layer, fullgraph=True, backend="eager")
     with (
@@ -255,10 +247,9 @@ def test_a_compiled_layer_needs_the_model():
         pytest.raises(Exception, match="needs the model to watch a compiled layer"),
     ):
         train(layer, function=function)
-    torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("single", [True, False])
+@each("single", [True, False])
 def test_no_gradients_and_quantized_weights(single):
     layer = GroupedLinear(3, K, N, recipe=RECIPES["nvfp4"], single_parameter=single).eval()
     weight = sample(3, N, K)

@@ -6,7 +6,7 @@ import torch
 
 import grouped
 from tests.grouped.cases import FORMATS, bytes_of
-from tests.helpers import assert_same_bytes, sample
+from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample
 
 ROWS = 40
 FORMS = {
@@ -21,7 +21,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("offs", FORMS.values(), ids=FORMS)
+@each("offs", FORMS)
 def test_every_form_of_offs_means_the_same(offs):
     x = sample(ROWS, 32)
     want = grouped.quantize(
@@ -29,11 +29,10 @@ def test_every_form_of_offs_means_the_same(offs):
     )
     got = grouped.quantize(x, FORMATS["1x16"], offs=offs, columnwise=True)
     assert got.offs.dtype == torch.int32
-    for name, value in bytes_of(want).items():
-        assert_same_bytes(bytes_of(got)[name], value, name)
+    assert_same_buffers(bytes_of(got), bytes_of(want))
 
 
-@pytest.mark.parametrize(
+@each(
     ("offs", "error", "match"),
     [
         ([7, 6, 40], ValueError, "must not decrease or be negative, got 6 at 1"),
@@ -68,7 +67,7 @@ def test_device_offs_are_clamped_not_read():
     assert_same_bytes(wild.dequantize(), tame.dequantize())
 
 
-@pytest.mark.parametrize("wild", [1 << 31, (1 << 32) + 5, (1 << 62) + 1])
+@each("wild", [1 << 31, (1 << 32) + 5, (1 << 62) + 1])
 def test_int64_offs_saturate(wild):
     """What int32 cannot hold lies past all rows; cut to 32 bits it would be a row of the tensor."""
     x = sample(ROWS, 32)
@@ -80,7 +79,7 @@ def test_int64_offs_saturate(wild):
     assert_same_bytes(got.dequantize(), want.dequantize())
 
 
-@pytest.mark.parametrize("multiplier", [1.5, 2.0, "2", None])
+@each("multiplier", [1.5, 2.0, "2", None])
 def test_a_multiplier_that_is_no_integer_is_refused(multiplier):
     grouped.compute_offsets(torch.tensor([1, 2]), multiplier=2)  # 2.0 finds its plan
     with pytest.raises(TypeError, match="multiplier must be an integer, got"):
@@ -126,8 +125,8 @@ def test_a_quantized_tensor_owns_its_boundaries():
     assert offs.tolist() == [3, 3, 3] and second.tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("splits", [torch.int32, torch.int64])
+@each("dtype", [torch.int32, torch.int64])
+@each("splits", [torch.int32, torch.int64])
 def test_compute_offsets(dtype, splits):
     got = grouped.compute_offsets(torch.tensor([3, 0, 5], dtype=splits), multiplier=64, dtype=dtype)
     assert got.dtype == dtype
@@ -141,7 +140,7 @@ def test_compute_offsets_feeds_quantize():
     assert grouped.quantize(x, FORMATS["1x16"], offs=offs).member(2).codes.shape == (5, 16)
 
 
-@pytest.mark.parametrize(
+@each(
     ("splits", "dtype", "error"),
     [
         (torch.tensor([1.0]), torch.int32, TypeError),

@@ -1,12 +1,11 @@
 """``torch.library.opcheck`` of the ops that take GroupedTensors."""
 
-import pytest
 import torch
 from torch.library import opcheck
 
 import grouped
 from tests.grouped.cases import EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, weight
-from tests.helpers import offsets, sample
+from tests.helpers import each, offsets, sample
 
 OFFS = offsets((5, 0, 8))
 ROWS, G, K, N = 15, 3, 64, 48  # two rows of tail
@@ -37,59 +36,56 @@ def linear(recipe, weight, bias):
     return leaf(ROWS, K), weight, bias, OFFS, *recipe.texts, recipe.propagate_nonfinite
 
 
-#: Op, case, arguments.
-CASES = [
-    ("dequantize", "ragged", lambda: (ragged(), None, None)),
-    ("dequantize", "columnwise", lambda: (ragged(), torch.float32, "columnwise")),
-    ("dequantize", "uniform, of a parameter", lambda: (uniform(True), torch.float16, "rowwise")),
-    ("dequantize", "shapes", lambda: (shaped(), None, None)),
-    ("dequantize", "shapes, columnwise", lambda: (shaped(True), torch.float32, "columnwise")),
-    ("gemm", "fprop", lambda: (ragged(), uniform(), None, None, False, BF16, None)),
-    (
-        "gemm",
-        "dgrad with everything",
-        lambda: (
+#: Arguments of each case, by op.
+BY_OP = {
+    "dequantize": {
+        "ragged": lambda: (ragged(), None, None),
+        "columnwise": lambda: (ragged(), torch.float32, "columnwise"),
+        "uniform, of a parameter": lambda: (uniform(True), torch.float16, "rowwise"),
+        "shapes": lambda: (shaped(), None, None),
+        "shapes, columnwise": lambda: (shaped(True), torch.float32, "columnwise"),
+    },
+    "gemm": {
+        "fprop": lambda: (ragged(), uniform(), None, None, False, BF16, None),
+        "dgrad with everything": lambda: (
             *(ragged(N, FORMATS["row-scaled"]), uniform()),
             *(torch.rand(3, K), torch.rand(3), True, torch.float32, None),
         ),
-    ),
-    ("gemm", "wgrad", lambda: (ragged(N), ragged(K), None, None, False, torch.float32, None)),
-    (
-        "gemm_out",
-        "fprop",
-        lambda: (ragged(), uniform(), None, None, False, False, sample(ROWS, N)),
-    ),
-    (
-        "gemm_out",
-        "wgrad that adds",
-        lambda: (ragged(N), ragged(K), None, torch.rand(3), False, True, torch.rand(3, N, K)),
-    ),
-    (
-        "gemm_w4a16",
-        "fprop",
-        lambda: (leaf(ROWS, K), uniform(True), OFFS, leaf(3, N), None, False, BF16),
-    ),
-    (
-        "gemm_w4a16",
-        "dgrad",
-        lambda: (
+        "wgrad": lambda: (ragged(N), ragged(K), None, None, False, torch.float32, None),
+    },
+    "gemm_out": {
+        "fprop": lambda: (ragged(), uniform(), None, None, False, False, sample(ROWS, N)),
+        "wgrad that adds": lambda: (
+            *(ragged(N), ragged(K), None, torch.rand(3)),
+            *(False, True, torch.rand(3, N, K)),
+        ),
+    },
+    "gemm_w4a16": {
+        "fprop": lambda: (leaf(ROWS, K), uniform(True), OFFS, leaf(3, N), None, False, BF16),
+        "dgrad": lambda: (
             *(leaf(ROWS, N, dtype=torch.float16), uniform(), OFFS),
             *(None, torch.rand(3), True, torch.float32),
         ),
-    ),
-    (
-        "gemm_w4a16_out",
-        "fprop",
-        lambda: (sample(ROWS, K), uniform(), OFFS, None, None, False, True, sample(ROWS, N)),
-    ),
-    ("linear", "plain", lambda: linear(RECIPES["bf16"], leaf(G, N, K), None)),
-    ("linear", "quantized", lambda: linear(RECIPES["row-scaled"], leaf(G, N, K), leaf(G, N))),
-    ("linear", "W4A16", lambda: linear(RECIPES["bf16"], uniform(True), leaf(G, N))),
-    ("linear", "of a quantized weight", lambda: linear(RECIPES["nvfp4"], uniform(True), None)),
-    ("quantize_out", "ragged", lambda: (sample(ROWS, K), OFFS, None, ragged())),
-    ("quantize_out", "shapes", lambda: (sample(ROWS * K), None, torch.ones(3), shaped())),
-    ("quantize_out", "uniform", lambda: (weight(), None, torch.ones(3), uniform())),
-]
+    },
+    "gemm_w4a16_out": {
+        "fprop": lambda: (
+            *(sample(ROWS, K), uniform(), OFFS, None, None),
+            *(False, True, sample(ROWS, N)),
+        )
+    },
+    "linear": {
+        "plain": lambda: linear(RECIPES["bf16"], leaf(G, N, K), None),
+        "quantized": lambda: linear(RECIPES["row-scaled"], leaf(G, N, K), leaf(G, N)),
+        "W4A16": lambda: linear(RECIPES["bf16"], uniform(True), leaf(G, N)),
+        "of a quantized weight": lambda: linear(RECIPES["nvfp4"], uniform(True), None),
+    },
+    "quantize_out": {
+        "ragged": lambda: (sample(ROWS, K), OFFS, None, ragged()),
+        "shapes": lambda: (sample(ROWS * K), None, torch.ones(3), shaped()),
+        "uniform": lambda: (weight(), None, torch.ones(3), uniform()),
+    },
+}
+CASES = [*[(op, name, make) for op, cases in BY_OP.items() for name, make in cases.items()]]
 
 
 CASES += [
@@ -112,7 +108,7 @@ def test_every_op_has_a_case():
     assert {name for name, _, _ in CASES} == registered()
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "make"),
     [(name, make) for name, _, make in CASES],
     ids=[f"{name}: {case}" for name, case, _ in CASES],

@@ -12,7 +12,7 @@ from cute_kernels.capability import support
 from grouped import recipes
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
-from tests.helpers import sample
+from tests.helpers import each, sample
 
 NVFP4, MXFP8, FP8Block, FP8 = grouped.NVFP4, grouped.MXFP8, grouped.FP8Block, grouped.FP8
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -35,10 +35,8 @@ def assert_honoured(recipe, plain):
     assert not all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    "roles", [("input", "grad_output"), ("grad_output",), ("input",), ("weight",)], ids=str
-)
-@pytest.mark.parametrize("flag", ["hadamard", "stochastic_rounding", "four_over_six", "row_scaled"])
+@each("roles", [("input", "grad_output"), ("grad_output",), ("input",), ("weight",)], ids=str)
+@each("flag", ["hadamard", "stochastic_rounding", "four_over_six", "row_scaled"])
 def test_a_flag_is_refused_or_honoured(flag, roles):
     """It is never dropped: a recipe with the flag does not give the bits of one without."""
     fmt, formats = NVFP4(**{flag: True}), dict.fromkeys(recipes.ROLES, NVFP4())
@@ -63,7 +61,7 @@ def variants(recipe, **options):
     return [(recipe, name, value) for name, value in options.items()]
 
 
-@pytest.mark.parametrize(
+@each(
     ("recipe", "name", "value"),
     [
         *variants(recipes.NVFP4, hadamard=True, stochastic_rounding=True),
@@ -112,7 +110,7 @@ def test_roles_of_the_named_recipes():
     assert texts(mixed) == ("mxfp8", "mxfp8:block=32x32", "mxfp8:dtype=e5m2")
 
 
-@pytest.mark.parametrize(
+@each(
     ("roles", "error", "match"),
     [
         ((FP8Block(), FP8Block(), FP8Block()), None, None),
@@ -134,7 +132,7 @@ def test_products_that_are_not_multiplied(roles, error, match):
         Recipe(*roles)
 
 
-@pytest.mark.parametrize("fmt", [grouped.NVFP4, grouped.MXFP8, grouped.FP8Block, grouped.FP8])
+@each("fmt", [grouped.NVFP4, grouped.MXFP8, grouped.FP8Block, grouped.FP8])
 def test_a_class_is_no_record(fmt):
     name = fmt.__name__
     with pytest.raises(TypeError, match=rf"weight must be a format record: {name}\(\), not {name}"):
@@ -143,7 +141,7 @@ def test_a_class_is_no_record(fmt):
         grouped.quantize(sample(2, 48, 64), fmt)
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", 4, torch.float8_e4m3fn, recipes.NVFP4()])
+@each("fmt", ["nvfp4", 4, torch.float8_e4m3fn, recipes.NVFP4()])
 def test_what_is_no_format_is_refused(fmt):
     with pytest.raises(TypeError, match="input must be a format record such as"):
         Recipe(fmt, NVFP4(), NVFP4())
@@ -185,7 +183,7 @@ def test_messages_say_what_differs_from_the_defaults():
     assert str(custom) == f"Recipe({roles}, propagate_nonfinite=True)"
 
 
-@pytest.mark.parametrize("recipe", [recipes.BF16(), recipes.NVFP4(hadamard=True)])
+@each("recipe", [recipes.BF16(), recipes.NVFP4(hadamard=True)])
 def test_a_transformed_weight_is_refused_before_any_work(recipe):
     """Where dgrad would read it; a product forward may."""
     layer = GroupedLinear(2, 32, 32, recipe=recipe, dtype=torch.bfloat16)
@@ -197,11 +195,17 @@ def test_a_transformed_weight_is_refused_before_any_work(recipe):
         layer(x.requires_grad_(), [2, 4])
 
 
-@pytest.mark.parametrize(
-    "recipe", [recipes.BF16(), recipes.NVFP4RowScaled(), recipes.FP8Block(pow2_scales=False)]
+@each(
+    "recipe",
+    [
+        *(recipes.BF16(), recipes.NVFP4RowScaled(), recipes.FP8Block(pow2_scales=False)),
+        Recipe(NVFP4(), W, NVFP4(stochastic_rounding=True)),
+    ],
 )
 def test_recipes_are_values(recipe):
     same = pickle.loads(pickle.dumps(recipe))
     assert same == recipe and hash(same) == hash(recipe) and same.texts == recipe.texts
+    with pytest.raises(AttributeError):
+        recipe.input = None
     other = dataclasses.replace(recipe, propagate_nonfinite=True)
     assert other != recipe and other.texts == recipe.texts

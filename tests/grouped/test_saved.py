@@ -1,6 +1,5 @@
 """What a call keeps for its backward pass: what that reads, and nothing else."""
 
-import pytest
 import torch
 
 import grouped
@@ -10,7 +9,7 @@ from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.nn.swiglu import swiglu
 from perf.measure.memory import Saved, Sizes, measure, saved_by
 from tests.grouped.cases import ALL_RECIPES, QUANTIZED, WEIGHT_FORMAT
-from tests.helpers import assert_same_bytes, sample
+from tests.helpers import assert_same_bytes, each, sample
 
 ROWS, GROUPS, HIDDEN, WIDTH = 40, 3, 64, 32
 OFFS = torch.tensor([13, 13, 35], dtype=torch.int32)
@@ -42,9 +41,9 @@ def expected_of_linear(recipe, rows, n, k, x=True, weight=True):
     return kept + (copy_of(recipe.weight, (GROUPS, n, k)) if weight else [])
 
 
-@pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("recipe", DELAYED_TOO.values(), ids=DELAYED_TOO)
+@each("single", [True, False])
+@each("parameters", [torch.bfloat16, torch.float32])
+@each("recipe", DELAYED_TOO)
 def test_mlp(recipe, parameters, single):
     mlp = GroupedMLP(
         *(GROUPS, HIDDEN, WIDTH), recipe=recipe, dtype=parameters, single_parameter=single
@@ -57,7 +56,7 @@ def test_mlp(recipe, parameters, single):
     assert sort(saved) == sort([_OFFS, *gate_up, plain(ROWS, 2 * WIDTH), *down])
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "activations", "weights"),
     [
         ("BF16", 2 * 256 * (256 + 256 + 128), 0),
@@ -70,8 +69,8 @@ def test_bytes_by_hand(name, activations, weights):
     assert sum(t.nbytes for t in saved) == activations + weights + 2 * 4
 
 
-@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
-@pytest.mark.parametrize("frozen", ["x", "weight", "weight bias", "x weight", "x weight bias"])
+@each("recipe", ALL_RECIPES)
+@each("frozen", ["x", "weight", "weight bias", "x weight", "x weight bias"])
 def test_frozen_operands_keep_nothing(frozen, recipe):
     """For a product that nobody wants; offs are for the bias, too."""
     layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=torch.bfloat16)
@@ -86,8 +85,8 @@ def test_frozen_operands_keep_nothing(frozen, recipe):
     assert sort(saved) == sort([_OFFS, *want] if y.requires_grad else [])
 
 
-@pytest.mark.parametrize("delay", [True, False])
-@pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
+@each("delay", [True, False])
+@each("recipe", QUANTIZED)
 def test_microbatches_keep_their_rows(recipe, delay):
     """The weight that several share is kept by the layer, once."""
     layer = GroupedLinear(
@@ -102,7 +101,7 @@ def test_microbatches_keep_their_rows(recipe, delay):
     assert sort(saved) == sort([_OFFS, *(3 * rows), *weight])
 
 
-@pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
+@each("recipe", QUANTIZED)
 def test_a_quantized_weight_is_kept_as_it_is(recipe):
     layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=torch.bfloat16)
     held = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
@@ -112,7 +111,7 @@ def test_a_quantized_weight_is_kept_as_it_is(recipe):
     assert sort(saved) == sort([_OFFS, *expected_of_linear(recipe, ROWS, WIDTH, HIDDEN)])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@each("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_gate_is_what_autograd_makes_of_it(dtype):
     x, dy = torch.randn(50, 2 * WIDTH), torch.randn(50, WIDTH)
     x[0, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])
@@ -127,7 +126,7 @@ def test_the_gate_is_what_autograd_makes_of_it(dtype):
     assert_same_bytes(leaves[1].detach(), x.to(dtype), any_nan=True)
 
 
-@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
+@each("recipe", ALL_RECIPES)
 def test_peak(recipe):
     """A quantized weight is gone before its gradient is made: it is not part of the peak.
 

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from grouped.nn import GroupedLinear, GroupedMLP
 from tests.grouped.cases import RECIPES, OpCounter, weights_quantized
-from tests.helpers import assert_same_bytes, sample
+from tests.helpers import assert_same_bytes, each, sample
 
 GROUPS, K, N, ENDS = 3, 64, 32, [13, 13, 35]
 
@@ -46,8 +46,8 @@ def assert_initialized(parameter, fan_in):
     assert values.abs().max() > 0.8 * bound and values.unique().numel() > 0.9 * values.numel()
 
 
-@pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("make", [GroupedLinear, GroupedMLP])
+@each("single", [True, False])
+@each("make", [GroupedLinear, GroupedMLP])
 def test_initialization_after_to_empty(mesh, make, single):
     recipe = RECIPES["nvfp4"]
     with torch.device("meta"):
@@ -75,8 +75,8 @@ def test_parameters_that_are_sharded_one_by_one(mesh):
         assert_initialized(parameter, K)
 
 
-@pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("reshard", [True, False])
+@each("single", [True, False])
+@each("reshard", [True, False])
 def test_training_gives_the_bits_of_one_process(alone, reshard, single):
     options = {"recipe": RECIPES["row-scaled"], "single_parameter": single}
     torch.manual_seed(1)
@@ -100,7 +100,7 @@ def test_training_gives_the_bits_of_one_process(alone, reshard, single):
         assert_same_bytes(a.full_tensor().detach(), b.detach())
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@each("reshard", [True, False])
 def test_a_kept_weight_is_not_used_after_a_step(alone, reshard):
     """FSDP gathers into the same tensor each time and counts no version of it."""
     layer = GroupedLinear(GROUPS, K, N, recipe=RECIPES["nvfp4"]).eval()
@@ -123,7 +123,7 @@ def test_a_kept_weight_is_not_used_after_a_step(alone, reshard):
         layer(x, offs, is_first_microbatch=False)
 
 
-@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad"])
+@each("option", ["fuse_wgrad_accumulation", "delay_wgrad"])
 def test_gradients_of_sharded_parameters_go_no_other_way(alone, option):
     layer = GroupedLinear(GROUPS, K, N, **{option: True})
     fully_shard(layer, mesh=alone)

@@ -1,7 +1,6 @@
 """State dicts, copies and moves of ``GroupedLinear``; recipes."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -12,7 +11,7 @@ import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
 from tests.grouped.cases import RECIPES, WEIGHT_FORMAT, bytes_of
-from tests.helpers import assert_same_bytes, sample
+from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample, saved
 
 K, N, G = 64, 48, 3
 OFFS = [13, 13, 35]
@@ -36,9 +35,9 @@ def same_output(a, b):
     assert_same_bytes(a(x, OFFS).detach(), b(x, OFFS).detach())
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("target", [True, False])
-@pytest.mark.parametrize("source", [True, False])
+@each("bias", [True, False])
+@each("target", [True, False])
+@each("source", [True, False])
 def test_either_form_loads_into_either(source, target, bias):
     a, b = layer_of(source, bias), layer_of(target, bias)
     state = a.state_dict()
@@ -49,14 +48,14 @@ def test_either_form_loads_into_either(source, target, bias):
     same_output(a, b)
 
 
-@pytest.mark.parametrize("single", [True, False])
+@each("single", [True, False])
 def test_a_redundant_form_is_dropped(single):
     layer, one, other = layer_of(single), layer_of(single), layer_of(not single)
     layer.load_state_dict(other.state_dict() | one.state_dict())
     same_output(layer, one)
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@each("strict", [True, False])
 def test_a_partial_set_is_missing_keys(strict):
     layer, state = layer_of(), layer_of(single=False).state_dict()
     del state["weight1"]
@@ -79,7 +78,7 @@ def test_stacks_of_other_sizes_are_refused():
         layer_of(single=False).load_state_dict(state)
 
 
-@pytest.mark.parametrize("single", [True, False])
+@each("single", [True, False])
 def test_a_bias_with_a_unit_dimension(single):
     source = layer_of()
     state = source.state_dict()
@@ -100,16 +99,12 @@ def test_keys_carry_the_prefix_of_a_parent():
 def test_equal_formats_keep_their_bytes():
     a, b = quantized_layer(), quantized_layer()
     held = b.weight.rowwise.codes.data_ptr()
-    buffer = io.BytesIO()
-    torch.save(a.state_dict(), buffer)
-    buffer.seek(0)
-    b.load_state_dict(torch.load(buffer, weights_only=True))
-    for name, value in bytes_of(a.weight).items():
-        assert_same_bytes(bytes_of(b.weight)[name], value, name)
+    b.load_state_dict(saved(a.state_dict()))
+    assert_same_buffers(bytes_of(b.weight), bytes_of(a.weight))
     assert b.weight.rowwise.codes.data_ptr() == held
 
 
-@pytest.mark.parametrize("assign", [True, False])
+@each("assign", [True, False])
 def test_assigning_keeps_requires_grad(assign):
     a, b = quantized_layer(), quantized_layer(requires_grad=False)
     b.load_state_dict(a.state_dict(), assign=assign)
@@ -121,8 +116,7 @@ def test_dense_and_quantized_weights_convert():
     dense, quantized = layer_of(), quantized_layer()
     quantized.load_state_dict(dense.state_dict())
     want = grouped.quantize(dense.weight, WEIGHT_FORMAT, columnwise=True)
-    for name, value in bytes_of(want).items():
-        assert_same_bytes(bytes_of(quantized.weight)[name], value, name)
+    assert_same_buffers(bytes_of(quantized.weight), bytes_of(want))
     dense.load_state_dict(quantized.state_dict())
     assert type(dense.weight) is nn.Parameter
     assert_same_bytes(dense.weight.detach(), want.dequantize())
@@ -148,8 +142,8 @@ def test_loading_and_moving_drop_the_kept_weight():
             layer(x, OFFS, is_first_microbatch=False)
 
 
-@pytest.mark.parametrize("make", [layer_of, quantized_layer])
-@pytest.mark.parametrize(
+@each("make", [layer_of, quantized_layer])
+@each(
     "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
 )
 def test_copies_of_modules(copied, make):
@@ -162,8 +156,8 @@ def test_copies_of_modules(copied, make):
     assert not torch.equal(a(x, OFFS), b(x, OFFS))
 
 
-@pytest.mark.parametrize("swap", [True, False])
-@pytest.mark.parametrize("requires_grad", [True, False])
+@each("swap", [True, False])
+@each("requires_grad", [True, False])
 def test_moving_a_quantized_weight(requires_grad, swap):
     layer = quantized_layer(requires_grad=requires_grad)
     before = bytes_of(layer.weight)
@@ -175,15 +169,14 @@ def test_moving_a_quantized_weight(requires_grad, swap):
     weight = layer.weight
     assert isinstance(weight, nn.Parameter) and isinstance(weight, grouped.GroupedTensor)
     assert weight.dtype == torch.float16 and weight.requires_grad is requires_grad
-    for name, value in bytes_of(weight).items():
-        assert_same_bytes(value, before[name], name)
+    assert_same_buffers(bytes_of(weight), before)
     assert layer.to("meta").weight.is_meta
     restored = layer.to_empty(device="cpu")
     restored.load_state_dict(quantized_layer().state_dict())
     restored(sample(40, K), OFFS)
 
 
-@pytest.mark.parametrize("single", [True, False])
+@each("single", [True, False])
 def test_construction_on_meta(single):
     torch.manual_seed(3)
     eager = layer_of(single)
@@ -207,24 +200,7 @@ def test_functional_call_and_repr():
     assert "in_features=64, out_features=48" in repr(a) and "recipe=NVFP4RowScaled" in repr(a)
 
 
-# --------------------------------------------------------------------------------------- recipes
-
-
-def test_recipes_say_formats_and_nothing_else():
-    assert not recipes.BF16().is_quantized
-    base, row = recipes.NVFP4(), recipes.NVFP4RowScaled()
-    assert base.is_quantized and row.is_quantized
-    assert base.input == base.grad_output == grouped.NVFP4()
-    assert base.weight == row.weight == grouped.NVFP4(block=(16, 16))
-    assert row.input == grouped.NVFP4(row_scaled=True) and row.grad_output == grouped.NVFP4()
-    assert hash(base) == hash(recipes.NVFP4()) and base == recipes.NVFP4() and base != row
-    custom = recipes.Recipe(grouped.NVFP4(), grouped.NVFP4(), grouped.NVFP4(row_scaled=True))
-    with pytest.raises(AttributeError):
-        custom.input = None
-    with pytest.raises(ValueError, match=r"no format for \['weight', 'grad_output'\]"):
-        recipes.Recipe(input=grouped.NVFP4())
-    with pytest.raises(ValueError, match="got nvfp4:row_scaled"):
-        recipes.Recipe(grouped.NVFP4(), grouped.NVFP4(row_scaled=True), grouped.NVFP4())
+# Recipes
 
 
 def test_row_scaled_gradients():

@@ -1,8 +1,8 @@
 """``GroupedTensor`` as a tensor: metadata, views, copies, files, and what it refuses."""
 
 import copy
-import io
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import grouped
 from cute_kernels import UnsupportedError, capability
 from grouped import GroupedTensor, handlers
 from tests.grouped.cases import EVERY_FORMAT, FORMATS, OpCounter, bytes_of, parameter
-from tests.helpers import assert_same_bytes, sample
+from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample, saved
 
 DIRECTIONS = {
     "rowwise": {},
@@ -24,7 +24,7 @@ DIRECTIONS = {
 }
 
 
-every_format = pytest.mark.parametrize("fmt", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
+every_format = each("fmt", EVERY_FORMAT)
 
 
 def make(fmt=FORMATS["row-scaled"], **options):
@@ -44,8 +44,7 @@ def assert_same(got, want):
     )
     a, b = bytes_of(got), bytes_of(want)
     assert a.keys() == b.keys()
-    for name, value in a.items():
-        assert_same_bytes(value, b[name], name)
+    assert_same_buffers(a, b)
 
 
 def pointers(x):
@@ -53,7 +52,7 @@ def pointers(x):
     return [getattr(x, name).data_ptr() for name in names]
 
 
-# ---------------------------------------------------------------------------------- metadata
+# Metadata
 
 
 def test_metadata():
@@ -70,7 +69,7 @@ def test_metadata():
         GroupedTensor((1, 16), torch.bfloat16, FORMATS["1x16"], None, None, None)
 
 
-@pytest.mark.parametrize("options", DIRECTIONS.values(), ids=DIRECTIONS)
+@each("options", DIRECTIONS)
 @every_format
 def test_flatten_and_unflatten(fmt, options):
     for x in (make(fmt, **options), make_weight(fmt, **options)):
@@ -93,7 +92,7 @@ def test_a_grouped_tensor_is_a_leaf_of_a_pytree():
     assert_same(copied["b"][0], tree["b"][0])
 
 
-@pytest.mark.parametrize("x", [make(), make_weight(), parameter()], ids=("x", "w", "parameter"))
+@each("x", [make(), make_weight(), parameter()], ids=("x", "w", "parameter"))
 def test_repr_reads_no_values(x):
     with OpCounter() as counter:
         text = repr(x)
@@ -105,7 +104,7 @@ def test_repr_reads_no_values(x):
     repr(x.to("meta"))
 
 
-# ---------------------------------------------------------------------------- views and copies
+# Views and copies
 
 SAME_SHAPE = {
     "detach": lambda x: x.detach(),
@@ -124,8 +123,8 @@ SAME_SHAPE = {
 }
 
 
-@pytest.mark.parametrize("view", SAME_SHAPE.values(), ids=SAME_SHAPE)
-@pytest.mark.parametrize("make_one", [make, make_weight], ids=["ragged", "uniform"])
+@each("view", SAME_SHAPE)
+@each("make_one", [make, make_weight], ids=["ragged", "uniform"])
 @every_format
 def test_views_of_the_same_shape_share_the_storage(fmt, make_one, view):
     x = make_one(fmt)
@@ -149,7 +148,7 @@ def test_element_sizes_are_those_of_the_dtype():
     assert make().element_size() == make().itemsize == make().dtype.itemsize
 
 
-@pytest.mark.parametrize(
+@each(
     "other",
     [
         lambda p: parameter(False),
@@ -163,7 +162,7 @@ def test_element_sizes_are_those_of_the_dtype():
     ],
     ids=["same kind", "prepacked", "dtype", "one direction", "format", "128x128", "mxfp8", "fp8"],
 )
-@pytest.mark.parametrize("requires_grad", [True, False])
+@each("requires_grad", [True, False])
 def test_assigning_data(other, requires_grad):
     p = parameter(requires_grad)
     detached, old, new = p.detach(), p.data.clone(), other(p).detach()
@@ -184,11 +183,10 @@ def test_assigning_data_that_cannot_be_held():
         p.data = grouped.quantize(sample(2, 48, 64), FORMATS["16x16"])
     with pytest.raises(RuntimeError, match="incompatible tensor type"):
         p.data = p.data.to("meta")
-    for name, value in bytes_of(p).items():
-        assert_same_bytes(value, before[name], name)
+    assert_same_buffers(bytes_of(p), before)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fmt", "error", "match"),
     [
         (grouped.MXFP8(), UnsupportedError, "MXFP8 is not built yet"),
@@ -207,7 +205,7 @@ def test_formats_that_are_not_built(fmt, error, match, monkeypatch):
         GroupedTensor(w.shape, w.dtype, fmt, None, w.rowwise, w.columnwise)
 
 
-@pytest.mark.parametrize("requires_grad", [True, False])
+@each("requires_grad", [True, False])
 def test_views_of_parameters(requires_grad):
     p = parameter(requires_grad)
     assert isinstance(p, nn.Parameter) and isinstance(p, GroupedTensor)
@@ -218,8 +216,8 @@ def test_views_of_parameters(requires_grad):
     assert p.requires_grad_(not requires_grad) is p and p.requires_grad is not requires_grad
 
 
-@pytest.mark.parametrize("options", DIRECTIONS.values(), ids=DIRECTIONS)
-@pytest.mark.parametrize("copied", [torch.clone, copy.deepcopy], ids=["clone", "deepcopy"])
+@each("options", DIRECTIONS)
+@each("copied", [torch.clone, copy.deepcopy], ids=["clone", "deepcopy"])
 @every_format
 def test_copies_have_their_own_storage(fmt, copied, options):
     for x in (make(fmt, **options), make_weight(fmt, **options)):
@@ -240,14 +238,13 @@ def test_deepcopy_of_a_parameter(fmt):
     assert isinstance(frozen, nn.Parameter) and not frozen.requires_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@each("dtype", [torch.float16, torch.float32])
 @every_format
 def test_to_another_dtype_keeps_the_bytes(fmt, dtype):
     x = make(fmt)
     got = x.to(dtype)
     assert got.dtype == dtype and got.dequantize().dtype == dtype
-    for name, value in bytes_of(got).items():
-        assert_same_bytes(value, bytes_of(x)[name], name)
+    assert_same_buffers(bytes_of(got), bytes_of(x))
     for refused in (torch.float64, torch.int32):
         with pytest.raises(TypeError, match="dtype must be bfloat16 or float16 or float32"):
             x.to(refused)
@@ -276,7 +273,7 @@ NEW = {
 }
 
 
-@pytest.mark.parametrize(("create", "shape"), NEW.values(), ids=NEW)
+@each(("create", "shape"), NEW)
 def test_tensors_made_like_one_are_plain(create, shape):
     got = create(parameter())
     assert type(got) is torch.Tensor and got.shape == shape and got.dtype == torch.bfloat16
@@ -287,33 +284,26 @@ def test_like_takes_options():
     assert got.dtype == torch.float32 and not got.any()
 
 
-# ---------------------------------------------------------------------------------------- files
+# Files
 
 
-def through_file(value, weights_only):
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=weights_only)
-
-
-@pytest.mark.parametrize("weights_only", [True, False])
-@pytest.mark.parametrize("options", DIRECTIONS.values(), ids=DIRECTIONS)
+@each("weights_only", [True, False])
+@each("options", DIRECTIONS)
 @every_format
 def test_save_and_load(fmt, options, weights_only):
     x = make(fmt, **options)
-    got = through_file({"x": x}, weights_only)["x"]
+    got = saved({"x": x}, weights_only)["x"]
     assert_same(got, x)
     assert not got.requires_grad
     assert_same_bytes(got.dequantize(), x.dequantize())
 
 
-@pytest.mark.parametrize("weights_only", [True, False])
-@pytest.mark.parametrize("requires_grad", [True, False])
+@each("weights_only", [True, False])
+@each("requires_grad", [True, False])
 @every_format
 def test_save_and_load_a_parameter(fmt, requires_grad, weights_only):
     p = parameter(requires_grad, fmt)
-    got = through_file(p, weights_only)
+    got = saved(p, weights_only)
     assert isinstance(got, nn.Parameter) and got.requires_grad is requires_grad
     assert_same(got.data, p.data)
 
@@ -321,7 +311,7 @@ def test_save_and_load_a_parameter(fmt, requires_grad, weights_only):
 @every_format
 def test_a_file_keeps_aliases(fmt):
     x = make(fmt)
-    a, b = through_file([x, x.detach()], weights_only=True)
+    a, b = saved([x, x.detach()], weights_only=True)
     assert pointers(a) == pointers(b)
 
 
@@ -341,7 +331,7 @@ def test_shared_memory(fmt):
     assert_same_bytes(p.dequantize(), before)
 
 
-# --------------------------------------------------------------------------------------- values
+# Values
 
 
 @every_format
@@ -431,7 +421,8 @@ REFUSED = {
     "split": lambda w: w.split(1),
     "chunk": lambda w: w.chunk(3),
     "torch.unbind": lambda w: torch.unbind(w),
-    "matmul": lambda w: torch.matmul(w, torch.ones(64, 2, dtype=w.dtype)),
+    "index_select": lambda w: w.index_select(0, torch.tensor([1])),
+    "matmul": lambda w: torch.matmul(torch.ones(36, 64, dtype=w.dtype), w),
     "bmm": lambda w: torch.bmm(w, torch.ones(3, 64, 2, dtype=w.dtype)),
     "@": lambda w: w @ torch.ones(64, 2),
     "@ from the right": lambda w: torch.ones(2, 48) @ w,
@@ -453,18 +444,32 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("op", REFUSED.values(), ids=REFUSED)
-def test_what_would_decode_behind_your_back_is_refused(op):
+#: Refusals that say what to call instead.
+ALTERNATIVES = {
+    **dict.fromkeys(
+        ("select", "slice", "index", "narrow", "split", "torch.unbind", "index_select"),
+        r"member\(g\) and unbind\(\).*dequantize",
+    ),
+    **dict.fromkeys(("matmul", "bmm", "linear", "mT"), r"grouped\.grouped_gemm"),
+}
+
+
+@each("inference", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_decode_behind_your_back_is_refused(name, inference):
     w = make_weight()
     before = bytes_of(w)
-    with pytest.raises(TypeError, match=r"GroupedTensor.*\.dequantize\(\)"):
-        op(w)
+    with (
+        torch.inference_mode(inference),
+        pytest.raises(TypeError, match=r"GroupedTensor.*\.dequantize\(\)") as caught,
+    ):
+        REFUSED[name](w)
+    assert re.search(ALTERNATIVES.get(name, ""), str(caught.value))
     assert w.shape == (3, 48, 64)
-    for name, value in bytes_of(w).items():
-        assert_same_bytes(value, before[name], name)
+    assert_same_buffers(bytes_of(w), before)
 
 
-@pytest.mark.parametrize("read", [lambda w: w.numpy(), lambda w: w.tolist(), lambda w: w.item()])
+@each("read", [lambda w: w.numpy(), lambda w: w.tolist(), lambda w: w.item()])
 def test_host_reads_are_refused(read):
     with pytest.raises(RuntimeError):
         read(make_weight())

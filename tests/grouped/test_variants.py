@@ -1,18 +1,17 @@
 """NVFP4's variants as tensors and in layers: seeds, members, saved files, recipes, compilation."""
 
 import dataclasses
-import io
 
 import pytest
 import torch
 
 import cute_kernels
 import grouped
-from grouped import NVFP4, recipes
+from grouped import NVFP4
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
 from grouped.validation import saved_format
-from tests.helpers import assert_same_bytes, offsets, sample
+from tests.helpers import Graphs, assert_same_bytes, each, offsets, sample, saved
 from tests.reference.oracle_variants import round_bf16, undo_hadamard
 
 STOCHASTIC = NVFP4(stochastic_rounding=True)
@@ -29,10 +28,10 @@ def same(a, b):
     return all(map(torch.equal, bytes_of(a), bytes_of(b)))
 
 
-# ------------------------------------------------------------------------------------- seeds
+# Seeds
 
 
-@pytest.mark.parametrize("seed", [0, 7, -1, 2**63 - 1, -(2**63)])
+@each("seed", [0, 7, -1, 2**63 - 1, -(2**63)])
 def test_an_int_is_itself_and_zero(seed):
     x = sample(40, 32)
     one = grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=seed)
@@ -40,7 +39,7 @@ def test_an_int_is_itself_and_zero(seed):
     assert same(one, grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=pair))
 
 
-@pytest.mark.parametrize(
+@each(
     ("seed", "error", "words"),
     [
         (2**63, ValueError, r"seed must be in \[-2\^63, 2\^63\), got 9223372036854775808"),
@@ -55,7 +54,7 @@ def test_what_is_no_seed(seed, error, words):
         grouped.quantize(sample(40, 32), STOCHASTIC, offs=[40], seed=seed)
 
 
-@pytest.mark.parametrize("seed", [3, torch.tensor([3, 4])])
+@each("seed", [3, torch.tensor([3, 4])])
 def test_a_seed_of_a_format_that_takes_none(seed):
     with pytest.raises(ValueError, match="seed is of stochastic rounding, which nvfp4 does not"):
         grouped.quantize(sample(40, 32), NVFP4(), offs=[40], seed=seed)
@@ -87,7 +86,7 @@ def sample_of(*shape):
     return torch.linspace(-3, 3, shape[0] * shape[1]).view(shape).bfloat16()
 
 
-@pytest.mark.parametrize("fmt", [STOCHASTIC, SQUARES, NVFP4(four_over_six=True), HADAMARD], ids=str)
+@each("fmt", [STOCHASTIC, SQUARES, NVFP4(four_over_six=True), HADAMARD], ids=str)
 def test_into_a_tensor_and_in_place(fmt):
     x, y = sample(40, 32), sample(40, 32)
     seed = 9 if fmt.is_stochastic else None
@@ -105,7 +104,7 @@ def test_into_a_tensor_and_in_place(fmt):
     assert same(out, grouped.quantize(decoded * 3.0, fmt, offs=[20, 40], columnwise=True))
 
 
-# ----------------------------------------------------------------------------------- members
+# Members
 
 
 def test_members_of_a_transformed_tensor_hold_whole_blocks():
@@ -144,7 +143,7 @@ def test_a_transformed_copy_decodes_to_what_was_quantized():
     assert round_bf16(x[0, 0].float().numpy()[()]) == x[0, 0].float()
 
 
-# ------------------------------------------------------------------------------- saved files
+# Saved files
 
 
 def test_records_of_old_files():
@@ -160,21 +159,18 @@ def test_records_of_old_files():
     assert saved_format("nvfp4", fields | {"hadamard": False}, "0.1.0") == NVFP4()
 
 
-@pytest.mark.parametrize(
+@each(
     "fmt",
     [HADAMARD, SQUARES, NVFP4(four_over_six=True, e4m3_max=448, four_over_six_error="mse")],
     ids=str,
 )
 def test_saved_and_loaded(fmt):
     q = grouped.quantize(sample(40, 32), fmt, offs=[13, 40], columnwise=True)
-    file = io.BytesIO()
-    torch.save(q, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = saved(q)
     assert loaded.format == fmt and same(loaded, q)
 
 
-# ----------------------------------------------------------------------------------- recipes
+# Recipes
 
 
 def gradients(layer, x, dy, offs, state=0):
@@ -217,7 +213,7 @@ def test_gradients_follow_the_generator():
     assert not torch.equal(first[1], other[1]) and not torch.equal(first[2], other[2])
 
 
-@pytest.mark.parametrize("frozen", ["weight", "input", None])
+@each("frozen", ["weight", "input", None])
 def test_whatever_gradients_are_wanted(frozen):
     """One op quantizes and multiplies where wgrad is not wanted."""
     torch.manual_seed(0)
@@ -248,16 +244,12 @@ def test_a_compiled_layer_draws_anew():
 
 
 def test_a_compiled_quantize_is_one_graph_for_all_sizes():
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph
+    graphs = Graphs()
 
     def step(x, offs):
         return grouped.quantize(x, STOCHASTIC, offs=offs, columnwise=True).dequantize()
 
-    compiled = torch.compile(step, fullgraph=True, backend=count, dynamic=True)
+    compiled = torch.compile(step, fullgraph=True, backend=graphs, dynamic=True)
     for rows in (40, 56, 72):
         x, offs = sample(rows, 32), offsets((13, rows - 13))
         torch.manual_seed(6)
@@ -267,7 +259,7 @@ def test_a_compiled_quantize_is_one_graph_for_all_sizes():
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@each("dtype", [torch.float32, torch.float16])
 def test_only_bf16_is_transformed(dtype):
     layer = GroupedLinear(2, 64, 48, recipe=ROLES)
     with torch.no_grad():
@@ -280,7 +272,7 @@ def test_only_bf16_is_transformed(dtype):
     assert not status and "bfloat16 only" in status.reason
 
 
-@pytest.mark.parametrize("propagate", [False, True])
+@each("propagate", [False, True])
 def test_infinities_that_meet_in_a_transform(propagate):
     """Four in a chunk of 16 may leave no infinity; the flag then says that the group is lost."""
     recipe = dataclasses.replace(ROLES, propagate_nonfinite=propagate)
@@ -305,8 +297,3 @@ def test_four_over_six_loses_less():
     denied = pytest.raises(cute_kernels.UnsupportedError, match="four_over_six=True")
     with cute_kernels.backend("emulated:sm_100a"), denied:
         grouped.quantize(x, NVFP4(four_over_six=True), offs=[64])
-
-
-def test_recipes_are_still_values():
-    assert dataclasses.replace(ROLES) == ROLES and hash(dataclasses.replace(ROLES)) == hash(ROLES)
-    assert recipes.NVFP4() != ROLES

@@ -6,7 +6,7 @@ from torch import nn
 
 import grouped
 from tests.grouped.cases import FORMATS, RECIPES, WEIGHT_FORMAT, parameter, weight
-from tests.helpers import sample
+from tests.helpers import each, sample
 
 G, N, K = 3, 48, 64
 OFFS = [13, 13, 35]
@@ -27,7 +27,7 @@ WRITES = {
         w.stride(),
     ).zero_(),
 }
-writes = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+writes = each("write", WRITES)
 
 
 def frozen(fmt=WEIGHT_FORMAT):
@@ -39,7 +39,7 @@ def versions(w):
 
 
 @writes
-@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+@each("recipe", ["bf16", "nvfp4"])
 def test_backward_through_a_frozen_weight_that_was_written(recipe, write):
     layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=torch.bfloat16)
     layer.weight = frozen()
@@ -101,7 +101,7 @@ def test_inference_tensors_have_no_version():
                 write(w)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+@each("recipe", ["bf16", "nvfp4"])
 def test_compiled(recipe):
     layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=torch.bfloat16)
     layer.weight = frozen()
@@ -121,21 +121,17 @@ def test_compiled(recipe):
         y.sum().backward()
 
 
-# ---------------------------------------------------------------------- derivatives that would go
+# Derivatives that would go
 
 OPERANDS = {
     "W4A16": lambda: (sample(40, K), frozen(), {"offs": OFFS}),
     "plain": lambda: (sample(40, K), weight(), {"offs": OFFS}),
-    "NVFP4": lambda: (
-        grouped.quantize(sample(40, K), FORMATS["1x16"], offs=OFFS),
-        frozen(),
-        {},
-    ),
+    "NVFP4": lambda: (grouped.quantize(sample(40, K), FORMATS["1x16"], offs=OFFS), frozen(), {}),
 }
 
 
 @pytest.mark.parametrize("kind", OPERANDS)
-@pytest.mark.parametrize("which", ["a", "b", "bias", "out"])
+@each("which", ["a", "b", "bias", "out"])
 def test_out_refuses_what_requires_a_gradient(kind, which):
     a, b, options = OPERANDS[kind]()
     tensors = {"a": a, "b": b, "bias": torch.zeros(G, N), "out": torch.zeros(40, N)}
@@ -160,23 +156,11 @@ def test_quantizing_into_a_leaf_that_requires_a_gradient():
     assert not torch.equal(p.rowwise.codes, before)
 
 
-@pytest.mark.parametrize("kind", ["W4A16", "plain"])
-@pytest.mark.parametrize("with_out", [False, True])
+@each("kind", ["W4A16", "plain"])
+@each("with_out", [False, True])
 def test_forward_mode_of_products_raises(kind, with_out):
     a, b, options = OPERANDS[kind]()
     if with_out:
         options["out"] = torch.zeros(40, N)
     with pytest.raises((RuntimeError, NotImplementedError), match="forward"):
         torch.func.jvp(lambda x: grouped.grouped_gemm(x, b, **options), (a,), (a,))
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_forward_mode_of_layers_raises(recipe):
-    layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe])
-    x = torch.randn(40, K)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        torch.func.jvp(lambda x: layer(x, OFFS), (x,), (x,))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, x)
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            layer(dual, OFFS)

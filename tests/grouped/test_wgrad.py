@@ -10,7 +10,7 @@ from torch import nn
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
 from tests.grouped.cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
-from tests.helpers import assert_same_bytes, sample
+from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample
 
 K, N, GROUPS, ENDS = 64, 96, 3, [13, 13, 35]
 FORMS = ("single", "discrete", "one buffer")
@@ -62,11 +62,11 @@ def data():
     return sample(40, K), sample(40, N)
 
 
-# ---------------------------------------------------------------------------------- main_grad
+# Main_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "form"), RECIPES_AND_FORMS)
+@each("dtype", [torch.float32, torch.bfloat16])
+@each(("name", "form"), RECIPES_AND_FORMS)
 def test_gradients_add_up_in_main_grad(name, form, dtype, data):
     """In fp32 before the one cast; the input's and the bias's are what they always are."""
     recipe = ALL_RECIPES[name]
@@ -91,8 +91,8 @@ def test_gradients_add_up_in_main_grad(name, form, dtype, data):
     assert all(t._version > v for t, v in zip(held, versions, strict=True))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("way", ["is_first_microbatch", "overwrite_main_grad"])
+@each("form", FORMS)
+@each("way", ["is_first_microbatch", "overwrite_main_grad"])
 def test_overwriting(way, form, data):
     """What was there is not read, and experts without tokens get zeros."""
     x, dy = data
@@ -127,7 +127,7 @@ def test_one_expert_overwrites_and_one_is_frozen(data):
     assert layer.weight2.grad is None and not hasattr(layer.weight2, "grad_added_to_main_grad")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each("form", FORMS)
 def test_what_hooks_find(form, data):
     """Megatron-LM's: a tensor in ``.grad``, which it drops as the flag is set."""
     x, dy = data
@@ -156,24 +156,20 @@ def test_what_hooks_find(form, data):
     assert len(seen) == 2 * len(kept) and not torch.equal(main_grads(layer), before)
 
 
-@pytest.mark.parametrize(
+@each(
     ("main_grad", "error", "match"),
     [
         (None, RuntimeError, r"NAME.main_grad is missing: fuse_wgrad_accumulation.*shape \(S"),
         (torch.zeros(2), ValueError, r"NAME.main_grad does not fit.*shape \(S.*got shape \(2,\)"),
-        (
-            torch.float16,
-            TypeError,
-            r"NAME.main_grad has.*dtype torch.bfloat16 or torch.f.*16",
-        ),
+        (torch.float16, TypeError, r"NAME.main_grad has.*dtype torch.bfloat16 or torch.f.*16"),
         (torch.int32, TypeError, r"NAME.main_grad has the wrong type"),
         ("strided", ValueError, r"NAME.main_grad does not fit: .*contiguous.*with strides"),
         ("meta", ValueError, r"NAME.main_grad does not fit: .* on cpu; got.* on meta"),
         ("quantized", TypeError, r"NAME.main_grad has the wrong type.*got GroupedTensor"),
     ],
 )
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("single", [True, False])
+@each("delay", [False, True])
+@each("single", [True, False])
 def test_a_main_grad_that_does_not_fit(single, delay, main_grad, error, match, data):
     x, dy = data
     options = {"fuse_wgrad_accumulation": True, "delay_wgrad": delay}
@@ -223,7 +219,7 @@ def test_frozen_weights_need_no_main_grad(data):
     assert layer.bias.grad.any() and layer.weight.grad is None
 
 
-# ------------------------------------------------------------------------------- delayed wgrad
+# Delayed wgrad
 
 
 def gradients(layer):
@@ -232,8 +228,8 @@ def gradients(layer):
     }
 
 
-@pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize(("name", "form"), RECIPES_AND_FORMS)
+@each("fuse", [False, True])
+@each(("name", "form"), RECIPES_AND_FORMS)
 def test_delayed_gradients_are_the_same(name, form, fuse):
     """Several microbatches wait; each call computes the oldest."""
     recipe = ALL_RECIPES[name]
@@ -253,15 +249,14 @@ def test_delayed_gradients_are_the_same(name, form, fuse):
         plain(x, ends).backward(dy)
         delayed.backward_dw()
         want = gradients(plain)
-        for name, grad in gradients(delayed).items():
-            assert_same_bytes(grad, want[name], name)
+        assert_same_buffers(gradients(delayed), want)
         if fuse:
             assert_same_bytes(main_grads(delayed), main_grads(plain))
     with pytest.raises(RuntimeError, match="backward_dw has nothing to compute"):
         delayed.backward_dw()
 
 
-@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
+@each("recipe", ALL_RECIPES)
 def test_backward_computes_dx_only(recipe, data):
     x, dy = data
     layer = layer_of(recipe, delay_wgrad=True)
@@ -275,7 +270,7 @@ def test_backward_computes_dx_only(recipe, data):
     assert not {"m_grouped_gemm", "grouped_quantize"} & set(counter.counts)
 
 
-@pytest.mark.parametrize("frozen", ["weight", "bias", "x", "weight bias"])
+@each("frozen", ["weight", "bias", "x", "weight bias"])
 @pytest.mark.parametrize("form", FORMS[:2])
 def test_delayed_beside_frozen_parameters(form, frozen, data):
     x, dy = data
@@ -359,7 +354,7 @@ def test_without_the_option_and_without_parameters_to_train(data):
     layer.backward_dw()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@each("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_wait_for_nothing(copied, data):
     layer = layer_of(RECIPES["nvfp4"], delay_wgrad=True)
     layer(data[0], ENDS).backward(data[1])
@@ -378,11 +373,11 @@ def test_what_waits_is_what_the_product_reads(data):
     assert stored.dbias.shape == (GROUPS, N)
 
 
-# ------------------------------------------------------------------------------ MLP, transforms
+# MLP, transforms
 
 
-@pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
+@each("single", [True, False])
+@each("recipe", ALL_RECIPES)
 def test_mlp(recipe, single):
     mlps = []
     for fused in (True, False):
@@ -403,7 +398,7 @@ def test_mlp(recipe, single):
         torch.testing.assert_close(got, q.grad, rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad": True}])
+@each("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad": True}])
 def test_compiled_and_transformed(options, data):
     """A graph breaks at such a layer; who wants one graph, or a transform, hears of it."""
     torch._dynamo.reset()

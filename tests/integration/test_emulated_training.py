@@ -1,5 +1,7 @@
 """A training step on the emulated GPU: the kernels under the modules, forward and backward."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,7 +11,9 @@ import grouped
 pytest.importorskip("cutlass")
 
 OFFS = torch.tensor([40, 40, 57, 96], dtype=torch.int32)
-RECIPES = [grouped.recipes.BF16, grouped.recipes.NVFP4, grouped.recipes.NVFP4RowScaled]
+BOTH = [grouped.recipes.BF16, grouped.recipes.NVFP4, grouped.recipes.NVFP4RowScaled]
+FP8 = [grouped.recipes.FP8Block, grouped.recipes.FP8Current]
+STEPS = [*itertools.product(["sm_90a", "sm_100a"], BOTH), *itertools.product(["sm_90a"], FP8)]
 
 
 class TwoLayers(torch.nn.Module):
@@ -38,8 +42,7 @@ def step(recipe, backend):
     return loss.detach(), gradients | {"x": x.grad}
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("arch", "recipe"), STEPS)
 def test_a_step_has_the_bits_of_the_tensor_core_reference(recipe, arch):
     cute_kernels.emulator.reset_stats()
     loss, gradients = step(recipe, f"emulated:{arch}")
@@ -51,7 +54,9 @@ def test_a_step_has_the_bits_of_the_tensor_core_reference(recipe, arch):
 
     # The plain reference adds in another order: bf16 rounds the difference away, or to one ulp,
     # which a quantizer may turn into another code.
+    # FP8 sums are cut to 13 bits besides.
     near_loss, near = step(recipe, "reference")
-    torch.testing.assert_close(loss, near_loss, rtol=1e-4, atol=0)
+    loss_bound, bound = (1e-3, 0.05) if recipe in FP8 else (1e-4, 0.02)
+    torch.testing.assert_close(loss, near_loss, rtol=loss_bound, atol=0)
     for name, gradient in gradients.items():
-        assert (gradient - near[name]).norm() <= 0.02 * near[name].norm(), name
+        assert (gradient - near[name]).norm() <= bound * near[name].norm(), name

@@ -1,4 +1,4 @@
-"""Formats of FP8 codes tile by tile on the emulator, byte for byte against the reference.
+"""Formats of FP8 codes on the emulator, by tiles and by rows, byte for byte the reference's.
 
 Buffers are poisoned first and compared whole, so that what is to stay does.
 """
@@ -80,9 +80,16 @@ def expected(problem: Problem, fmt: Format, rowwise: bool, columnwise: bool) -> 
     return out
 
 
-def quantize(config: TileConfig, problem: Problem, num_sms: int = NUM_SMS) -> dict[str, Tensor]:
+def quantize(
+    config: RowsConfig | TileConfig, problem: Problem, num_sms: int = NUM_SMS
+) -> dict[str, Tensor]:
     """What the kernel writes over poison; amaxes of groups are given as the reference has them."""
     fmt = parse(config.format)
+    if isinstance(config, RowsConfig):
+        out = buffers_of(problem, fmt, True, False)
+        copy = (out["codes"], out["scales"])
+        compiled(config)(problem.x, problem.offs, None, *copy, None, None, num_sms)
+        return out
     out = buffers_of(problem, fmt, config.rowwise, config.columnwise)
     given, amax = scales_of(problem, fmt), None
     if fmt.takes_scale:
@@ -96,8 +103,11 @@ def quantize(config: TileConfig, problem: Problem, num_sms: int = NUM_SMS) -> di
     return out
 
 
-def check(config: TileConfig, problem: Problem, **options: Any) -> None:
-    want = expected(problem, parse(config.format), config.rowwise, config.columnwise)
+def check(config: RowsConfig | TileConfig, problem: Problem, **options: Any) -> None:
+    ways = (True, False)
+    if isinstance(config, TileConfig):
+        ways = (config.rowwise, config.columnwise)
+    want = expected(problem, parse(config.format), *ways)
     with emulator.options(**options):
         assert_same_buffers(quantize(config, problem), want)
 
@@ -118,7 +128,7 @@ def kernels() -> Iterator[Any]:
         yield "sm_90a", text, directions
 
 
-@pytest.mark.parametrize(("arch", "text", "directions"), kernels())
+@pytest.mark.parametrize(("arch", "text", "directions"), list(kernels()))
 def test_ragged_groups(arch: str, text: str, directions: str) -> None:
     config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
     for case in RAGGED:
@@ -210,10 +220,45 @@ def test_code(arch: str, text: str, directions: str) -> None:
     assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
 
 
+#: Format, dtype, warps a row and rows a warp: blocks of two lanes and of eight, several rows too.
+ROWS = [
+    *(("fp8_block", "bfloat16", 1, 4), ("fp8_block", "bfloat16", 2, 1)),
+    *(
+        (ANY_SCALE, "float32", 1, 2),
+        ("mxfp8", "bfloat16", 1, 8),
+        ("mxfp8:dtype=e5m2", "float16", 1, 1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "dtype", "warps", "rows"), ROWS)
+def test_rows(text: str, dtype: str, warps: int, rows: int) -> None:
+    for i, case in enumerate(RAGGED):
+        arch = ARCHITECTURES[i % 3 == 2]
+        problem = ragged(case, dtype)
+        config = RowsConfig(text, dtype, warps_per_row=warps, rows_per_warp=rows, arch=arch)
+        if config.can_implement(QuantizeProblem(dtype, problem.x.shape[1])):
+            check(config, problem)
+        else:
+            assert rows > 1 and problem.x.shape[1] > 128
+    check(config, Problem(special_input(150, 128, DTYPES[dtype]), ends(3, 40, 150)))
+    uniform = Problem(random_input((3, 140, 128), DTYPES[dtype]), None)
+    check(RowsConfig(text, dtype, "uniform", warps, rows_per_warp=rows), uniform)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+def test_rows_in_any_order(mode: dict) -> None:
+    problem = Problem(random_input((300, 544), torch.bfloat16), ends(0, 130, 131, 290))
+    for text in ("fp8_block", "mxfp8"):
+        check(RowsConfig(text, "bfloat16", warps_per_row=2, arch="sm_90a"), problem, **mode)
+
+
 def test_what_rows_do_not_take() -> None:
     problem = QuantizeProblem("bfloat16", 256)
-    for fmt in (FP8Block(), MXFP8(), FP8(scaling="delayed"), MXFP8(block=(32, 32))):
+    for fmt in (FP8Block((128, 128)), FP8(scaling="delayed"), MXFP8(block=(32, 32))):
         config = RowsConfig.choose(fmt, problem)
         assert not config.can_implement(problem)
         assert TileConfig.choose(fmt, problem).can_implement(problem)
+    wide = RowsConfig("fp8_block", "bfloat16", warps_per_row=1, rows_per_warp=8)
+    assert "more lanes than a row has" in wide.can_implement(problem).reason
     assert not TileConfig.choose(FP8Block(), problem, compute_amax=True).compute_amax

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import cute_kernels
-from cute_kernels.formats import NVFP4, parse
+from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block, parse
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.quantize import DequantizeConfig, QuantizeProblem
 from perf.compiled import compile_for_emulator
@@ -27,12 +28,28 @@ from tests.kernels.op_support import (
     watching,
 )
 
+if TYPE_CHECKING:
+    from cute_kernels.layout.buffers import BufferSpec
+
 #: Text of the format, and whether it is the columnwise copy.
 KINDS = {
     "rowwise": ("nvfp4", False),
     "row-scaled": ("nvfp4:row_scaled", False),
     "columnwise": ("nvfp4", True),
 }
+E5M2 = torch.float8_e5m2
+_BYTES: tuple[Format, ...] = (
+    *(FP8Block(), FP8Block(dtype=E5M2), FP8Block(block=(128, 128))),
+    *(MXFP8(), MXFP8(E5M2), MXFP8(block=(32, 32)), FP8(scaling="delayed")),
+)
+#: The same of formats of FP8 codes.
+BYTE_KINDS = {
+    f"{fmt.text} {'columnwise' if way else 'rowwise'}": (fmt.text, way)
+    for fmt, way in itertools.product(_BYTES, (False, True))
+}
+#: One of each layout of scales.
+SOME = [k for k, (text, _) in BYTE_KINDS.items() if ":" not in text or "128x128" in text]
+each_kind = pytest.mark.parametrize("kind", KINDS)
 #: (rows of the buffer, K, end rows).
 RAGGED = {
     "one group": (256, 128, ends(256)),
@@ -49,64 +66,75 @@ UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two til
 def arguments(
     shape: tuple[int, ...], offs: Tensor | None, kind: str, dtype: str = "bfloat16"
 ) -> list[Any]:
-    """Codes, scales, amax, offs, rows, dtype, text and direction of (T, K) with offs or (G, N, K).
+    """Codes and what decodes them, offs, rows, dtype, text and direction of (T, K) or (G, N, K).
 
-    Random bytes, and second levels of all sizes. Half of the numbers are finite in any dtype.
+    Random bytes, and fp32 numbers of all sizes. Half of the latter are finite in any dtype. K is
+    twice that of ``shape`` where codes are bytes.
     """
-    text, columnwise = KINDS[kind]
-    *lead, cols = shape
-    generator = torch.Generator().manual_seed(sum(shape))
-
-    def random_bytes(*size: int) -> Tensor:
-        return torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
-
+    text, columnwise = (KINDS | BYTE_KINDS)[kind]
+    if kind in BYTE_KINDS:
+        shape = (*shape[:-1], 2 * shape[-1])
+    fmt, generator = parse(text), torch.Generator().manual_seed(sum(shape))
     groups = None if offs is None else len(offs)
-    specs = buffers(parse(text), shape, groups, rowwise=not columnwise, columnwise=columnwise)
-    code_spec, scale_spec, amax_spec = specs.values()
-    codes = random_bytes(*code_spec.shape[:-1], code_spec.pitch or code_spec.shape[-1])
-    codes, scales = codes[..., : code_spec.shape[-1]], random_bytes(*scale_spec.shape)
-    amax_shape = amax_spec.shape
-    amax = torch.exp2(torch.rand(amax_shape, generator=generator) * 20 - 10)
-    special = torch.tensor([0.0, 1e-45, 1e-38, 3e38, float("inf")])
-    pick = torch.randint(0, 10, amax_shape, generator=generator)
-    amax = torch.where(pick < 5, special[pick % 5], amax)
-    return [codes, scales, amax, offs, lead[-1], DTYPES[dtype], text, columnwise]
+    specs = buffers(fmt, shape, groups, rowwise=not columnwise, columnwise=columnwise)
+    copy = [random_buffer(specs[name], generator) for name in fmt.operand_names(columnwise)]
+    return [*copy, offs, shape[-2], DTYPES[dtype], text, columnwise]
+
+
+def random_buffer(spec: BufferSpec, generator: torch.Generator) -> Tensor:
+    if spec.dtype == torch.float32:
+        numbers = torch.exp2(torch.rand(spec.shape, generator=generator) * 20 - 10)
+        special = torch.tensor([0.0, 1e-45, 1e-38, 3e38, float("inf")])
+        pick = torch.randint(0, 10, spec.shape, generator=generator)
+        return torch.where(pick < 5, special[pick % 5], numbers)
+    whole = (*spec.shape[:-1], spec.pitch or spec.shape[-1])
+    made = torch.randint(0, 256, whole, generator=generator, dtype=torch.uint8)
+    return made.view(spec.dtype)[..., : spec.shape[-1]]
 
 
 def dequantize(args: list[Any], **out: Tensor) -> Tensor:
     """What the op makes of ``arguments``."""
-    codes, scales, amax, offs, rows, dtype, text, columnwise = args
-    call = dequantize_arguments((codes, scales, amax), text, rows, dtype, offs, columnwise)
+    *copy, offs, rows, dtype, text, columnwise = args
+    call = dequantize_arguments(copy, text, rows, dtype, offs, columnwise)
     if out:
         ops.grouped_dequantize_out(*call, **out)
         return out["out"]
     return ops.grouped_dequantize(*call)
 
 
-def check_all(arch: str, kind: str, dtype: str, cases: list[str], **options: Any) -> None:
-    for case in cases:
-        rows, cols, offs = RAGGED[case]
-        args = arguments((rows, cols), offs, kind, dtype)
-        check(arch, lambda args=args: dequantize(args), **options)
+def check_case(arch: str, kind: str, dtype: str, case: str, **options: Any) -> None:
+    rows, cols, offs = RAGGED[case]
+    args = arguments((rows, cols), offs, kind, dtype)
+    check(arch, lambda: dequantize(args), **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_ragged_groups(arch: str, kind: str) -> None:
-    check_all(arch, kind, "bfloat16", list(RAGGED))
+    for case in RAGGED:
+        check_case(arch, kind, "bfloat16", case)
+
+
+@pytest.mark.parametrize("kind", BYTE_KINDS)
+def test_ragged_groups_of_bytes(kind: str) -> None:
+    for i, case in enumerate(RAGGED):
+        check_case(ARCHITECTURES[i % 2], kind, "float32", case)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("kind", ["rowwise", "columnwise"])
 def test_other_dtypes(kind: str, dtype: str) -> None:
-    check_all("sm_90a", kind, dtype, ["odd rows, K past two strips", "tail", "one row"])
+    for case in ("odd rows, K past two strips", "tail", "one row"):
+        check_case("sm_90a", kind, dtype, case)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *SOME])
 def test_uniform_groups(kind: str) -> None:
-    for shape in UNIFORM.values():
-        args = arguments(shape, None, kind)
-        check("sm_100a", lambda args=args: dequantize(args))
+    for i, shape in enumerate(UNIFORM.values()):
+        dtype = "float16" if kind in SOME and i else "bfloat16"
+        args = arguments(shape, None, kind, dtype)
+        arch = ARCHITECTURES[kind in KINDS]
+        check(arch, lambda args=args: dequantize(args))
 
 
 @pytest.mark.parametrize("kind", ["rowwise", "columnwise"])
@@ -129,19 +157,19 @@ def test_every_code_under_every_scale(kind: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *SOME])
 def test_any_order_of_warps(kind: str, mode: dict) -> None:
-    check_all("sm_90a", kind, "bfloat16", ["odd rows, K past two strips"], num_sms=1, **mode)
+    check_case("sm_90a", kind, "bfloat16", "odd rows, K past two strips", num_sms=1, **mode)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *SOME])
 def test_more_than_a_thousand_groups(kind: str) -> None:
     offs = many_groups()
     args = arguments((int(offs[-1]) + 5, 16), offs, kind)
     check("sm_100a", lambda: dequantize(args))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_only_the_rows_of_groups_are_touched(kind: str) -> None:
     rows, cols, offs = RAGGED["tail"]
     args = arguments((rows, cols), offs, kind)
@@ -182,7 +210,7 @@ def test_the_tail_of_a_fresh_result_is_zero(live: int) -> None:
         assert (out[live:] == (0 if fresh else -7)).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_any_offsets_and_grid(kind: str) -> None:
     args = arguments((140, 64), ends(-5, 20, 1000, 2**31 - 1), kind)
     for num_sms in (1, 7):
@@ -220,7 +248,7 @@ def test_nothing_to_decode() -> None:
         assert dequantize(args).shape == (0, 16)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_code(kind: str) -> None:
     text, columnwise = KINDS[kind]
     config = DequantizeConfig.choose(parse(text), "bfloat16", "ragged", columnwise)
@@ -239,3 +267,10 @@ def test_configurations_say_what_they_take() -> None:
     for fmt in (NVFP4(row_scaled=True), NVFP4(block=(16, 16))):  # the columns read alike
         chosen = DequantizeConfig.choose(fmt, "float32", "ragged", columnwise=True)
         assert chosen == DequantizeConfig("nvfp4", "float32", columnwise=True)
+    for same, as_well in (
+        (FP8Block(pow2_scales=False, amax_epsilon=1e-4), FP8Block()),
+        (FP8(scaling="delayed"), FP8()),
+        (MXFP8(block=(32, 32)), MXFP8()),
+    ):
+        configs = [DequantizeConfig.choose(f, "bfloat16", "ragged", True) for f in (same, as_well)]
+        assert configs[0] == configs[1]

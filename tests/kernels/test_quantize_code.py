@@ -122,13 +122,11 @@ def test_configurations_say_what_they_take() -> None:
     assert "16" in square.can_implement(problem).reason
     columns = TileConfig(ROW_SCALED, "bfloat16", rowwise=False, columnwise=True)
     assert "rowwise" in columns.can_implement(problem).reason
-    # What no skeleton is made for, with the reason.
+    # Any layout of scales, and columnwise copies either way round.
     for config in (RowsConfig, TileConfig, DequantizeConfig):
-        refused = config("fp8_block", "bfloat16").can_implement(problem)
-        assert "128x4" in refused.reason
+        assert config("fp8_block", "bfloat16").can_implement(problem)
     for config in (TileConfig, DequantizeConfig):
-        refused = config("mxfp8", "bfloat16", columnwise=True).can_implement(problem)
-        assert "not transposed" in refused.reason
+        assert config("mxfp8", "bfloat16", columnwise=True).can_implement(problem)
     odd = QuantizeProblem("bfloat16", 48)
     assert "32" in RowsConfig("mxfp8", "bfloat16").can_implement(odd).reason
     assert not AmaxConfig("float64").can_implement(QuantizeProblem("float64", 64))

@@ -11,6 +11,7 @@ from tests.helpers import (
     DTYPES,
     assert_same_bytes,
     dequantize_arguments,
+    each,
     k_grouped_arguments,
     m_grouped_arguments,
     offsets,
@@ -46,9 +47,9 @@ def assert_near(got, want, dtype):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=TOLERANCE[dtype] * scale)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("transpose_b", [False, True])
-@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@each("dtype", DTYPES)
+@each("transpose_b", [False, True])
+@each("splits", SPLITS, ids=str)
 def test_m_grouped_gemm(splits, transpose_b, dtype):
     groups, tail = len(splits), 4
     a = torch.randn(sum(splits) + tail, 12).to(dtype).requires_grad_()
@@ -69,8 +70,8 @@ def test_m_grouped_gemm(splits, transpose_b, dtype):
     assert not b.grad[torch.tensor(splits) == 0].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@each("dtype", DTYPES)
+@each("splits", SPLITS, ids=str)
 def test_k_grouped_gemm(splits, dtype):
     groups, tail = len(splits), 4
     a = torch.randn(sum(splits) + tail, 6).to(dtype).requires_grad_()
@@ -87,7 +88,7 @@ def test_k_grouped_gemm(splits, dtype):
         assert_near(got.grad, exact.grad, dtype)
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)], ids=str)
+@each("wanted", [(0,), (1,), (2,), (0, 2)], ids=str)
 def test_only_the_gradients_that_are_needed(wanted):
     operands = [torch.randn(8, 4), torch.randn(2, 3, 4), torch.randn(2, 3)]
     for i in wanted:
@@ -121,7 +122,7 @@ def test_gradient_of_bias_keeps_its_dtype_and_is_summed_in_fp32():
     assert bias.grad.tolist() == [[300.0] * 3]  # bf16 sums stop at 256
 
 
-@pytest.mark.parametrize("name", ["m_grouped_gemm", "k_grouped_gemm"])
+@each("name", ["m_grouped_gemm", "k_grouped_gemm"])
 def test_alpha_has_no_derivative(name):
     a, offs = torch.randn(8, 4, requires_grad=True), offsets((5, 3))
     alpha = torch.ones(2, requires_grad=True)
@@ -148,7 +149,7 @@ def test_quantized_ops_refuse_to_differentiate():
         y.sum().backward()
 
 
-@pytest.mark.parametrize("wanted", ["a", "bias", "b_scales", "alpha"])
+@each("wanted", ["a", "bias", "b_scales", "alpha"])
 def test_a_plain_operand_beside_a_quantized_one_has_no_derivative(wanted):
     arguments = arguments_of("w4a16")
     y = ops.m_grouped_gemm(**require_gradient(arguments, wanted))
@@ -229,7 +230,7 @@ def outputs_of(name, arguments):
     return outputs_like(name, getattr(ops, name)(**arguments), torch.zeros_like)
 
 
-@pytest.mark.parametrize(("case", "operand"), OPERANDS)
+@each(("case", "operand"), OPERANDS)
 def test_out_forms_refuse_operands_that_require_a_gradient(case, operand):
     name, arguments = OUT_FORMS[case][0], arguments_of(case)
     outputs = outputs_of(name, arguments)
@@ -256,8 +257,8 @@ def test_out_forms_refuse_a_leaf_that_requires_a_gradient(case):
         getattr(ops, f"{name}_out")(**arguments, **outputs)
 
 
-@pytest.mark.parametrize(("case", "operand"), OPERANDS)
-@pytest.mark.parametrize("way", ["func.jvp", "dual level"])
+@each(("case", "operand"), OPERANDS)
+@each("way", ["func.jvp", "dual level"])
 def test_forward_mode_is_refused(case, operand, way):
     """A zero tangent would be the derivative of a constant."""
     name, arguments = OUT_FORMS[case][0], arguments_of(case)

@@ -11,7 +11,7 @@ import grouped
 from cute_kernels import backend
 from cute_kernels.ops import registry
 from cute_kernels.runtime.plan import PlanCache
-from tests.helpers import assert_same_bytes, m_grouped_arguments, offsets, ops, sample
+from tests.helpers import assert_same_bytes, each, m_grouped_arguments, offsets, ops, sample
 
 OFFS = offsets((3, 5))
 K, N = 512, 16
@@ -51,7 +51,7 @@ def enter_in_another_thread(stack, name):
     thread.join()
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@each("direct", [True, False])
 def test_a_plan_is_kept_under_the_backend_that_it_is_for(monkeypatch, planned, direct):
     """Another thread switches after the key of a call is known and before its plan is made."""
     a, b = operands()
@@ -113,7 +113,7 @@ def test_a_call_adds_as_the_backend_of_its_plan(monkeypatch):
         assert_same_bytes(got, want)
 
 
-# ------------------------------------------------------------------------------ torch.compile
+# Torch.compile
 
 
 def inside(x, w, offs):

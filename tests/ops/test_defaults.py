@@ -12,7 +12,7 @@ import grouped
 from cute_kernels import support
 from cute_kernels.host import settings
 from grouped import FP8, MXFP8, NVFP4, FP8Block
-from tests.helpers import assert_same_bytes, offsets, sample
+from tests.helpers import assert_same_bytes, each, offsets, sample
 
 OFFS = offsets((5, 0, 18))
 #: Activations and the weights that they are multiplied by.
@@ -58,8 +58,8 @@ def results(x, w, alpha, a, b):
     return found
 
 
-@pytest.mark.parametrize("backend", ["reference", "reference:sm_90a", "reference:sm_100a"])
-@pytest.mark.parametrize(("a", "b"), PAIRS, ids=[a.text for a, _ in PAIRS])
+@each("backend", ["reference", "reference:sm_90a", "reference:sm_100a"])
+@each(("a", "b"), PAIRS, ids=[a.text for a, _ in PAIRS])
 def test_defaults_change_no_bit(a, b, backend):
     if not (support("grouped_gemm", a, backend) and support("grouped_gemm", b, backend)):
         pytest.skip("not built")

@@ -10,7 +10,7 @@ from torch.library import opcheck
 
 import cute_kernels
 import grouped
-from tests.helpers import assert_same_bytes, ops
+from tests.helpers import assert_all_same, assert_same_bytes, each, ops
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TEXTS = {E4M3: "fp8:scaling=delayed", E5M2: "fp8:dtype=e5m2,scaling=delayed"}
@@ -57,7 +57,7 @@ def check(history, scale, dtype, amax=None, **options):
     assert_same_bytes(scale, want_scale, "scale")
 
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@each("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("dtype", TEXTS)
 def test_random_histories_step_by_step(dtype, algorithm):
     rng = torch.Generator().manual_seed(7)
@@ -76,7 +76,7 @@ def test_random_histories_step_by_step(dtype, algorithm):
             check(history, scale, dtype, amax, margin=margin, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@each("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("dtype", TEXTS)
 def test_every_pair_of_specials(dtype, algorithm):
     """Column by column: an old amax, and the new one."""
@@ -134,7 +134,7 @@ def arguments(**changes):
     return base | changes
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "error", "match"),
     [
         ({"amax_history": torch.rand(3)}, ValueError, "amax_history must have 2 dimensions"),
@@ -168,8 +168,8 @@ def test_errors(change, error, match):
     assert torch.equal(history, before)
 
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@each("algorithm", ["max", "most_recent"])
+@each("arch", ["sm_90a", "sm_100a"])
 def test_kernels(arch, algorithm):
     """Histories shorter and longer than a CTA has threads, step by step."""
     pytest.importorskip("cutlass")
@@ -212,12 +212,11 @@ def test_compiled():
             history, scale = torch.rand(5, 3), torch.ones(3)
             inverse = [function(history, scale, torch.rand(3) * 2) for _ in range(3)]
             runs.append((history, scale, *inverse))
-        for a, b in zip(*runs, strict=True):
-            assert_same_bytes(a, b)
+        assert_all_same(*runs)
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("amax", [None, torch.tensor([1.0, 0.0, INF])])
+@each("amax", [None, torch.tensor([1.0, 0.0, INF])])
 def test_opcheck(amax):
     call = (torch.rand(4, 3), torch.ones(3), TEXTS[E4M3], amax, 1, "most_recent")
     opcheck(ops.delayed_scaling_update.default, call)

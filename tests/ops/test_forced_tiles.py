@@ -7,12 +7,11 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels.gemm.sm90.config import SM90_TILES
-from cute_kernels.gemm.sm100.config import SM100_TILES
 from cute_kernels.gemm.variants import CONFIGS
 from cute_kernels.ops.launch.gemm import force_tile
 from tests.helpers import (
     assert_same_bytes,
+    each,
     k_grouped_arguments,
     m_grouped_arguments,
     ops,
@@ -21,7 +20,6 @@ from tests.helpers import (
 
 pytest.importorskip("cutlass")
 
-TILES = {"sm_90a": SM90_TILES, "sm_100a": SM100_TILES}
 K, N, GROUPS = 32, 48, 300
 
 
@@ -77,7 +75,7 @@ def cases():
             yield pytest.param(arch, grouping, tile, id=f"{arch} {grouping} {tile}")
 
 
-@pytest.mark.parametrize(("arch", "grouping", "tile"), [*cases()])
+@each(("arch", "grouping", "tile"), [*cases()])
 def test_hundreds_of_groups(arch, grouping, tile):
     call, want = problem(grouping, arch)
     with force_tile(tile):

@@ -1,13 +1,11 @@
 """FP8 with a scale a group, from ``grouped`` down to the kernels: the bytes of the reference."""
 
-import io
-
 import pytest
 import torch
 
 import cute_kernels
 import grouped
-from tests.helpers import assert_same_bytes, offsets, sample, weird_values
+from tests.helpers import assert_same_bytes, each, offsets, sample, weird_values
 
 pytest.importorskip("cutlass")
 
@@ -26,9 +24,9 @@ def parts(q):
             yield f"{direction} values", q.dequantize(direction=direction)
 
 
-@pytest.mark.parametrize("backend", ["emulated:sm_90a", "emulated:sm_100a"])
-@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@each("backend", ["emulated:sm_90a", "emulated:sm_100a"])
+@each("directions", DIRECTIONS)
+@each("fmt", FORMATS)
 def test_kernels_give_the_bytes_of_the_reference(fmt, directions, backend):
     offs = offsets((5, 0, 28, 130))
     options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
@@ -54,24 +52,7 @@ def test_given_amaxes_and_groups_without_rows():
         assert empty.amax.tolist() == [0.0, 0.0] and empty.rowwise.scale.tolist() == [1.0, 1.0]
 
 
-def test_a_tensor_of_it_is_saved_compiled_and_updated():
-    x = sample(40, 64)
-    q = grouped.quantize(x, grouped.FP8(), offs=[10, 40], columnwise=True)
-    file = io.BytesIO()
-    torch.save(q, file)
-    file.seek(0)
-    assert_same_bytes(torch.load(file).dequantize(), q.dequantize())
-    compiled = torch.compile(
-        lambda x: grouped.quantize(x, grouped.FP8(), offs=[10, 40]).dequantize(), fullgraph=True
-    )
-    assert_same_bytes(compiled(x), q.dequantize())
-    q.mul_(2)
-    again = grouped.quantize((2 * x).float(), grouped.FP8(), offs=[10, 40])
-    assert q.amax.equal(again.amax)
-    assert (q.dequantize(direction="columnwise") - q.dequantize()).abs().max() == 0
-
-
-@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+@each("directions", DIRECTIONS)
 def test_every_direction_is_written_in_place(directions):
     options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
     w, other = sample(3, 48, 64), sample(3, 48, 64)

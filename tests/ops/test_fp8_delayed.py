@@ -1,7 +1,5 @@
 """FP8 whose scales the caller gives: bytes against NumPy and torch's conversions."""
 
-import io
-
 import pytest
 import torch
 from torch.library import opcheck
@@ -14,11 +12,13 @@ from tests.helpers import (
     DTYPES,
     SPLITS,
     assert_same_bytes,
+    each,
     many_groups,
     offsets,
     ops,
     poisoned,
     sample,
+    saved,
     weird_values,
 )
 
@@ -71,8 +71,8 @@ def check(q, x, scale, dtype, spans):
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=IDS)
-@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
-@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@each("directions", DIRECTIONS)
+@each("splits", SPLITS)
 def test_ragged(splits, directions, dtype):
     offs, total = offsets(splits), sum(splits)
     options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
@@ -85,8 +85,8 @@ def test_ragged(splits, directions, dtype):
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=IDS)
-@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
-@pytest.mark.parametrize("shape", [(1, 1, 16), (3, 40, 48), (2, 129, 80), (2, 0, 16)])
+@each("directions", DIRECTIONS)
+@each("shape", [(1, 1, 16), (3, 40, 48), (2, 129, 80), (2, 0, 16)])
 def test_uniform(shape, directions, dtype):
     options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
     x, scale = sample(*shape), scales(shape[0])
@@ -110,7 +110,7 @@ def test_many_groups_and_views():
     assert not nothing.amax.any() and nothing.dequantize().isnan().all()
 
 
-@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+@each("directions", DIRECTIONS)
 def test_groups_that_have_shapes_of_their_own(directions):
     shapes = [(5, 64), (0, 32), (130, 48), (1, 160)]
     members = [sample(*shape) for shape in shapes]
@@ -141,7 +141,7 @@ def test_every_bf16_value():
             assert q.amax.item() == torch.inf
 
 
-@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+@each("direction", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("dtype", FORMATS, ids=IDS)
 def test_it_decodes_to_code_times_the_inverse(dtype, direction):
     x, offs, scale = sample(70, 48), offsets((33, 0, 35)), torch.tensor([3.0, 5.0, 0.7])
@@ -182,7 +182,7 @@ def test_what_is_not_written_stays():
     assert_same_bytes(made["codes"][:50].contiguous(), q.rowwise.codes[:50].contiguous())
 
 
-# ------------------------------------------------------------------------------ GroupedTensor
+# GroupedTensor
 
 
 def test_in_place_ops_quantize_with_the_scale_that_the_tensor_has():
@@ -229,10 +229,7 @@ def test_quantizing_into_a_tensor_takes_the_scale_that_is_given():
 def test_it_is_saved_compiled_and_read_by_members():
     x, scale = sample(40, 64), torch.tensor([2.0, 3.0])
     q = grouped.quantize(x, E4M3, offs=[10, 40], scale=scale, columnwise=True)
-    file = io.BytesIO()
-    torch.save(q, file)
-    file.seek(0)
-    loaded = torch.load(file)
+    loaded = saved(q)
     assert loaded.format == E4M3 and torch.equal(loaded.rowwise.scale, scale)
     assert_same_bytes(loaded.dequantize(), q.dequantize())
     assert q.member(1).scale.item() == 3.0
@@ -244,10 +241,10 @@ def test_it_is_saved_compiled_and_read_by_members():
     assert_same_bytes(compiled(x, scale), q.dequantize())
 
 
-# ------------------------------------------------------------------------------------- refusals
+# Refusals
 
 
-@pytest.mark.parametrize(
+@each(
     ("fmt", "change", "error", "match"),
     [
         (E4M3, {}, ValueError, "scale is missing: fp8:scaling=delayed"),
@@ -270,7 +267,7 @@ def test_errors(fmt, change, error, match):
         grouped.quantize(sample(8, 32), fmt, offs=[4, 8], **change)
 
 
-@pytest.mark.parametrize("backend", ["reference", "reference:sm_90a", "reference:sm_100a"])
+@each("backend", ["reference", "reference:sm_90a", "reference:sm_100a"])
 def test_products_are_those_of_current_scaling_with_its_own_scales(backend):
     """Of both operands, and of one beside one with current scaling."""
     e5m2, offs = FP8(torch.float8_e5m2), [13, 13, 35]
@@ -306,7 +303,7 @@ def test_the_fused_product_has_no_scale_to_give():
 UTILS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-@pytest.mark.parametrize("columnwise", [False, True])
+@each("columnwise", [False, True])
 @pytest.mark.parametrize("dtype", FORMATS, ids=IDS)
 def test_opcheck(dtype, columnwise):
     text = FORMATS[dtype].text

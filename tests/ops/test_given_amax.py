@@ -2,14 +2,13 @@
 
 import importlib.util
 
-import pytest
 import torch
 
 import cute_kernels
 from cute_kernels.formats import parse
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.runtime.backend import BACKENDS
-from tests.helpers import NVFP4_TEXTS, assert_same_buffers, offsets, ops, sample
+from tests.helpers import NVFP4_TEXTS, assert_same_buffers, each, offsets, ops, sample
 
 NAMES = [name for name in BACKENDS if name == "reference" or name.startswith("emulated")]
 if importlib.util.find_spec("cutlass") is None:
@@ -37,24 +36,24 @@ def on(name, call, x, offs, amax):
     return dict(zip(names, found, strict=True))
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("name", NAMES)
+@each("call", CALLS)
+@each("name", NAMES)
 def test_the_sign_of_an_amax_is_dropped(name, call):
     x, offs = sample(sum(SPLITS), 64), offsets(SPLITS)
     want = on("reference", call, x, offs, SIGNED.abs())
     assert_same_buffers(on(name, call, x, offs, SIGNED), want)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_the_sign_of_an_amax_of_uniform_groups_is_dropped(name):
     w, amax = sample(2, 16, 32), torch.tensor([-4.0, 2.0])
     want = on("reference", CALLS["square"], w, None, amax.abs())
     assert_same_buffers(on(name, CALLS["square"], w, None, amax), want)
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("uniform", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@each("call", CALLS)
+@each("uniform", [False, True])
+@each("name", NAMES)
 def test_groups_without_elements_keep_the_given_amax(name, uniform, call):
     x = torch.empty(*((2, 0) if uniform else (0,)), 32)
     offs = None if uniform else offsets((0, 0))
@@ -66,7 +65,7 @@ def test_groups_without_elements_keep_the_given_amax(name, uniform, call):
         assert found["amax_t"].tolist() == [2.5, 3.0]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_groups_without_elements_into_given_buffers(name):
     x, given = torch.empty(0, 32), torch.tensor([2.5, -3.0])
     specs = buffers(parse("nvfp4"), x.shape, 2)

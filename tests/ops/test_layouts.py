@@ -7,7 +7,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import cute_kernels
 from cute_kernels.ops import registry
 from tests.helpers import (
-    assert_same_bytes,
+    assert_all_same,
+    each,
     k_grouped_arguments,
     m_grouped_arguments,
     offsets,
@@ -24,7 +25,7 @@ WEIGHTS = "nvfp4:block=16x16"
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
-# ------------------------------------------------------------------ layouts, of any tensor
+# Layouts, of any tensor
 
 
 def placed(x, strides, offset):
@@ -68,26 +69,26 @@ def flat(tensors):
     return out
 
 
-def each(change):
+def to_each(change):
     return lambda tensors: [change(x) for x in tensors]
 
 
 LAYOUTS = {
-    "aligned": each(lambda x: placed(x, dense(x), 64)),
-    "misaligned": each(lambda x: placed(x, dense(x), 1)),
+    "aligned": to_each(lambda x: placed(x, dense(x), 64)),
+    "misaligned": to_each(lambda x: placed(x, dense(x), 1)),
     "flat parameters": flat,
-    "wider rows": each(lambda x: placed(x, spread(x, 32), 0)),
-    "odd pitch, misaligned": each(lambda x: placed(x, spread(x, 1), 3)),
-    "every second": each(lambda x: placed(x, every_second(x), 0)),
-    "transposed": each(lambda x: x.mT.contiguous().mT if x.dim() > 1 else x),
-    "expanded": each(lambda x: x[:1].expand(x.shape) if x.dim() > 1 else x),
-    "expanded from one": each(
+    "wider rows": to_each(lambda x: placed(x, spread(x, 32), 0)),
+    "odd pitch, misaligned": to_each(lambda x: placed(x, spread(x, 1), 3)),
+    "every second": to_each(lambda x: placed(x, every_second(x), 0)),
+    "transposed": to_each(lambda x: x.mT.contiguous().mT if x.dim() > 1 else x),
+    "expanded": to_each(lambda x: x[:1].expand(x.shape) if x.dim() > 1 else x),
+    "expanded from one": to_each(
         lambda x: x.flatten()[:1].expand(x.shape) if x.is_floating_point() else x
     ),
 }
 
 
-# ------------------------------------------------------------------ calls
+# Calls
 
 
 def quantized(x, offs=OFFS, text="nvfp4", columnwise=False):
@@ -141,6 +142,7 @@ CALLS = {
     "dequantize weights": ("grouped_dequantize", lambda: decoding(w(), N, BF16, None)),
     "fprop": ("m_grouped_gemm", lambda: (x(), w(), OFFS, bias(), alpha())),
     "fprop, fp32 bias": ("m_grouped_gemm", lambda: (x(), w(), OFFS, bias(dtype=F32))),
+    "fprop, fp16 bias": ("m_grouped_gemm", lambda: (x(), w(), OFFS, bias(dtype=F16))),
     "dgrad": ("m_grouped_gemm", lambda: (x(N), w(), OFFS, None, None, True)),
     "wgrad": ("k_grouped_gemm", lambda: (x(N), x(), OFFS, alpha(), F32)),
     "nvfp4 fprop": (
@@ -213,7 +215,7 @@ def call(op, arguments):
     return results if isinstance(results, list) else [results]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 @pytest.mark.parametrize("name", CALLS)
 def test_any_layout_gives_the_bits_of_a_dense_copy(name, layout, backend):
     if (name, backend) == ("w4a16", "emulated:sm_100a"):
@@ -230,7 +232,6 @@ def test_any_layout_gives_the_bits_of_a_dense_copy(name, layout, backend):
     with cute_kernels.backend(backend):
         want = call(op, tree_unflatten(copies, structure))
         got = call(op, tree_unflatten(leaves, structure))
-    for a, b in zip(got, want, strict=True):
-        assert_same_bytes(a, b)
+    assert_all_same(got, want)
     for i, old in zip(at, before, strict=True):
         assert torch.equal(storage_bytes(leaves[i]), old), f"argument {i} was written"

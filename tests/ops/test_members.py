@@ -13,7 +13,9 @@ from cute_kernels.layout.buffers import buffers, member_parts
 from tests.helpers import (
     BUILT,
     SENTINEL,
+    assert_all_same,
     assert_same_bytes,
+    each,
     ops,
     poisoned,
     sample,
@@ -33,8 +35,8 @@ SHAPES = {
     "all empty": [(0, 32), (0, 64)],
     "single rows": [(1, 32)] * 5,
 }
-each_format = pytest.mark.parametrize("fmt", BUILT.values(), ids=BUILT)
-each_direction = pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+each_format = each("fmt", BUILT)
+each_direction = each("directions", DIRECTIONS)
 
 
 def flat(shapes):
@@ -97,7 +99,7 @@ def test_every_member_has_the_bytes_that_it_has_alone(fmt, directions):
         check_against_members(fmt, [sample(*shape) for shape in shapes], directions)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [torch.bfloat16, torch.float16], ids=str)
 @each_format
 def test_dtypes_and_strange_values(fmt, dtype):
     try:
@@ -123,7 +125,7 @@ def test_given_amaxes(fmt):
     check_against_members(fmt, members, directions, amax)
 
 
-@pytest.mark.parametrize("text", ["nvfp4:row_scaled", "fp8"])
+@each("text", ["nvfp4:row_scaled", "fp8"])
 def test_many_members(text):
     fmt = BUILT[text]
     generator = torch.Generator().manual_seed(5)
@@ -167,8 +169,7 @@ def test_a_strided_tensor_and_strided_buffers():
     x = sample(2 * live(shapes))[::2]
     got = ops.grouped_quantize(x, fmt.text, None, None, True, True, shapes=flat(shapes))
     want = ops.grouped_quantize(x.clone(), fmt.text, None, None, True, True, shapes=flat(shapes))
-    for a, b in zip(got, want, strict=True):
-        assert_same_bytes(a, b)
+    assert_all_same(got, want)
     spread = [torch.stack([t, t], dim=1).flatten()[::2] for t in got]
     for way in (False, True):
         a, b = (
@@ -254,7 +255,7 @@ def test_other_shapes_are_another_plan():
         call(shapes=[4, 24, 4, 32])
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@each("arch", ["sm_90a", "sm_100a"])
 def test_kernels_say_that_they_do_not_take_shapes(arch):
     for op in ("grouped_quantize", "grouped_dequantize"):
         assert support(op, NVFP4(), "reference", shapes=True)
@@ -274,26 +275,3 @@ def test_no_product_takes_groups_of_shapes():
         fmt = NVFP4() if "gemm" in op else None
         status = support(op, fmt, "reference", shapes=True)
         assert not status and "takes ragged or uniform groups" in status.reason
-
-
-def test_compile_and_dynamic_capacity():
-    """One graph for every capacity; shapes are constants of it."""
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    shapes = [5, 64, 2, 32]
-
-    def step(x):
-        codes, *scales = ops.grouped_quantize(x, "nvfp4", shapes=shapes)
-        return ops.grouped_dequantize(
-            codes, scales, "nvfp4", x.shape[0], torch.bfloat16, shapes=shapes
-        )
-
-    compiled = torch.compile(step, fullgraph=True, backend=count, dynamic=True)
-    for capacity in (400, 384, 1000):
-        x = sample(capacity)
-        assert_same_bytes(compiled(x), step(x))
-    assert len(graphs) == 1

@@ -11,7 +11,7 @@ from cute_kernels.formats.base import SecondLevel
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.ops.pairs import check_pair
 from cute_kernels.reference import Operand
-from tests.helpers import k_grouped_arguments, m_grouped_arguments, offsets, ops
+from tests.helpers import each, k_grouped_arguments, m_grouped_arguments, offsets, ops
 
 OFFS = offsets((5, 3))
 KINDS = (NVFP4(), MXFP8(), FP8Block(), FP8())
@@ -48,17 +48,17 @@ def k_grouped(a, b, **options):
 
 CALLS = {"m_grouped_gemm": m_grouped, "m_grouped_quantize_gemm": quantizing}
 CALLS["k_grouped_gemm"] = k_grouped
-each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+each_call = each("call", CALLS)
 
 
 @each_call
-@pytest.mark.parametrize(("a", "b"), list(itertools.permutations(KINDS, 2)), ids=str)
+@each(("a", "b"), list(itertools.permutations(KINDS, 2)), ids=str)
 def test_formats_of_different_kinds(call, a, b):
     with pytest.raises(ValueError, match=f"of one kind.*a_format='{a.text}'.*b_format='{b.text}'"):
         call(a, b)
 
 
-@pytest.mark.parametrize("cls", [FP8, FP8Block, MXFP8])
+@each("cls", [FP8, FP8Block, MXFP8])
 def test_elements_and_flags_may_differ(cls):
     check_pair(cls(), cls(dtype=E5M2))
     check_pair(FP8Block(pow2_scales=False), FP8Block(block=(128, 128)))
@@ -94,8 +94,8 @@ def test_accumulation_is_a_known_word(call):
 
 
 @each_call
-@pytest.mark.parametrize("value", ["fast", "split"])
-@pytest.mark.parametrize("fmt", [NVFP4(), MXFP8(), FP8Block()], ids=str)
+@each("value", ["fast", "split"])
+@each("fmt", [NVFP4(), MXFP8(), FP8Block()], ids=str)
 def test_accumulation_of_block_scaled_operands(call, fmt, value):
     message = f"accumulation={value!r} for {fmt.text} and {fmt.text}"
     with pytest.raises(ValueError, match=message):

@@ -8,12 +8,14 @@ from torch.library import opcheck
 from torch.utils._pytree import tree_leaves
 
 import cute_kernels
-from cute_kernels.formats import parse
 from cute_kernels.ops import registry
 from tests.helpers import (
     NVFP4_TEXTS,
+    Graphs,
+    assert_all_same,
     assert_same_bytes,
     dequantize_arguments,
+    each,
     k_grouped_arguments,
     m_grouped_arguments,
     offsets,
@@ -32,14 +34,12 @@ BY_ROW, SQUARE = NVFP4_TEXTS["row-scaled"], NVFP4_TEXTS["16x16"]
 
 def nvfp4(cols, text="nvfp4", columnwise=False):
     """The buffers of one direction of a ragged tensor."""
-    directions = {"rowwise": not columnwise, "columnwise": columnwise}
-    return ops.grouped_quantize(sample(ROWS, cols), text, OFFS, **directions)
+    return quantized(sample(ROWS, cols), text, OFFS, columnwise=columnwise)
 
 
 def weight(*shape, columnwise=False):
     """The buffers of one direction of a uniform tensor."""
-    directions = {"rowwise": not columnwise, "columnwise": columnwise}
-    return ops.grouped_quantize(sample(*shape), "nvfp4", **directions)
+    return quantized(sample(*shape), "nvfp4", columnwise=columnwise)
 
 
 def x(cols=32, grad=False, dtype=torch.float32):
@@ -109,64 +109,48 @@ def fp8_cases(a, b):
 
 
 F32 = torch.float32
-STOCHASTIC = "nvfp4:block=16x16,stochastic_rounding"
-#: Op, case, arguments.
-CASES = [
-    ("compute_offsets", "default", lambda: (torch.tensor([3, 0, 4]),)),
-    ("compute_offsets", "int64", lambda: (torch.tensor([3, 0, 4]), 16, torch.int64)),
-    ("grouped_amax", "ragged", lambda: (x(), OFFS)),
-    ("grouped_amax", "uniform", lambda: (w(2, 5, 16),)),
-    ("grouped_dbias", "ragged", lambda: (x(dtype=torch.bfloat16), OFFS)),
-    ("grouped_quantize", "rowwise", lambda: (x(48), "nvfp4", OFFS)),
-    ("grouped_quantize", "row-scaled", lambda: (x(48), BY_ROW, OFFS)),
-    ("grouped_quantize", "columnwise", lambda: (x(48), "nvfp4", OFFS, None, False, True)),
-    ("grouped_quantize", "both, 2D", lambda: (x(48), SQUARE, OFFS, None, True, True)),
-    ("grouped_quantize", "amax given", lambda: (x(48), "nvfp4", OFFS, torch.ones(3))),
-    ("grouped_quantize", "uniform", lambda: (w(2, 5, 48), BY_ROW, None, None, True, True)),
-    (
-        "grouped_quantize",
-        "stochastic",
-        lambda: (x(48), STOCHASTIC, OFFS, None, True, True, None, torch.tensor([1, 2])),
-    ),
-    (
-        "grouped_quantize",
-        "hadamard",
-        lambda: (x(48, dtype=torch.bfloat16), "nvfp4:hadamard", OFFS, torch.ones(2, 3), True, True),
-    ),
-    ("grouped_quantize", "4over6", lambda: (w(2, 5, 48), "nvfp4:four_over_six")),
-    (
-        "grouped_quantize",
-        "shapes",
-        lambda: (w(70), "nvfp4", None, None, True, True, *[None] * 4, [2, 16, 0, 32, 1, 32]),
-    ),
-    ("grouped_dequantize", "shapes", decoding_shapes),
-    (
-        "grouped_dequantize",
-        "rowwise",
-        lambda: dequantize_arguments(nvfp4(48), "nvfp4", ROWS, torch.bfloat16, OFFS),
-    ),
-    (
-        "grouped_dequantize",
-        "row-scaled",
-        lambda: dequantize_arguments(nvfp4(48, BY_ROW), BY_ROW, ROWS, F32, OFFS),
-    ),
-    (
-        "grouped_dequantize",
-        "columnwise",
-        lambda: dequantize_arguments(
+HADAMARD, STOCHASTIC = "nvfp4:hadamard", "nvfp4:block=16x16,stochastic_rounding"
+#: No amax, and both directions.
+BOTH = (None, True, True)
+
+
+def everything():
+    """Bias, alpha and the rest of a dgrad."""
+    return torch.rand(3, 16), torch.rand(3), True, F32
+
+
+#: Arguments of each case, by op.
+BY_OP = {
+    "compute_offsets": {
+        "default": lambda: (torch.tensor([3, 0, 4]),),
+        "int64": lambda: (torch.tensor([3, 0, 4]), 16, torch.int64),
+    },
+    "grouped_amax": {"ragged": lambda: (x(), OFFS), "uniform": lambda: (w(2, 5, 16),)},
+    "grouped_dbias": {"ragged": lambda: (x(dtype=torch.bfloat16), OFFS)},
+    "grouped_quantize": {
+        "rowwise": lambda: (x(48), "nvfp4", OFFS),
+        "row-scaled": lambda: (x(48), BY_ROW, OFFS),
+        "columnwise": lambda: (x(48), "nvfp4", OFFS, None, False, True),
+        "both, 2D": lambda: (x(48), SQUARE, OFFS, *BOTH),
+        "amax given": lambda: (x(48), "nvfp4", OFFS, torch.ones(3)),
+        "uniform": lambda: (w(2, 5, 48), BY_ROW, None, *BOTH),
+        "stochastic": lambda: (x(48), STOCHASTIC, OFFS, *BOTH, None, torch.tensor([1, 2])),
+        "hadamard": lambda: (sample(ROWS, 48), HADAMARD, OFFS, torch.ones(2, 3), True, True),
+        "4over6": lambda: (w(2, 5, 48), "nvfp4:four_over_six"),
+        "shapes": lambda: (w(70), "nvfp4", None, *BOTH, *[None] * 4, [2, 16, 0, 32, 1, 32]),
+    },
+    "grouped_dequantize": {
+        "shapes": decoding_shapes,
+        "rowwise": lambda: dequantize_arguments(nvfp4(48), "nvfp4", ROWS, torch.bfloat16, OFFS),
+        "row-scaled": lambda: dequantize_arguments(nvfp4(48, BY_ROW), BY_ROW, ROWS, F32, OFFS),
+        "columnwise": lambda: dequantize_arguments(
             nvfp4(48, columnwise=True), "nvfp4", ROWS, F32, OFFS, columnwise=True
         ),
-    ),
-    (
-        "grouped_dequantize",
-        "uniform",
-        lambda: dequantize_arguments(weight(2, 5, 48), "nvfp4", 5, F32),
-    ),
-    ("m_grouped_gemm", "plain", lambda: (x(16, True), w(3, 8, 16, grad=True), OFFS)),
-    (
-        "m_grouped_gemm",
-        "everything",
-        lambda: (
+        "uniform": lambda: dequantize_arguments(weight(2, 5, 48), "nvfp4", 5, F32),
+    },
+    "m_grouped_gemm": {
+        "plain": lambda: (x(16, True), w(3, 8, 16, grad=True), OFFS),
+        "everything": lambda: (
             x(16, True),
             w(3, 16, 8, grad=True),
             OFFS,
@@ -175,77 +159,44 @@ CASES = [
             True,
             torch.bfloat16,
         ),
-    ),
-    ("k_grouped_gemm", "plain", lambda: (x(8, True), x(16, True), OFFS)),
-    ("k_grouped_gemm", "alpha", lambda: (x(8, True), x(16, True), OFFS, torch.rand(3), F32)),
-    (
-        "m_grouped_gemm",
-        "nvfp4 fprop",
-        lambda: m_grouped_arguments(nvfp4(48), weight(3, 8, 48), OFFS),
-    ),
-    (
-        "m_grouped_gemm",
-        "nvfp4 dgrad with everything",
-        lambda: m_grouped_arguments(
+        "nvfp4 fprop": lambda: m_grouped_arguments(nvfp4(48), weight(3, 8, 48), OFFS),
+        "nvfp4 dgrad with everything": lambda: m_grouped_arguments(
             nvfp4(48, BY_ROW),
             weight(3, 48, 16, columnwise=True),
             OFFS,
-            torch.rand(3, 16),
-            torch.rand(3),
-            True,
-            F32,
+            *everything(),
             a_format=BY_ROW,
         ),
-    ),
-    (
-        "m_grouped_gemm",
-        "w4a16 fprop",
-        lambda: m_grouped_arguments(x(48, dtype=torch.bfloat16), weight(3, 8, 48), OFFS),
-    ),
-    (
-        "m_grouped_gemm",
-        "w4a16 dgrad with everything",
-        lambda: m_grouped_arguments(
-            x(48, dtype=torch.float16),
-            weight(3, 48, 16, columnwise=True),
-            OFFS,
-            torch.rand(3, 16),
-            torch.rand(3),
-            True,
-            F32,
+        "w4a16 fprop": lambda: m_grouped_arguments(
+            x(48, dtype=torch.bfloat16), weight(3, 8, 48), OFFS
         ),
-    ),
-    ("m_grouped_gemm", "prepacked", prepacked),
-    (
-        "m_grouped_quantize_gemm",
-        "fprop",
-        lambda: quantizing(x(48), weight(3, 8, 48)),
-    ),
-    (
-        "m_grouped_quantize_gemm",
-        "row-scaled dgrad with everything",
-        lambda: quantizing(
-            x(48, dtype=torch.bfloat16),
-            weight(3, 48, 16, columnwise=True),
-            torch.rand(3, 16),
-            torch.rand(3),
-            True,
-            F32,
-            a_format=BY_ROW,
+        "w4a16 dgrad with everything": lambda: m_grouped_arguments(
+            x(48, dtype=torch.float16), weight(3, 48, 16, columnwise=True), OFFS, *everything()
         ),
-    ),
-    (
-        "k_grouped_gemm",
-        "nvfp4",
-        lambda: k_grouped_arguments(nvfp4(16, columnwise=True), nvfp4(32, columnwise=True), OFFS),
-    ),
-    (
-        "k_grouped_gemm",
-        "nvfp4 with alpha",
-        lambda: k_grouped_arguments(
+        "prepacked": prepacked,
+    },
+    "k_grouped_gemm": {
+        "plain": lambda: (x(8, True), x(16, True), OFFS),
+        "alpha": lambda: (x(8, True), x(16, True), OFFS, torch.rand(3), F32),
+        "nvfp4": lambda: k_grouped_arguments(
+            nvfp4(16, columnwise=True), nvfp4(32, columnwise=True), OFFS
+        ),
+        "nvfp4 with alpha": lambda: k_grouped_arguments(
             nvfp4(16, columnwise=True), nvfp4(32, columnwise=True), OFFS, torch.rand(3), F32
         ),
-    ),
+    },
+    "m_grouped_quantize_gemm": {
+        "fprop": lambda: quantizing(x(48), weight(3, 8, 48)),
+        "row-scaled dgrad with everything": lambda: quantizing(
+            x(48, dtype=torch.bfloat16),
+            weight(3, 48, 16, columnwise=True),
+            *everything(),
+            a_format=BY_ROW,
+        ),
+    },
+}
+CASES = [
+    *[(op, name, make) for op, cases in BY_OP.items() for name, make in cases.items()],
     *fp8_cases("fp8", "fp8:dtype=e5m2"),
     *fp8_cases("fp8_block:pow2_scales=false", "fp8_block:block=128x128"),
     *fp8_cases("mxfp8", "mxfp8:block=32x32"),
@@ -255,24 +206,19 @@ TEXTS = ("fp8", "mxfp8", "mxfp8:block=32x32", "fp8_block", "fp8_block:block=128x
 
 
 def decoding(text, columnwise):
-    fmt = parse(text)
-    found = ops.grouped_quantize(x(160), text, OFFS, None, not columnwise, columnwise)
-    named = dict(zip(fmt.buffer_names(columnwise), found, strict=True))
-    copy = [named[name] for name in fmt.operand_names(columnwise)]
+    copy = quantized(x(160), text, OFFS, columnwise=columnwise)
     return dequantize_arguments(copy, text, ROWS, F32, OFFS, columnwise)
 
 
 for text in TEXTS:
     CASES += [
-        ("grouped_quantize", text, lambda t=text: (x(160), t, OFFS, None, True, True)),
+        ("grouped_quantize", text, lambda t=text: (x(160), t, OFFS, *BOTH)),
         ("grouped_dequantize", text, lambda t=text: decoding(t, False)),
         ("grouped_dequantize", f"{text}, columnwise", lambda t=text: decoding(t, True)),
     ]
 CASES.append(("grouped_quantize", "fp8_block, uniform", lambda: (w(2, 5, 160), "fp8_block")))
 IDS = [f"{name}: {case}" for name, case, _ in CASES]
-each_case = pytest.mark.parametrize(
-    ("name", "make"), [(name, make) for name, _, make in CASES], ids=IDS
-)
+each_case = each(("name", "make"), [(name, make) for name, _, make in CASES], ids=IDS)
 
 
 def outputs_like(name, results, make=poisoned):
@@ -338,10 +284,8 @@ def test_both_forms_agree_and_inputs_stay(name, make):
     for tensor in tensors(outputs):
         tensor.zero_()  # where an op does not write, the functional form has zeros
     assert getattr(ops, f"{name}_out")(*arguments, **outputs) is None
-    for tensor, want in zip(tensors(outputs), tensors(results), strict=True):
-        assert_same_bytes(tensor, want)
-    for a, b in zip(tensors(arguments), tensors(before), strict=True):
-        assert_same_bytes(a, b, "an input")
+    assert_all_same(tensors(outputs), tensors(results))
+    assert_all_same(tensors(arguments), tensors(before))
 
 
 @each_case
@@ -361,20 +305,18 @@ def test_the_function_without_the_dispatcher_is_the_op(name, make):
     got = getattr(cute_kernels.ops, name)(*arguments)
     want = getattr(ops, name)(*arguments)
     assert type(got) is type(want)
-    for a, b in zip(tensors(got), tensors(want), strict=True):
-        assert_same_bytes(a, b)
+    assert_all_same(tensors(got), tensors(want))
 
 
-@pytest.mark.parametrize("text", NVFP4_TEXTS.values(), ids=NVFP4_TEXTS)
-@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True), (True, True)])
+@each("text", NVFP4_TEXTS)
+@each(("rowwise", "columnwise"), [(True, False), (False, True), (True, True)])
 def test_a_list_of_outputs_has_what_is_asked_and_no_more(text, rowwise, columnwise):
     data = x(48)
     got = ops.grouped_quantize(data, text, OFFS, None, rowwise, columnwise)
-    both = ops.grouped_quantize(data, text, OFFS, None, True, True)
+    both = ops.grouped_quantize(data, text, OFFS, *BOTH)
     want = both[:3] * rowwise + both[3:] * columnwise
     assert isinstance(got, list)
-    for a, b in zip(got, want, strict=True):
-        assert_same_bytes(a, b)
+    assert_all_same(got, want)
 
 
 def test_rows_of_codes_are_16_bytes_apart():
@@ -396,11 +338,7 @@ def test_out_form_takes_any_pitch():
 
 def test_compile_once_for_all_sizes_and_offsets():
     """One graph serves every number of rows."""
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph
+    graphs = Graphs()
 
     def step(a, b, offs):
         q = ops.grouped_quantize(a, BY_ROW, offs, columnwise=True)
@@ -408,10 +346,9 @@ def test_compile_once_for_all_sizes_and_offsets():
         y = ops.m_grouped_gemm(*m_grouped_arguments(q[:3], v, offs, a_format=BY_ROW))
         return y, ops.k_grouped_gemm(*k_grouped_arguments(q[3:], q[3:], offs))
 
-    compiled = torch.compile(step, fullgraph=True, backend=count, dynamic=True)
+    compiled = torch.compile(step, fullgraph=True, backend=graphs, dynamic=True)
     b = sample(3, 24, 32)
     for splits in ((40, 0, 33), (300, 5, 9), (2, 2, 2)):
         a, offs = sample(sum(splits) + 3, 32), offsets(splits)
-        for got, want in zip(compiled(a, b, offs), step(a, b, offs), strict=True):
-            assert_same_bytes(got, want)
+        assert_all_same(compiled(a, b, offs), step(a, b, offs))
     assert len(graphs) == 1

@@ -16,7 +16,7 @@ from cute_kernels.ops import registry
 from cute_kernels.ops.registry import Allocator
 from cute_kernels.runtime import backend, launch
 from cute_kernels.runtime.arch import _index_architecture
-from tests.helpers import ops
+from tests.helpers import each, ops
 from tests.ops.test_layouts import CALLS
 
 #: Fake tensors on a second GPU: PyTorch looks for it where there is a first one.
@@ -95,7 +95,7 @@ def is_only_on_sm90(op):
     return op.name == "m_grouped_quantize_gemm" or op.capability()[0] == "grouped_gemm_w4a16"
 
 
-@pytest.mark.parametrize(("name", "make"), CALLS.values(), ids=CALLS)
+@each(("name", "make"), CALLS)
 def test_plans_workspaces_and_launches(kernels, name, make):
     op = OPS[name](*tree_map(on_second, make()))
     if kernels.arch == "sm_100a" and is_only_on_sm90(op):
@@ -123,7 +123,7 @@ def test_fresh_tensors_are_made_where_they_belong(kernels, monkeypatch):
 
 
 @needs_no_gpu
-@pytest.mark.parametrize(("name", "make"), CALLS.values(), ids=CALLS)
+@each(("name", "make"), CALLS)
 def test_fakes_are_on_the_device_of_the_operands(name, make):
     with cute_kernels.backend("reference"):
         arguments = make()

@@ -11,31 +11,20 @@ import cute_kernels
 import grouped
 from cute_kernels import UnsupportedError, capability, support
 from cute_kernels.capability import ARCHITECTURES, OPS
-from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block
+from cute_kernels.formats import NVFP4
 from cute_kernels.layout.buffers import buffers
 from tests.helpers import DTYPES as FLOATS
 from tests.helpers import (
     dequantize_arguments,
+    each,
     k_grouped_arguments,
     m_grouped_arguments,
     offsets,
     ops,
     sample,
 )
+from tests.unit.test_capability import FORMATS
 
-FORMATS = (
-    None,
-    NVFP4(),
-    NVFP4(row_scaled=True),
-    NVFP4(block=(16, 16)),
-    NVFP4(hadamard=True),
-    NVFP4(stochastic_rounding=True),
-    NVFP4(four_over_six=True),
-    MXFP8(),
-    FP8Block(),
-    FP8(),
-    FP8(scaling="delayed"),
-)
 #: Formats of which calls take the scales of each group.
 SCALED = {fmt for fmt in FORMATS if fmt is not None and fmt.takes_scale}
 #: What no call says: a format of an op that takes none, or none of one that quantizes or decodes.
@@ -168,7 +157,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(("op", "fmt", "arch", "dtype", "prepacked"), list(combinations()))
+@each(("op", "fmt", "arch", "dtype", "prepacked"), list(combinations()))
 def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
     facts = {"prepacked": prepacked}
     status = support(op, fmt, arch, dtype=dtype, **facts)
@@ -189,7 +178,7 @@ def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
                 CALLS[op](fmt, dtype, **options)
 
 
-@pytest.mark.parametrize("core", ["sm_90a", "sm_100a"])
+@each("core", ["sm_90a", "sm_100a"])
 def test_a_reference_that_adds_like_a_tensor_core_takes_what_that_does(core):
     with cute_kernels.backend(f"reference:{core}"):
         for fmt, dtype in ((NVFP4(), torch.bfloat16), (None, torch.float32)):

@@ -13,7 +13,9 @@ from cute_kernels.reference.codecs import codec_of
 from cute_kernels.reference.scales import untile_scales
 from cute_kernels.reference.tensor_core import tensor_core_gemm
 from tests.helpers import (
+    assert_all_same,
     assert_same_bytes,
+    each,
     end_rows,
     k_grouped_arguments,
     m_grouped_arguments,
@@ -30,7 +32,7 @@ OFFS = offsets(SPLITS)
 SPANS = list(zip([0, *end_rows(SPLITS)], end_rows(SPLITS), strict=False))
 RCP_TENSOR_MAX = torch.tensor(1.0 / 2688.0)
 
-every_core = pytest.mark.parametrize("core", CORES)
+every_core = each("core", CORES)
 
 
 def columnwise_copy(x, offs=None):
@@ -84,47 +86,40 @@ def nvfp4_factor(a, b):
     return (a[2] * RCP_TENSOR_MAX) * (b[2] * RCP_TENSOR_MAX)
 
 
-def assert_differs_from_the_plain_reference(call, got):
-    """Or the test would not see which order was used."""
-    assert not torch.equal(call(), got)
+def on_core(core, op, *arguments):
+    """What is not the plain reference's, or a test would not see which order was used."""
+    with backend(f"reference:{core}"):
+        got = op(*arguments)
+    assert not torch.equal(op(*arguments), got)
+    return got
 
 
 @every_core
-@pytest.mark.parametrize("transpose_b", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each("transpose_b", [False, True])
+@each("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_m_grouped_gemm(core, transpose_b, dtype):
     depth, cols = 200, 24
     a = sample(sum(SPLITS) + TAIL, depth, dtype=dtype)
     b = sample(len(SPLITS), *((depth, cols) if transpose_b else (cols, depth)), dtype=dtype)
 
-    def call():
-        return ops.m_grouped_gemm(a, b, OFFS, None, None, transpose_b, torch.float32)
-
-    with backend(f"reference:{core}"):
-        got = call()
+    got = on_core(core, ops.m_grouped_gemm, a, b, OFFS, None, None, transpose_b, torch.float32)
     for g, (start, end) in enumerate(SPANS):
         weight = b[g].T if transpose_b else b[g]
         assert_same_bytes(got[start:end], tensor_core_gemm(core, a[start:end], weight))
     assert not got[SPANS[-1][1] :].any()
-    assert_differs_from_the_plain_reference(call, got)
 
 
 @every_core
 def test_k_grouped_gemm(core):
     a, b = (sample(sum(SPLITS) + TAIL, cols) for cols in (20, 9))
 
-    def call():
-        return ops.k_grouped_gemm(a, b, OFFS, None, torch.float32)
-
-    with backend(f"reference:{core}"):
-        got = call()
+    got = on_core(core, ops.k_grouped_gemm, a, b, OFFS, None, torch.float32)
     for g, (start, end) in enumerate(SPANS):
         assert_same_bytes(got[g], tensor_core_gemm(core, a[start:end].T, b[start:end].T))
-    assert_differs_from_the_plain_reference(call, got)
 
 
 @every_core
-@pytest.mark.parametrize("transpose_b", [False, True])
+@each("transpose_b", [False, True])
 def test_m_grouped_gemm_nvfp4(core, transpose_b):
     depth, cols = 208, 48  # the depth is no multiple of 64
     x = sample(sum(SPLITS) + TAIL, depth)
@@ -133,21 +128,16 @@ def test_m_grouped_gemm_nvfp4(core, transpose_b):
     b = columnwise_copy(w) if transpose_b else ops.grouped_quantize(w, "nvfp4")
     arguments = m_grouped_arguments(a, b, OFFS, None, None, transpose_b, torch.float32)
 
-    def call():
-        return ops.m_grouped_gemm(*arguments)
-
-    with backend(f"reference:{core}"):
-        got = call()
+    got = on_core(core, ops.m_grouped_gemm, *arguments)
     for g, (start, end) in enumerate(SPANS):
         if start == end:
             continue
         pair = member(x[start:end]), (transposed_member if transpose_b else member)(w[g])
         want = nvfp4_product(core, *pair, "b") * nvfp4_factor(*pair)
         assert_same_bytes(got[start:end], want, f"group {g}")
-    assert_differs_from_the_plain_reference(call, got)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_m_grouped_gemm_w4a16(dtype):
     depth, cols = 208, 48
     a = sample(sum(SPLITS) + TAIL, depth, dtype=dtype)
@@ -155,11 +145,7 @@ def test_m_grouped_gemm_w4a16(dtype):
     b = ops.grouped_quantize(w, "nvfp4")
     arguments = m_grouped_arguments(a, b, OFFS, out_dtype=torch.float32)
 
-    def call():
-        return ops.m_grouped_gemm(*arguments)
-
-    with backend("reference:sm_90a"):
-        got = call()
+    got = on_core("sm_90a", ops.m_grouped_gemm, *arguments)
     for g, (start, end) in enumerate(SPANS):
         codes, linear, amax = member(w[g])
         scale = 2.0**-14 if dtype == torch.float16 else 2.0**-7
@@ -168,12 +154,11 @@ def test_m_grouped_gemm_w4a16(dtype):
         product = tensor_core_gemm("sm_90a", rows, weights.to(dtype)) / scale
         assert_same_bytes(got[start:end], product * (amax * RCP_TENSOR_MAX), f"group {g}")
     assert not got[SPANS[-1][1] :].any()
-    assert_differs_from_the_plain_reference(call, got)
     with (
         backend("reference:sm_100a"),
         pytest.raises(UnsupportedError, match="no sm_100a kernel of grouped_gemm_w4a16"),
     ):
-        call()
+        ops.m_grouped_gemm(*arguments)
 
 
 @every_core
@@ -182,11 +167,7 @@ def test_k_grouped_gemm_nvfp4(core):
     copies = [columnwise_copy(t, OFFS) for t in (dy, x)]
     arguments = k_grouped_arguments(*copies, OFFS, None, torch.float32)
 
-    def call():
-        return ops.k_grouped_gemm(*arguments)
-
-    with backend(f"reference:{core}"):
-        got = call()
+    got = on_core(core, ops.k_grouped_gemm, *arguments)
     for g, (start, end) in enumerate(SPANS):
         if start == end:
             assert not got[g].any()
@@ -194,7 +175,6 @@ def test_k_grouped_gemm_nvfp4(core):
         pair = transposed_member(dy[start:end]), transposed_member(x[start:end])
         want = nvfp4_product(core, *pair, "a") * nvfp4_factor(*pair)
         assert_same_bytes(got[g], want, f"group {g}")
-    assert_differs_from_the_plain_reference(call, got)
 
 
 @every_core
@@ -280,8 +260,7 @@ def test_backend_names_its_tensor_core(core):
         x = sample(20, 32)
         got = ops.grouped_quantize(x, "nvfp4", offsets((20,)), columnwise=True)
     want = ops.grouped_quantize(x, "nvfp4", offsets((20,)), columnwise=True)
-    for a, b in zip(got, want, strict=True):
-        assert_same_bytes(a, b)
+    assert_all_same(got, want)
 
 
 def quantized_values(rows, depth):

@@ -10,24 +10,17 @@ import grouped
 from cute_kernels import UnsupportedError, backend
 from cute_kernels.formats import parse
 from cute_kernels.reference.tensor_core import tensor_core_mma
-from tests.helpers import assert_same_bytes, m_grouped_arguments, ops
+from tests.helpers import assert_same_bytes, each, m_grouped_arguments, ops
 from tests.reference.rational import fp32
-from tests.reference.test_gemm_fp8 import (
-    F32,
-    FP8_KINDS,
-    FP8_PAIRS,
-    Product,
-    Wgrad,
-    scaled,
-)
+from tests.reference.test_gemm_fp8 import F32, FP8_KINDS, FP8_PAIRS, Product, Wgrad, scaled
 
 CORES = ("sm_90a", "sm_100a")
 SPLITS = (3, 0, 5)
 #: No whole number of instructions or of pieces of 128.
 DEPTH = 304 // 32 * 32
 
-each_core = pytest.mark.parametrize("core", CORES)
-each_way = pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
+each_core = each("core", CORES)
+each_way = each("transpose_b", [False, True], ids=["fprop", "dgrad"])
 
 
 def padded(x):
@@ -125,7 +118,7 @@ BLOCK_PAIRS = {name: pair for name, pair in FP8_PAIRS.items() if name not in PLA
 
 @each_core
 @each_way
-@pytest.mark.parametrize("pair", BLOCK_PAIRS.values(), ids=BLOCK_PAIRS)
+@each("pair", BLOCK_PAIRS)
 def test_block_scales(core, pair, transpose_b):
     case = Product(pair, SPLITS, 32, DEPTH, transpose_b=transpose_b)
     got = run_m(core, case)
@@ -134,7 +127,7 @@ def test_block_scales(core, pair, transpose_b):
 
 
 @each_core
-@pytest.mark.parametrize("pair", BLOCK_PAIRS.values(), ids=BLOCK_PAIRS)
+@each("pair", BLOCK_PAIRS)
 def test_block_scales_wgrad(core, pair):
     case = Wgrad(pair, (131, 0, 5), 32, 32)
     got = run_k(core, case)
@@ -154,8 +147,8 @@ def test_k_of_16_over(core):
 
 @each_core
 @each_way
-@pytest.mark.parametrize("pair", PLAIN_PAIRS.values(), ids=PLAIN_PAIRS)
-@pytest.mark.parametrize("accumulation", [None, "fast", "split"])
+@each("pair", PLAIN_PAIRS)
+@each("accumulation", [None, "fast", "split"])
 def test_fp8(core, pair, transpose_b, accumulation):
     case = Product(pair, SPLITS, 32, DEPTH, transpose_b=transpose_b)
     is_split = accumulation == "split" or (accumulation is None and transpose_b)
@@ -166,8 +159,8 @@ def test_fp8(core, pair, transpose_b, accumulation):
 
 
 @each_core
-@pytest.mark.parametrize("pair", PLAIN_PAIRS.values(), ids=PLAIN_PAIRS)
-@pytest.mark.parametrize("accumulation", [None, "fast", "split"])
+@each("pair", PLAIN_PAIRS)
+@each("accumulation", [None, "fast", "split"])
 def test_fp8_wgrad(core, pair, accumulation):
     case = Wgrad(pair, (200, 0, 131), 16, 32)
     way = chain if accumulation == "fast" or core == "sm_100a" else split
@@ -225,7 +218,7 @@ def test_grouped_takes_the_choice(core):
             assert_same_bytes(found[None], found[default])
 
 
-@pytest.mark.parametrize("pair", FP8_KINDS.values(), ids=FP8_KINDS)
+@each("pair", FP8_KINDS)
 def test_plain_operands_beside_quantized_ones_have_no_tensor_core(pair):
     case = Product(pair, SPLITS)
     arguments = m_grouped_arguments(case.x, case.b, case.offs, b_format=pair[1])

@@ -5,7 +5,7 @@ import torch
 
 import cute_kernels
 from cute_kernels.ops import registry
-from tests.helpers import needs_compiler, offsets, ops, sample
+from tests.helpers import each, needs_compiler, offsets, ops, sample
 from tests.ops.test_schemas import CASES, IDS, detached, outputs_like, tensors
 
 OFFS = offsets((5, 0, 8))
@@ -16,7 +16,7 @@ def write(name, arguments, outputs):
     getattr(ops, f"{name}_out")(*arguments, **outputs)
 
 
-@pytest.mark.parametrize(("name", "make"), [(name, make) for name, _, make in CASES], ids=IDS)
+@each(("name", "make"), [(name, make) for name, _, make in CASES], ids=IDS)
 def test_every_out_form_bumps_what_it_writes_and_nothing_else(monkeypatch, name, make):
     """Whatever computes: PyTorch counts writes of the reference by itself, not those of kernels."""
     arguments = detached(make())
@@ -30,10 +30,7 @@ def test_every_out_form_bumps_what_it_writes_and_nothing_else(monkeypatch, name,
     assert [t._version for t in tensors(arguments)] == read
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [*BACKENDS, pytest.param("emulated:sm_100a", marks=needs_compiler)],
-)
+@each("backend", [*BACKENDS, pytest.param("emulated:sm_100a", marks=needs_compiler)])
 def test_a_buffer_saved_for_backward_and_then_overwritten_raises(backend):
     if backend.startswith("emulated"):
         pytest.importorskip("cutlass")

@@ -10,9 +10,12 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 f32 = np.float32
 np.seterr(all="ignore")
@@ -341,17 +344,26 @@ def _write_columnwise(
 # ---------------------------------------------------------------------------- decoding, GEMM
 
 
-def row_values(result: Quantized, groups: list[Group], cols: int) -> np.ndarray:
-    """Code times block scale of the rowwise copy, (T, K); rows of the tail are 0."""
+def row_values(
+    result: Quantized,
+    groups: list[Group],
+    cols: int,
+    factor: Callable[[np.float32, int, int], np.float32] = lambda scale, row, group: scale,
+) -> np.ndarray:
+    """Code times block scale of the rowwise copy, (T, K); rows of the tail are 0.
+
+    ``factor`` makes of a scale, its row and its group what codes are multiplied by.
+    """
     blocks = 4 * ceil_div(cols, 64)
     out = np.zeros((result.codes.shape[0], cols), f32)
-    for group in groups:
+    for i, group in enumerate(groups):
         for r in range(group.start, group.end):
             slot = group.tile * 128 + r - group.start
             for k in range(cols):
                 byte = result.scales[scale_byte(slot, k // 16, blocks)]
                 code = result.codes[r, k // 2] >> 4 * (k % 2) & 15
-                out[r, k] = f32(e2m1_value(int(code))) * f32(e4m3_value(int(byte)))
+                scale = factor(f32(e4m3_value(int(byte))), r, i)
+                out[r, k] = f32(e2m1_value(int(code))) * scale
     return out
 
 
@@ -359,18 +371,11 @@ def dequantize_rowwise(
     result: Quantized, groups: list[Group], cols: int, row_scaled: bool
 ) -> np.ndarray:
     """fl(code * fl(fl(scale * g) * fl(1 / 2688))), fp32 (T, K); rows of the tail are 0."""
-    blocks = 4 * ceil_div(cols, 64)
-    out = np.zeros((result.codes.shape[0], cols), f32)
-    for i, group in enumerate(groups):
-        for r in range(group.start, group.end):
-            slot = group.tile * 128 + r - group.start
-            g = result.amax[r] if row_scaled else result.amax[i]
-            for k in range(cols):
-                byte = result.scales[scale_byte(slot, k // 16, blocks)]
-                code = result.codes[r, k // 2] >> 4 * (k % 2) & 15
-                factor = (f32(e4m3_value(int(byte))) * g) * RCP_2688
-                out[r, k] = f32(e2m1_value(int(code))) * factor
-    return out
+
+    def factor(scale: np.float32, row: int, group: int) -> np.float32:
+        return (scale * result.amax[row if row_scaled else group]) * RCP_2688
+
+    return row_values(result, groups, cols, factor)
 
 
 def column_values(result: Quantized, groups: list[Group], cols: int) -> np.ndarray:

@@ -17,6 +17,7 @@ FMAX = torch.finfo(torch.float32).max
 CLAMPED = Activation("clamped_swiglu", alpha=1.5, limit=2.0)
 EVERY = [*map(Activation, ACTIVATIONS), CLAMPED]
 CURVES = [a for a in EVERY if not a.is_gated]
+every_activation = pytest.mark.parametrize("act", EVERY, ids=lambda a: a.text)
 FUNCTIONS = {
     "exp": (exp, oracle.exp),
     "tanh": (tanh, oracle.tanh),
@@ -108,24 +109,15 @@ def test_ends_of_functions(name, pairs):
     assert_same_bytes(tanh(zeros), zeros)
 
 
-@pytest.mark.parametrize("act", CURVES, ids=lambda a: a.text)
-def test_bits_of_curves(act):
+@every_activation
+def test_bits(act):
     x = numbers()
-    g = random_bits(len(x))
-    before = x.clone(), g.clone()
-    want = as_numpy(lambda x: oracle.elements(act, x), x)
-    assert_same_bytes(activate(x, act), want, act.text, any_nan=True)
-    want = as_numpy(lambda x, g: oracle.elements(act, x, g), x, g)
-    assert_same_bytes(activate_gradient(x, g, act), want, f"gradient of {act}", any_nan=True)
-    assert_same_bytes(x, before[0], "x")
-    assert_same_bytes(g, before[1], "grad")
-
-
-@pytest.mark.parametrize("act", [a for a in EVERY if a.is_gated], ids=lambda a: a.text)
-def test_bits_of_gated_ones(act):
-    x = numbers()[torch.randperm(len(numbers()))[: 1 << 17]].view(64, -1)
-    g = random_bits(x.numel() // 2).view(64, -1)
-    x[0, ::2], g[:32] = torch.randn(x[0, ::2].shape), torch.randn(g[:32].shape)
+    if act.is_gated:
+        x = x[torch.randperm(len(x))[: 1 << 17]].view(64, -1)
+        x[0, ::2] = torch.randn(x[0, ::2].shape)
+    g = random_bits(x.numel() // (1 + act.is_gated)).view(*x.shape[:-1], -1)
+    if act.is_gated:
+        g[:32] = torch.randn(g[:32].shape)
     before = x.clone(), g.clone()
     want = as_numpy(lambda x: oracle.elements(act, x), x)
     assert_same_bytes(activate(x, act), want, act.text, any_nan=True)
@@ -199,7 +191,7 @@ def in_fp64(act, x):
     return PLAIN[act.curve](a) * b
 
 
-@pytest.mark.parametrize("act", EVERY, ids=lambda a: a.text)
+@every_activation
 def test_values_against_fp64(act):
     x = moderate(256, 512).clamp(-40, 40)
     got, want = activate(x, act).double(), in_fp64(act, x.double())
@@ -213,7 +205,7 @@ def test_values_against_fp64(act):
     assert ((got - want).abs() <= 2.0**-24 * bound).all()
 
 
-@pytest.mark.parametrize("act", EVERY, ids=lambda a: a.text)
+@every_activation
 def test_gradients_against_fp64(act):
     x = moderate(256, 512).clamp(-40, 40)
     exact = x.double().requires_grad_()

@@ -4,6 +4,7 @@ import torch
 from cute_kernels.capability import ARCHITECTURES, UnsupportedError
 from cute_kernels.runtime import Architecture, architecture, device_architecture
 from cute_kernels.runtime.arch import TARGETS, _index_architecture
+from tests.helpers import each
 
 
 @pytest.fixture
@@ -37,9 +38,7 @@ def test_a_device_is_asked_once(gpu):
     assert gpu == [0]
 
 
-@pytest.mark.parametrize(
-    ("index", "reason"), [(3, "no TMA"), (4, "tcgen05"), (5, "no kernel has been made")]
-)
+@each(("index", "reason"), [(3, "no TMA"), (4, "tcgen05"), (5, "no kernel has been made")])
 def test_other_devices_raise_with_the_reason(gpu, index, reason):
     with pytest.raises(UnsupportedError, match=f"GPU {index}.*{reason}.*sm_90a, sm_100a, sm_103a"):
         device_architecture(index)
@@ -58,7 +57,7 @@ def test_names():
     assert set(TARGETS.values()) == set(ARCHITECTURES) - {"reference"}
 
 
-@pytest.mark.parametrize("text", ["sm_80", "emulated:sm_103a", "emulated:", "", "reference"])
+@each("text", ["sm_80", "emulated:sm_103a", "emulated:", "", "reference"])
 def test_unknown_names_raise(text):
     with pytest.raises(ValueError, match="arch must be one of sm_90a, .*emulated:sm_100a, got"):
         architecture(text)

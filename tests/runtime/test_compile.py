@@ -16,6 +16,7 @@ from cute_kernels.runtime import aot, architecture, cache, compile_kernel, forge
 from cute_kernels.runtime import compile as compile_module
 from cute_kernels.runtime.compile import compile_to_disk, is_on_disk
 from cute_kernels.runtime.worker import Worker
+from tests.helpers import each
 from tests.runtime import toy_kernels
 from tests.runtime.toy_kernels import Scale
 
@@ -117,7 +118,7 @@ def test_what_was_hashed_is_what_is_loaded(traced, monkeypatch):
     assert traced() == 0
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b"\0" + data[1:]])
+@each("damage", [lambda data: data[:-100], lambda data: b"\0" + data[1:]])
 def test_a_damaged_object_is_compiled_again(traced, damage):
     compile_kernel(SPEC, SM90)
     path = object_path()
@@ -130,7 +131,7 @@ def test_a_damaged_object_is_compiled_again(traced, damage):
     assert len(object_path().read_bytes()) == len(good)
 
 
-@pytest.mark.parametrize("what", ["_source_digest", "installed_versions"])
+@each("what", ["_source_digest", "installed_versions"])
 def test_after_a_change_of_sources_or_versions_all_is_compiled_again(traced, monkeypatch, what):
     compile_kernel(SPEC, SM90)
     forget_kernels()

@@ -8,6 +8,7 @@ import pytest
 
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.runtime import dsl
+from tests.helpers import each
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,14 +29,14 @@ def versions(monkeypatch):
     dsl.dsl_unavailable.cache_clear()
 
 
-@pytest.mark.parametrize("version", ["4.8", "4.8.0", "4.8.0.dev1", "4.8.1", "4.8.99.post1"])
+@each("version", ["4.8", "4.8.0", "4.8.0.dev1", "4.8.1", "4.8.99.post1"])
 def test_supported_versions(versions, version):
     versions["nvidia-cutlass-dsl"] = version
     assert dsl.dsl_unavailable() is None
     dsl.require_dsl()
 
 
-@pytest.mark.parametrize("version", ["4.7.1", "4.9", "4.9.0.dev0", "4.10.0", "5.0", "unknown"])
+@each("version", ["4.7.1", "4.9", "4.9.0.dev0", "4.10.0", "5.0", "unknown"])
 def test_a_wrong_version_is_named(versions, version):
     versions["nvidia-cutlass-dsl"] = version
     with pytest.raises(UnsupportedError) as error:

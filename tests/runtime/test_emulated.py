@@ -10,6 +10,7 @@ import torch
 
 from cute_kernels.runtime import aot, architecture, cache, compile_kernel, forget_kernels
 from cute_kernels.runtime.emulated import EmulatedKernel
+from tests.helpers import each
 from tests.runtime.toy_kernels import Scale
 
 pytest.importorskip("cutlass")
@@ -83,7 +84,7 @@ def other_ptx():
     return compile_kernel(Scale(3.0), EMULATED[1]).ptx.encode()
 
 
-@pytest.mark.parametrize(
+@each(
     "rubbish",
     [
         {"ptx": b"rubbish"},
@@ -170,7 +171,7 @@ except RuntimeError as error:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gives host memory to a kernel for a GPU")
-@pytest.mark.parametrize("order", [["sm_90a", "emulated:sm_90a"], ["emulated:sm_90a", "sm_90a"]])
+@each("order", [["sm_90a", "emulated:sm_90a"], ["emulated:sm_90a", "sm_90a"]])
 def test_one_process_has_kernels_for_both_devices(order):
     process = run_python(BOTH_DEVICES, *order)
     assert "CUDA driver version is insufficient" in process, process

@@ -5,7 +5,7 @@ import cute_kernels
 from cute_kernels.ops import registry
 from cute_kernels.ops.reductions import GroupedAmax
 from cute_kernels.runtime.plan import PlanCache, plan_key
-from tests.helpers import ends, m_grouped_arguments
+from tests.helpers import each, ends, m_grouped_arguments
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_a_hit_runs_no_check_again(plans, checks):
     assert again.tolist() == [2.0, 2.0]
 
 
-@pytest.mark.parametrize(
+@each(
     "other",
     [
         torch.zeros(4, 8),
@@ -66,7 +66,7 @@ def key_of(*arguments):
     return plan_key(GroupedAmax, None, arguments)
 
 
-@pytest.mark.parametrize(
+@each(
     "other",
     [
         [torch.zeros(4, 8), torch.zeros(3)],

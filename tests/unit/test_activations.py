@@ -8,6 +8,7 @@ import pytest
 
 import grouped
 from cute_kernels.activations import ACTIVATIONS, Activation, is_gated, parse_activation
+from tests.helpers import each
 
 GATED = {"geglu", "swiglu", "reglu", "qgeglu", "sreglu", "clamped_swiglu"}
 
@@ -61,7 +62,7 @@ def test_defaults_of_the_clamped_one():
     assert grouped.Activation is Activation
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "words"),
     [
         ("swish", ["activation must be one of gelu, silu", "'swish'"]),
@@ -82,7 +83,7 @@ def test_texts_of_nothing(text, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "error", "match"),
     [
         ({"name": "tanh"}, ValueError, "activation must be gelu or silu or"),

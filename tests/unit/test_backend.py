@@ -14,7 +14,7 @@ from cute_kernels.runtime import architecture
 from cute_kernels.runtime import backend as backend_module
 from cute_kernels.runtime.backend import BACKENDS, Backend
 from cute_kernels.runtime.plan import PlanCache
-from tests.helpers import ends, ops
+from tests.helpers import each, ends, ops
 
 CPU, CUDA, META = (torch.device(name) for name in ("cpu", "cuda", "meta"))
 VARIABLE = "CUTE_KERNELS_BACKEND"
@@ -83,7 +83,7 @@ def test_environment_gives_options(monkeypatch):
     assert active_backend(CPU).emulation == want
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "want"),
     [(text, True) for text in ("1", "true", "Yes", "on")]
     + [(text, False) for text in ("0", "false", "No", "off")],
@@ -93,7 +93,7 @@ def test_booleans_in_the_environment(monkeypatch, text, want):
     assert active_backend(CPU).emulation == (("races", want),)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "error", "words"),
     [
         ("emulated:sm_100a,seed=x", ValueError, "seed must be a number, got 'x'"),
@@ -137,7 +137,7 @@ def test_context_ends_with_an_exception():
     assert active_backend(CPU).name == "reference"
 
 
-@pytest.mark.parametrize("name", ["", "gpu", "emulated", "emulated:reference", "Reference", None])
+@each("name", ["", "gpu", "emulated", "emulated:reference", "Reference", None])
 def test_unknown_names_raise_and_change_nothing(name):
     with pytest.raises(ValueError) as caught, backend(name):
         pytest.fail("entered the block")

@@ -5,6 +5,7 @@ import torch
 
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
 from cute_kernels.layout.buffers import buffers, member_parts
+from tests.helpers import each
 
 T, K, G, N = 300, 416, 5, 200
 P = 128 * (T // 128 + G)
@@ -54,7 +55,7 @@ UNIFORM = {
 }
 
 
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
+@each("columnwise", [False, True], ids=["rowwise", "columnwise"])
 @pytest.mark.parametrize(("text", "wanted"), RAGGED.items(), ids=RAGGED)
 def test_ragged_buffers(text, wanted, columnwise):
     found = buffers(parse(text), (T, K), G, rowwise=not columnwise, columnwise=columnwise)
@@ -72,7 +73,7 @@ def test_a_row_scaled_uniform_tensor_has_one_level_a_row():
     assert buffers(NVFP4(row_scaled=True), (G, N, K), None)["amax"].shape == (G, N)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fmt", "codes", "scales"),
     [
         (NVFP4(), torch.uint8, torch.uint8),
@@ -90,8 +91,8 @@ def test_dtypes(fmt, codes, scales):
     assert all(found[name].dtype == torch.float32 for name in vectors)
 
 
-@pytest.mark.parametrize("fmt", [NVFP4(), FP8()], ids=lambda fmt: fmt.text)
-@pytest.mark.parametrize("cols", [16, 48, 416])
+@each("fmt", [NVFP4(), FP8()], ids=lambda fmt: fmt.text)
+@each("cols", [16, 48, 416])
 def test_rows_of_codes_are_16_bytes_apart(fmt, cols):
     codes = buffers(fmt, (3, cols), 1)["codes"]
     assert codes.strides[0] * codes.dtype.itemsize % 16 == 0
@@ -106,7 +107,7 @@ def test_a_shared_level_is_there_once():
     ]
 
 
-# ------------------------------------------------------------ groups that have shapes of their own
+# Groups that have shapes of their own
 
 SHAPES = [(5, 48), (0, 32), (130, 16), (1, 160)]
 #: format -> entries of each member's part of each buffer, worked out by hand for SHAPES: rows of

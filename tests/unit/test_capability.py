@@ -9,7 +9,7 @@ from cute_kernels import capability, support
 from cute_kernels.capability import ARCHITECTURES, OPS, UnsupportedError, markdown_table, require
 from cute_kernels.formats import FP8, MXFP8, NVFP4, RECORDS, FP8Block
 from cute_kernels.ops import registry
-from tests.helpers import ends, k_grouped_arguments, m_grouped_arguments, ops
+from tests.helpers import each, ends, k_grouped_arguments, m_grouped_arguments, ops
 
 FORMATS = (
     None,
@@ -109,7 +109,7 @@ def rowwise_only(monkeypatch):
     registry.forget_plans()
 
 
-@pytest.mark.parametrize("op", [op for op, _ in sorted(ROWWISE_ONLY)])
+@each("op", [op for op, _ in sorted(ROWWISE_ONLY)])
 def test_columnwise_copies_may_run_on_fewer_architectures(op, rowwise_only):
     for arch in ("reference", "sm_90a"):
         assert support(op, NVFP4(), arch)
@@ -172,15 +172,11 @@ def quantizing(b, transpose_b):
     )
 
 
-def wgrad(copy):
-    return ops.k_grouped_gemm(*k_grouped_arguments(copy, copy, OFFS))
-
-
 def plain_dgrad():
     return ops.m_grouped_gemm(ONES, torch.ones(2, 32, 32), OFFS, transpose_b=True)
 
 
-@pytest.mark.parametrize(("uses_columnwise", "call"), CALLS.values(), ids=CALLS)
+@each(("uses_columnwise", "call"), CALLS)
 def test_ops_tell_the_table_of_columnwise_copies(uses_columnwise, call, request):
     held = copies()
     request.getfixturevalue("rowwise_only")
@@ -216,23 +212,12 @@ def test_dtypes_that_an_op_does_not_take():
     assert support("grouped_gemm", NVFP4(), "sm_90a", dtype=torch.float32)
 
 
-@pytest.mark.parametrize("fmt", [NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))], ids=str)
-@pytest.mark.parametrize("op", ["grouped_quantize", "grouped_dequantize", "grouped_gemm"])
-def test_reference_runs_nvfp4(op, fmt):
-    assert support(op, fmt, "reference")
-
-
-@pytest.mark.parametrize("op", ["compute_offsets", "grouped_amax", "grouped_dbias", "grouped_gemm"])
-def test_reference_runs_plain_tensors(op):
-    assert support(op, None, "reference")
-
-
-@pytest.mark.parametrize("op", ["grouped_quantize", "grouped_dequantize"])
+@each("op", ["grouped_quantize", "grouped_dequantize"])
 def test_quantizing_needs_a_format(op):
     assert "needs a format" in support(op, None, "reference").reason
 
 
-@pytest.mark.parametrize("op", ["compute_offsets", "grouped_amax", "grouped_dbias"])
+@each("op", ["compute_offsets", "grouped_amax", "grouped_dbias"])
 def test_reductions_take_no_format(op):
     assert "plain tensors" in support(op, NVFP4(), "reference").reason
 
@@ -242,7 +227,7 @@ def test_a_class_stands_for_its_defaults():
         assert support(op, cls, "reference") == support(op, cls(), "reference")
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "error", "words"),
     [
         (("gemm", None, "reference"), ValueError, ["op", "'gemm'", "grouped_gemm"]),

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from cute_kernels.formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, FP8Block, parse
+from tests.helpers import each
 
 EVERY = (NVFP4(), NVFP4(row_scaled=True), MXFP8(), FP8Block(), FP8())
 
 
-@pytest.mark.parametrize("fmt", EVERY, ids=str)
+@each("fmt", EVERY, ids=str)
 def test_records_are_values(fmt):
     again = dataclasses.replace(fmt)
     assert again == fmt and again is not fmt and hash(again) == hash(fmt)
@@ -42,7 +43,7 @@ def test_nvfp4_constants():
     assert not NVFP4().is_2d and NVFP4(block=(16, 16)).is_2d
 
 
-@pytest.mark.parametrize(("bound", "per"), [*itertools.product((None, 256, 448), ("group", "row"))])
+@each(("bound", "per"), [*itertools.product((None, 256, 448), ("group", "row"))])
 def test_the_bound_of_block_scales_decides_the_second_level(bound, per):
     fmt = NVFP4(row_scaled=per == "row", four_over_six=True, e4m3_max=bound)
     want = bound or 256
@@ -68,15 +69,13 @@ def test_a_list_is_taken_as_block():
     hash(NVFP4(block=[16, 16]))
 
 
-@pytest.mark.parametrize("cls", [MXFP8, FP8Block, FP8])
-@pytest.mark.parametrize(
-    ("dtype", "element"), [(torch.float8_e4m3fn, E4M3), (torch.float8_e5m2, E5M2)]
-)
+@each("cls", [MXFP8, FP8Block, FP8])
+@each(("dtype", "element"), [(torch.float8_e4m3fn, E4M3), (torch.float8_e5m2, E5M2)])
 def test_fp8_element_follows_the_dtype(cls, dtype, element):
     assert cls(dtype=dtype).element is element
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "error", "words"),
     [
         (lambda: NVFP4(block=(1, 32)), ValueError, ["block", "(1, 16) or (16, 16)", "(1, 32)"]),
@@ -170,7 +169,7 @@ def test_a_record_has_one_text(text, fmt):
     assert parse(text) == fmt
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "words"),
     [
         ("fp6", ["mxfp8, nvfp4", "'fp6'"]),
@@ -202,7 +201,7 @@ def test_texts_of_no_record_raise_and_say_why(text, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("fmt", EVERY, ids=str)
+@each("fmt", EVERY, ids=str)
 def test_records_say_what_consumers_ask(fmt):
     level = fmt.second_level
     assert level is fmt.second_level  # each call of an op asks, so it is not made anew

@@ -10,6 +10,7 @@ import pytest
 from cute_kernels.host import settings
 from cute_kernels.host.locks import ForkSafeLock
 from cute_kernels.host.trust import make_folder, open_folder, read_file, write_file
+from tests.helpers import each
 
 NOBODY = 65534
 
@@ -37,15 +38,13 @@ def read(folder, name="file"):
 # Settings
 
 
-@pytest.mark.parametrize("text", ["", "2", "y", "none", "enabled"])
+@each("text", ["", "2", "y", "none", "enabled"])
 def test_what_is_no_boolean_is_an_error(text):
     with pytest.raises(ValueError, match=f"NAME must be one of .*, got '{text}'"):
         settings.boolean("NAME", text)
 
 
-@pytest.mark.parametrize(
-    ("text", "is_on"), [(None, True), ("", True), ("on", True), ("off", False), ("False", False)]
-)
+@each(("text", "is_on"), [(None, True), ("", True), ("on", True), ("off", False), ("False", False)])
 def test_the_kernel_cache_is_turned_off_by_any_no(monkeypatch, text, is_on):
     if text is None:
         monkeypatch.delenv("CUTE_KERNELS_CACHE", raising=False)
@@ -54,7 +53,7 @@ def test_the_kernel_cache_is_turned_off_by_any_no(monkeypatch, text, is_on):
     assert settings.kernel_cache_is_on() == is_on
 
 
-@pytest.mark.parametrize("variable", ["CUTE_KERNELS_CACHE_DIR", "XDG_CACHE_HOME"])
+@each("variable", ["CUTE_KERNELS_CACHE_DIR", "XDG_CACHE_HOME"])
 def test_a_cache_folder_of_an_unknown_user(monkeypatch, variable):
     monkeypatch.delenv("CUTE_KERNELS_CACHE_DIR", raising=False)
     monkeypatch.setenv(variable, "~nosuchuser/cache")
@@ -80,8 +79,8 @@ def test_nothing_is_writable_by_others_whatever_the_umask(tmp_path):
     assert read(tmp_path / "folder") == b"code"
 
 
-@pytest.mark.parametrize("mode", [0o20, 0o02])
-@pytest.mark.parametrize("name", ["", "file"])
+@each("mode", [0o20, 0o02])
+@each("name", ["", "file"])
 def test_what_others_can_write_is_not_read(folder, name, mode):
     path = folder / name
     path.chmod(path.stat().st_mode | mode)
@@ -90,7 +89,7 @@ def test_what_others_can_write_is_not_read(folder, name, mode):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-@pytest.mark.parametrize("name", ["", "file"])
+@each("name", ["", "file"])
 def test_what_another_user_owns_is_not_read(folder, name):
     os.chown(folder / name, NOBODY, NOBODY)
     with pytest.raises(PermissionError, match=f"belongs to user {NOBODY}, not to 0 or root"):

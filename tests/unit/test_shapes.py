@@ -120,10 +120,7 @@ def test_reference_places_groups_by_the_slot_rule(splits, tail):
     assert group.tolist() == sorted(group.tolist())
 
 
-@given(
-    st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=8),
-    st.integers(0, 600),
-)
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=8), st.integers(0, 600))
 def test_any_offsets_stay_inside_the_buffers(offs, rows):
     groups = Groups.ragged(torch.tensor(offs, dtype=torch.int32), rows)
     assert (groups.rows >= 0).all()

@@ -6,14 +6,14 @@
 
 static void move(Warp& w, const Instruction& in, u32 mask) {
   const int bits = type_bits(in.type);
-  each_lane(w, in, mask, 1, [=](u64 a, u64, u64, u64, int) { return zero_extend(a, bits); });
+  each_lane(w, in, mask, [=](u64 a) { return zero_extend(a, bits); });
 }
 
 static void convert_address(Warp& w, const Instruction& in, u32 mask) {
   const u64 window = in.space == SHARED ? SHARED_WINDOW : in.space == LOCAL ? LOCAL_WINDOW : 0;
   const bool from_generic = in.sub;
-  each_lane(w, in, mask, 1,
-            [=](u64 a, u64, u64, u64, int) { return from_generic ? a - window : a + window; });
+  each_lane(w, in, mask,
+            [=](u64 a) { return from_generic ? a - window : a + window; });
 }
 
 // mov.bN d, {a, b, ...}.  128-bit values live in two consecutive registers.
@@ -51,12 +51,12 @@ static void unpack(Warp& w, const Instruction& in, u32 mask) {
 static void select(Warp& w, const Instruction& in, u32 mask) {
   const int bits = type_bits(in.type);
   const bool negated = operand(in, 3).negated;
-  each_lane(w, in, mask, 3, [=](u64 a, u64 b, u64 p, u64, int) {
+  each_lane(w, in, mask, [=](u64 a, u64 b, u64 p) {
     return zero_extend(((p & 1) ^ negated) ? a : b, bits);
   });
 }
 static void select_by_sign(Warp& w, const Instruction& in, u32 mask) {
-  each_lane(w, in, mask, 3, [&](u64 a, u64 b, u64 c, u64, int) {
+  each_lane(w, in, mask, [&](u64 a, u64 b, u64 c) {
     if (in.type2 != T_F32) return (i32)c >= 0 ? a : b;
     const float f = bits_float(c);
     return ((in.flags & F_FTZ) ? flush_subnormal(f) : f) >= 0 ? a : b;
@@ -65,13 +65,13 @@ static void select_by_sign(Warp& w, const Instruction& in, u32 mask) {
 
 static void map_to_rank(Warp& w, const Instruction& in, u32 mask) {
   const u32 ranks = machine.cluster_size();
-  each_lane(w, in, mask, 2, [=](u64 a, u64 rank, u64, u64, int) {
+  each_lane(w, in, mask, [=](u64 a, u64 rank) {
     if ((u32)rank >= ranks) fail("mapa to CTA rank %u of a cluster of %u", (u32)rank, ranks);
     return (a & ~0xff000000ull) | (u64)(u32)rank << 24;
   });
 }
 static void is_in_space(Warp& w, const Instruction& in, u32 mask) {
-  each_lane(w, in, mask, 1, [&](u64 a, u64, u64, u64, int) -> u64 {
+  each_lane(w, in, mask, [&](u64 a) -> u64 {
     switch (in.space) {
       case SHARED: return is_shared_window(a);
       case LOCAL: return a >= LOCAL_WINDOW;
@@ -125,7 +125,7 @@ Status execute_alu(Warp& w, const Instruction& in, u32 mask) {
     case SLCT: select_by_sign(w, in, mask); return OK;
     case MAPA: map_to_rank(w, in, mask); return OK;
     case GETCTARANK:
-      each_lane(w, in, mask, 1, [](u64 a, u64, u64, u64, int) { return (a >> 24) & 0xff; });
+      each_lane(w, in, mask, [](u64 a) { return (a >> 24) & 0xff; });
       return OK;
     case ISSPACEP: is_in_space(w, in, mask); return OK;
     case SHFL:

@@ -95,7 +95,6 @@ void emu_add_program(const char* key, const char* name, const Instruction* instr
   }
   programs[key] = std::move(p);
 }
-int emu_has_program(const char* key) { return programs.count(key); }
 
 void emu_add_range(u64 address, u64 bytes) {
   u64& end = machine.ranges[address];

@@ -73,70 +73,61 @@ static u32 funnel_shift(const Instruction& in, u32 low, u32 high, u32 amount) {
 bool bit_manipulation(Warp& w, const Instruction& in, u32 mask) {
   const int bits = type_bits(in.type);
   const bool with_sign = is_signed(in.type);
-  auto unary = [&](auto f) {
-    each_lane(w, in, mask, 1, [=](u64 a, u64, u64, u64, int) -> u64 { return f(a); });
-    return true;
-  };
-  auto binary = [&](auto f) {
-    each_lane(w, in, mask, 2, [=](u64 a, u64 b, u64, u64, int) -> u64 { return f(a, b); });
-    return true;
-  };
-  auto ternary = [&](auto f) {
-    each_lane(w, in, mask, 3, [=](u64 a, u64 b, u64 c, u64, int) -> u64 { return f(a, b, c); });
+  auto set = [&](auto f) {
+    each_lane(w, in, mask, f);
     return true;
   };
   switch (in.op) {
-    case AND: return binary([=](u64 a, u64 b) { return zero_extend(a & b, bits); });
-    case OR: return binary([=](u64 a, u64 b) { return zero_extend(a | b, bits); });
-    case XOR: return binary([=](u64 a, u64 b) { return zero_extend(a ^ b, bits); });
-    case NOT: return unary([=](u64 a) { return zero_extend(~a, bits); });
-    case CNOT: return unary([=](u64 a) { return (u64)(zero_extend(a, bits) == 0); });
+    case AND: return set([=](u64 a, u64 b) { return zero_extend(a & b, bits); });
+    case OR: return set([=](u64 a, u64 b) { return zero_extend(a | b, bits); });
+    case XOR: return set([=](u64 a, u64 b) { return zero_extend(a ^ b, bits); });
+    case NOT: return set([=](u64 a) { return zero_extend(~a, bits); });
+    case CNOT: return set([=](u64 a) { return (u64)(zero_extend(a, bits) == 0); });
     case LOP3: {
       const u32 table = in.sub;
-      return ternary([=](u64 a, u64 b, u64 c) { return (u64)lut3(a, b, c, table); });
+      return set([=](u64 a, u64 b, u64 c) { return (u64)lut3(a, b, c, table); });
     }
     case SHL:
-      return binary(
+      return set(
           [=](u64 a, u64 n) { return (u32)n >= (u32)bits ? 0 : zero_extend(a << (u32)n, bits); });
     case SHR:
-      return binary([=](u64 a, u64 n) -> u64 {
+      return set([=](u64 a, u64 n) -> u64 {
         const u32 amount = n;
         if (with_sign)
           return zero_extend(sign_extend(a, bits) >> std::min<u32>(amount, bits - 1), bits);
         return amount >= (u32)bits ? 0 : zero_extend(a, bits) >> amount;
       });
-    case SHF: return ternary([&](u64 a, u64 b, u64 n) { return (u64)funnel_shift(in, a, b, n); });
+    case SHF: return set([&](u64 a, u64 b, u64 n) { return (u64)funnel_shift(in, a, b, n); });
     case PRMT: {
       const u8 mode = in.sub;
-      return ternary([=](u64 a, u64 b, u64 c) { return (u64)permute_bytes(a, b, c, mode); });
+      return set([=](u64 a, u64 b, u64 c) { return (u64)permute_bytes(a, b, c, mode); });
     }
-    case POPC: return unary([=](u64 a) { return __builtin_popcountll(zero_extend(a, bits)); });
+    case POPC: return set([=](u64 a) { return __builtin_popcountll(zero_extend(a, bits)); });
     case CLZ:
-      return unary([=](u64 a) {
+      return set([=](u64 a) {
         a = zero_extend(a, bits);
         return a ? __builtin_clzll(a) - (64 - bits) : bits;
       });
-    case BREV: return unary([=](u64 a) { return reverse_bits(a, bits); });
+    case BREV: return set([=](u64 a) { return reverse_bits(a, bits); });
     case BFE:
-      return ternary([=](u64 a, u64 position, u64 length) {
+      return set([=](u64 a, u64 position, u64 length) {
         return extract_field(a, position & 0xff, length & 0xff, bits, with_sign);
       });
     case BFI:
-      each_lane(w, in, mask, 4, [=](u64 a, u64 base, u64 position, u64 length, int) {
+      return set([=](u64 a, u64 base, u64 position, u64 length) {
         return insert_field(a, base, position & 0xff, length & 0xff, bits);
       });
-      return true;
     case BFIND: {
       const bool shift_amount = in.sub;
-      return unary([=](u64 a) { return find_leading(a, bits, with_sign, shift_amount); });
+      return set([=](u64 a) { return find_leading(a, bits, with_sign, shift_amount); });
     }
     case BMSK: {
       const bool wrap = in.sub;
-      return binary([=](u64 a, u64 n) { return (u64)bit_mask(a, n, wrap); });
+      return set([=](u64 a, u64 n) { return (u64)bit_mask(a, n, wrap); });
     }
     case SZEXT: {
       const bool wrap = in.sub;
-      return binary([=](u64 a, u64 n) -> u64 {
+      return set([=](u64 a, u64 n) -> u64 {
         const u32 width = wrap ? n & 31 : std::min<u32>((u32)n, 32);
         if (!width) return 0;
         return with_sign ? (u32)sign_extend(a, width) : (u32)zero_extend(a, width);

@@ -88,13 +88,13 @@ void set_value(Warp& w, const Instruction& in, u32 mask) {
     fail("set with a result of type %d is not modelled", in.type2);
   if (in.type == T_F16X2 || in.type == T_BF16X2) fail("set of packed halves is not modelled");
   const u64 yes = in.type2 == T_F32 ? float_bits(1.f) : 0xffffffffu;
-  each_lane(w, in, mask, 2,
-            [&](u64 a, u64 b, u64, u64, int) { return compare(in, in.type, a, b) ? yes : 0; });
+  each_lane(w, in, mask,
+            [&](u64 a, u64 b) { return compare(in, in.type, a, b) ? yes : 0; });
 }
 
 // The properties are in the order of isa.py.
 void test_property(Warp& w, const Instruction& in, u32 mask) {
-  each_lane(w, in, mask, 1, [&](u64 a, u64, u64, u64, int) -> u64 {
+  each_lane(w, in, mask, [&](u64 a) -> u64 {
     const double x = number_of(in.type, a);
     const int kind = in.type == T_F32 ? std::fpclassify((float)x) : std::fpclassify(x);
     switch (in.sub) {

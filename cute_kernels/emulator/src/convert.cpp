@@ -186,12 +186,12 @@ static void convert_to_mini(Warp& w, const Instruction& in, u32 mask, Packed to)
   };
   if (in.type2 == T_F16X2 || in.type2 == T_BF16X2) {
     const u8 from = in.type2 == T_F16X2 ? T_F16 : T_BF16;
-    return each_lane(w, in, mask, 1, [&](u64 a, u64, u64, u64, int) {
+    return each_lane(w, in, mask, [&](u64 a) {
       return encode(number_of(from, (u16)(a >> 16))) << bits | encode(number_of(from, (u16)a));
     });
   }
   if (in.type2 != T_F32) fail("conversion of type %d to a narrow float is not modelled", in.type2);
-  each_lane(w, in, mask, 2, [&](u64 a, u64 b, u64, u64, int) {
+  each_lane(w, in, mask, [&](u64 a, u64 b) {
     return encode(bits_float(a)) << bits | encode(bits_float(b));
   });
 }
@@ -204,7 +204,7 @@ static void convert_from_mini(Warp& w, const Instruction& in, u32 mask, u8 from)
   auto decode = [&](u32 code) -> u64 {
     return round_to_16(in.type == T_F16X2, relu(in, decode_mini(from, code)));
   };
-  each_lane(w, in, mask, 1, [&](u64 a, u64, u64, u64, int) {
+  each_lane(w, in, mask, [&](u64 a) {
     return decode(a & low_mask) | decode((a >> bits) & low_mask) << 16;
   });
 }
@@ -216,10 +216,10 @@ void convert(Warp& w, const Instruction& in, u32 mask) {
   if (in.rounding == RS) fail("stochastic rounding to type %d is not modelled", in.type);
   if (in.type == T_F16X2 || in.type == T_BF16X2) {
     const u8 type = in.type == T_F16X2 ? T_F16 : T_BF16;
-    return each_lane(w, in, mask, 2, [&](u64 a, u64 b, u64, u64, int) {
+    return each_lane(w, in, mask, [&](u64 a, u64 b) {
       return convert_scalar(in, type, in.type2, b) | convert_scalar(in, type, in.type2, a) << 16;
     });
   }
-  each_lane(w, in, mask, 1,
-            [&](u64 a, u64, u64, u64, int) { return convert_scalar(in, in.type, in.type2, a); });
+  each_lane(w, in, mask,
+            [&](u64 a) { return convert_scalar(in, in.type, in.type2, a); });
 }

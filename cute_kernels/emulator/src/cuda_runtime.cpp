@@ -2,7 +2,6 @@
 // The names and signatures are those of NVIDIA's libcute_dsl_runtime.so, in whose place
 // CUTE_DSL_LIBS puts this library.
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <string>
@@ -213,35 +212,6 @@ int _cudaDeviceGetAttribute(int* value, int attribute, int) {
     default: *value = 0;
   }
   return 0;
-}
-int _cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const void*, int, size_t) {
-  *count = 1;
-  return 0;
-}
-
-int _cudaMalloc(void** p, size_t bytes) {
-  *p = aligned_alloc(256, (bytes + 255) / 256 * 256);
-  return *p ? 0 : 2;  // cudaErrorMemoryAllocation
-}
-int _cudaMallocAsync(void** p, size_t bytes, void*) { return _cudaMalloc(p, bytes); }
-int _cudaFree(void* p) {
-  free(p);
-  return 0;
-}
-int _cudaFreeAsync(void* p, void*) { return _cudaFree(p); }
-int _cudaMemcpy(void* to, const void* from, size_t bytes, int) {
-  memcpy(to, from, bytes);
-  return 0;
-}
-int _cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, void*) {
-  return _cudaMemcpy(to, from, bytes, kind);
-}
-int _cudaMemset(void* p, int value, size_t bytes) {
-  memset(p, value, bytes);
-  return 0;
-}
-int _cudaMemsetAsync(void* p, int value, size_t bytes, void*) {
-  return _cudaMemset(p, value, bytes);
 }
 
 void cuda_dialect_assert_success(int code) { print_error(code); }

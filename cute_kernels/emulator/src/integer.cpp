@@ -15,7 +15,7 @@ static void add_sub(Warp& w, const Instruction& in, u32 mask) {
   const int bits = type_bits(in.type);
   const bool subtract = in.op == SUB;
   if (in.type == T_U16X2 || in.type == T_S16X2) {
-    each_lane(w, in, mask, 2, [=](u64 a, u64 b, u64, u64, int) -> u64 {
+    each_lane(w, in, mask, [=](u64 a, u64 b) -> u64 {
       const u16 low = subtract ? a - b : a + b;
       const u16 high = subtract ? (a >> 16) - (b >> 16) : (a >> 16) + (b >> 16);
       return low | (u32)high << 16;
@@ -61,7 +61,7 @@ static void multiply(Warp& w, const Instruction& in, u32 mask) {
 static void divide(Warp& w, const Instruction& in, u32 mask) {
   const int bits = type_bits(in.type);
   const bool remainder = in.op == REM, with_sign = is_signed(in.type);
-  each_lane(w, in, mask, 2, [=](u64 a, u64 b, u64, u64, int) -> u64 {
+  each_lane(w, in, mask, [=](u64 a, u64 b) -> u64 {
     const u64 x = zero_extend(a, bits), y = zero_extend(b, bits);
     if (!y) return remainder ? x : zero_extend(~0ull, bits);
     if (!with_sign) return remainder ? x % y : x / y;
@@ -93,7 +93,7 @@ static void minmax(Warp& w, const Instruction& in, u32 mask) {
 }
 
 static void dot_product_4(Warp& w, const Instruction& in, u32 mask) {
-  each_lane(w, in, mask, 3, [&](u64 a, u64 b, u64 c, u64, int) -> u64 {
+  each_lane(w, in, mask, [&](u64 a, u64 b, u64 c) -> u64 {
     i64 sum = (u32)c;
     for (int i = 0; i < 32; i += 8) {
       const i64 x = in.type == T_S32 ? (i8)(a >> i) : (u8)(a >> i);
@@ -117,14 +117,14 @@ void integer_arithmetic(Warp& w, const Instruction& in, u32 mask) {
     case MAX: return minmax(w, in, mask);
     case DP4A: return dot_product_4(w, in, mask);
     case ABS:
-      return each_lane(w, in, mask, 1, [=](u64 a, u64, u64, u64, int) {
+      return each_lane(w, in, mask, [=](u64 a) {
         return zero_extend(sign_extend(a, bits) < 0 ? -a : a, bits);
       });
     case NEG:
-      return each_lane(w, in, mask, 1,
-                       [=](u64 a, u64, u64, u64, int) { return zero_extend(-a, bits); });
+      return each_lane(w, in, mask,
+                       [=](u64 a) { return zero_extend(-a, bits); });
     case SAD:
-      return each_lane(w, in, mask, 3, [&](u64 a, u64 b, u64 c, u64, int) {
+      return each_lane(w, in, mask, [&](u64 a, u64 b, u64 c) {
         const u64 x = zero_extend(a, bits), y = zero_extend(b, bits);
         const bool less = is_signed(in.type) ? sign_extend(a, bits) < sign_extend(b, bits) : x < y;
         return zero_extend(c + (less ? y - x : x - y), bits);

@@ -15,34 +15,22 @@ using i16 = int16_t;
 using i32 = int32_t;
 using i64 = int64_t;
 
-#define OPCODES(X)                                                                                \
-  X(MOV)                                                                                          \
-  X(PACK)                                                                                         \
-  X(UNPACK)                                                                                       \
-  X(LD)                                                                                           \
-  X(ST)                                                                                           \
-  X(ATOM) X(RED) X(CVTA) X(MAPA) X(GETCTARANK) X(ISSPACEP) X(ADD) X(SUB) X(MUL) X(MAD) X(FMA) X(  \
-      DIV) X(REM) X(ABS) X(NEG) X(MIN) X(MAX) X(SAD) X(AND) X(OR) X(XOR) X(NOT) X(CNOT) X(LOP3)   \
-      X(SHL) X(SHR) X(SHF) X(PRMT) X(POPC) X(CLZ) X(BREV) X(BFE) X(BFI) X(BFIND) X(BMSK) X(SZEXT) \
-          X(DP4A) X(SETP) X(SET) X(SELP) X(SLCT) X(CVT) X(RCP) X(SQRT) X(RSQRT) X(EX2) X(LG2)     \
-              X(SIN) X(COS) X(TANH) X(COPYSIGN) X(TESTP) X(SHFL) X(VOTE) X(MATCH) X(ELECT)        \
-                  X(REDUX) X(ACTIVEMASK) X(BRA) X(BRX) X(EXIT) X(TRAP) X(NOP) X(NANOSLEEP) X(BAR) \
-                      X(BARWARP) X(CLUSTER_ARRIVE) X(CLUSTER_WAIT) X(FENCE) X(FENCE_PROXY_ASYNC)  \
-                          X(MBAR_INIT) X(MBAR_INVAL) X(MBAR_ARRIVE) X(MBAR_EXPECT_TX)             \
-                              X(MBAR_COMPLETE_TX) X(MBAR_WAIT) X(MBAR_PENDING) X(CP_ASYNC)        \
-                                  X(CP_ASYNC_COMMIT) X(CP_ASYNC_WAIT)                             \
-                                      X(CP_ASYNC_MBAR) X(BULK_G2S) X(BULK_S2G) X(BULK_S2S)        \
-                                          X(TMA_G2S) X(TMA_S2G) X(BULK_COMMIT) X(BULK_WAIT)       \
-                                              X(TMAP_REPLACE) X(TMAP_CP) X(TMAP_ADDRESS) \
-                                              X(LDMATRIX) X(STMATRIX)                         \
-                                                  X(WGMMA) X(WGMMA_FENCE) X(WGMMA_COMMIT)         \
-                                                      X(WGMMA_WAIT) X(TC_ALLOC) X(TC_DEALLOC)     \
-                                                          X(TC_RELINQUISH) X(TC_LD) X(TC_ST)      \
-                                                              X(TC_WAIT) X(TC_CP) X(TC_MMA)       \
-                                                                  X(TC_COMMIT) X(TC_FENCE)        \
-                                                                      X(SETMAXNREG) X(CLC_TRY)    \
-                                                                          X(CLC_QUERY)            \
-                                                                              X(UNSUPPORTED)
+// clang-format off
+#define OPCODES(X) \
+  X(MOV) X(PACK) X(UNPACK) X(LD) X(ST) X(ATOM) X(RED) X(CVTA) X(MAPA) X(GETCTARANK) X(ISSPACEP) \
+  X(ADD) X(SUB) X(MUL) X(MAD) X(FMA) X(DIV) X(REM) X(ABS) X(NEG) X(MIN) X(MAX) X(SAD) X(AND) X(OR) \
+  X(XOR) X(NOT) X(CNOT) X(LOP3) X(SHL) X(SHR) X(SHF) X(PRMT) X(POPC) X(CLZ) X(BREV) X(BFE) X(BFI) \
+  X(BFIND) X(BMSK) X(SZEXT) X(DP4A) X(SETP) X(SET) X(SELP) X(SLCT) X(CVT) X(RCP) X(SQRT) X(RSQRT) \
+  X(EX2) X(LG2) X(SIN) X(COS) X(TANH) X(COPYSIGN) X(TESTP) X(SHFL) X(VOTE) X(MATCH) X(ELECT) \
+  X(REDUX) X(ACTIVEMASK) X(BRA) X(BRX) X(EXIT) X(TRAP) X(NOP) X(NANOSLEEP) X(BAR) X(BARWARP) \
+  X(CLUSTER_ARRIVE) X(CLUSTER_WAIT) X(FENCE) X(FENCE_PROXY_ASYNC) X(MBAR_INIT) X(MBAR_INVAL) \
+  X(MBAR_ARRIVE) X(MBAR_EXPECT_TX) X(MBAR_COMPLETE_TX) X(MBAR_WAIT) X(MBAR_PENDING) X(CP_ASYNC) \
+  X(CP_ASYNC_COMMIT) X(CP_ASYNC_WAIT) X(CP_ASYNC_MBAR) X(BULK_G2S) X(BULK_S2G) X(BULK_S2S) \
+  X(TMA_G2S) X(TMA_S2G) X(BULK_COMMIT) X(BULK_WAIT) X(TMAP_REPLACE) X(TMAP_CP) X(TMAP_ADDRESS) \
+  X(LDMATRIX) X(STMATRIX) X(WGMMA) X(WGMMA_FENCE) X(WGMMA_COMMIT) X(WGMMA_WAIT) X(TC_ALLOC) \
+  X(TC_DEALLOC) X(TC_RELINQUISH) X(TC_LD) X(TC_ST) X(TC_WAIT) X(TC_CP) X(TC_MMA) X(TC_COMMIT) \
+  X(TC_FENCE) X(SETMAXNREG) X(CLC_TRY) X(CLC_QUERY) X(UNSUPPORTED)
+// clang-format on
 enum Opcode : u16 {
 #define X(name) name,
   OPCODES(X)
@@ -50,16 +38,13 @@ enum Opcode : u16 {
       NUM_OPCODES
 };
 
-#define TYPES(X)                                                                                   \
-  X(NONE)                                                                                          \
-  X(PRED)                                                                                          \
-  X(B8)                                                                                            \
-  X(B16)                                                                                           \
-  X(B32)                                                                                           \
-  X(B64) X(B128) X(U8) X(U16) X(U32) X(U64) X(S8) X(S16) X(S32) X(S64) X(F16) X(BF16) X(F32)       \
-      X(F64) X(TF32) X(F16X2) X(BF16X2) X(F32X2) X(U16X2) X(S16X2) X(E4M3) X(E5M2) X(E2M1) X(E2M3) \
-          X(E3M2) X(UE8M0) X(E4M3X2) X(E5M2X2) X(E2M1X2) X(E2M3X2) X(E3M2X2) X(UE8M0X2) X(E4M3X4)  \
-              X(E5M2X4) X(E2M1X4) X(E2M3X4) X(E3M2X4)
+// clang-format off
+#define TYPES(X) \
+  X(NONE) X(PRED) X(B8) X(B16) X(B32) X(B64) X(B128) X(U8) X(U16) X(U32) X(U64) X(S8) X(S16) \
+  X(S32) X(S64) X(F16) X(BF16) X(F32) X(F64) X(TF32) X(F16X2) X(BF16X2) X(F32X2) X(U16X2) X(S16X2) \
+  X(E4M3) X(E5M2) X(E2M1) X(E2M3) X(E3M2) X(UE8M0) X(E4M3X2) X(E5M2X2) X(E2M1X2) X(E2M3X2) \
+  X(E3M2X2) X(UE8M0X2) X(E4M3X4) X(E5M2X4) X(E2M1X4) X(E2M3X4) X(E3M2X4)
+// clang-format on
 enum Type : u8 {
 #define X(name) T_##name,
   TYPES(X)

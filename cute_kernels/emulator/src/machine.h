@@ -130,14 +130,12 @@ struct Cluster {
 };
 
 // The names of the fields are read by stats(): keep X in the order of the struct.
-#define STATISTICS(X)                                                                      \
-  X(ld_global_bytes)                                                                       \
-  X(st_global_bytes)                                                                       \
-  X(ld_global_sectors)                                                                     \
-  X(st_global_sectors)                                                                     \
-  X(tma_load_bytes)                                                                        \
-  X(tma_store_bytes) X(smem_wavefronts) X(smem_accesses) X(mma_flops) X(mma_insns) X(ctas) \
-      X(atomics)
+// clang-format off
+#define STATISTICS(X) \
+  X(ld_global_bytes) X(st_global_bytes) X(ld_global_sectors) X(st_global_sectors) \
+  X(tma_load_bytes) X(tma_store_bytes) X(smem_wavefronts) X(smem_accesses) X(mma_flops) \
+  X(mma_insns) X(ctas) X(atomics)
+// clang-format on
 struct Stats {
   u64 warp_insns = 0, thread_insns = 0;
   u64 op[NUM_OPCODES] = {};

@@ -27,9 +27,11 @@ from cute_kernels.gemm.problem import (
     GemmConfig,
     GemmGrouping,
     GemmProblem,
+    RowPart,
     TileShape,
 )
 from cute_kernels.gemm.sm90.heuristics import estimated_cycles
+from cute_kernels.gemm.sm90.parts import parts_of
 from cute_kernels.layout.pieces import DECODED_SCALE
 from cute_kernels.layout.shapes import PIECE_K
 
@@ -43,6 +45,8 @@ _LONG_STAGE_K = 2 * PIECE_K
 _LONG_STAGE_N = 16
 #: Columns up to which a tile's instructions are short beside what a group of them costs.
 _SHORT_N = 64
+#: Columns of a tile between those of narrow and wide ones, for what is decoded.
+_DECODED_N = 96
 #: Columns above which two warpgroups ping-pong: one multiplies while the other stores.
 _WIDE_N = 128
 #: Columns whose partial sums a warpgroup holds at a time, beside all sums in fp32.
@@ -88,6 +92,7 @@ SM90_TILES = (
     Sm90Tile(256, 64, swap_ab=True, consumers=4),
     Sm90Tile(256, 32, swap_ab=True, consumers=4, fitted=True),
     Sm90Tile(128, 128, swap_ab=True),
+    Sm90Tile(256, 96, num_ctas=2, swap_ab=True),
     Sm90Tile(256, 128, num_ctas=2, swap_ab=True),
     Sm90Tile(128, 256, num_ctas=2, swap_ab=True),
     Sm90Tile(128, 128),
@@ -106,6 +111,8 @@ class Sm90GemmConfig(GemmConfig):
         prepacked: B's codes have the order of bits that ``decode`` takes fewer instructions for.
         split: sums of operands without block scales are promoted.
         pow2_scales: fp32 block scales of both operands are powers of two.
+        part: the row tiles that this kernel takes where several share the product; None if it takes
+            all of them.
     """
 
     tile: Sm90Tile = Sm90Tile(128, 128)
@@ -113,6 +120,7 @@ class Sm90GemmConfig(GemmConfig):
     prepacked: bool = False
     split: bool = False
     pow2_scales: bool = False
+    part: RowPart | None = None
 
     kernel: ClassVar[str] = "cute_kernels.gemm.sm90.kernel:Sm90Gemm"
     tile_shapes: ClassVar[tuple[TileShape, ...]] = SM90_TILES
@@ -133,6 +141,12 @@ class Sm90GemmConfig(GemmConfig):
             raise ValueError(f"{self.operand} has no fp32 block scales")
         if self.kind.has_squares and self.b_kind.has_squares:
             raise ValueError("one operand must have a scale for each row")
+        if self.part is not None:
+            if self.grouping != "m_grouped":
+                raise ValueError("only an m_grouped product has parts")
+            rows = self.part.chunk if self.part.most == self.part.chunk else self.part.most
+            if self.tile.rows < rows or self.tile.rows > self.part.chunk:
+                raise ValueError(f"tiles of {self.tile.rows} rows cannot be those of {self.part}")
 
     @classmethod
     def any_tile(cls, grouping: GemmGrouping) -> Sm90Tile:
@@ -151,15 +165,24 @@ class Sm90GemmConfig(GemmConfig):
         if self.is_decoded and tile.swap_ab and tile.n > _WIDE_N:
             # 3 to 5% slower than 256 x 128 at 512 and 4096 rows a group (H200).
             return f"operands that are decoded have at most {_WIDE_N} columns"
-        if tile.fitted and not self.is_decoded:
-            return "only products of operands that are decoded are fitted"
         if self.promotes and tile.m != tile.consumers * WARPGROUP_M:
             return "there are no registers for sums and partial sums of two instructions along M"
+        if not self.is_decoded and (tile.fitted or tile.n == _DECODED_N):
+            return "only products of operands that are decoded have this tile"
         return ""
 
     def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
         """What a call costs, by a model of time."""
         return estimated_cycles(self, problem, num_sms)
+
+    @property
+    def rows_taken(self) -> RowPart:
+        """The row tiles of an m_grouped product that this kernel takes."""
+        return self.part or super().rows_taken
+
+    def parts(self, problem: GemmProblem, num_sms: int) -> tuple[Sm90GemmConfig, ...]:
+        """The kernels that share a product among them, in the order in which they run."""
+        return parts_of(self, problem, num_sms)
 
     @property
     def instruction_k(self) -> int:

@@ -167,6 +167,7 @@ class Sm90Gemm:
             cluster=[config.tile.num_ctas, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=config.rows_taken.follows,
         )
 
     def views(self, m: cute.Tensor, n: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
@@ -228,6 +229,9 @@ class Sm90Gemm:
         shared = self.allocate_stages(smem, layouts)
         pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
 
+        if cutlass.const_expr(config.part is not None):
+            # The next part's CTAs take the places of this one's: each needs a whole SM.
+            cute.arch.griddepcontrol_launch_dependents()
         tiles = TileReader(ring, barriers.tiles)
         consumer_registers, other_registers = warps.registers
         if warp < warps.num_consumer_warps:
@@ -246,6 +250,10 @@ class Sm90Gemm:
                 sources = Sources.paired(atoms, tensors)
                 loads = self.stage_loads(layouts, sources, shared, cta)
                 LoadWarp(config, *loads, tiles, ab_pipeline).run()
+            if cutlass.const_expr(config.rows_taken.follows):
+                # Parts write rows of their own. But who waits for this one waits for all before it.
+                if warp == warps.scheduler_warp_id and cute.arch.block_idx()[0] == 0:
+                    cute.arch.griddepcontrol_wait()
 
     def allocate_stages(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts) -> Stages:
         """Stages of both operands, and of their block scales, in shared memory."""

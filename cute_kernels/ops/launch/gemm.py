@@ -96,7 +96,7 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
     problem = GemmProblem(
         base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth
     )
-    return _runner(op, _choose(base, problem, launch), launch)
+    return _runner(op, _choose(base, problem, launch), problem, launch)
 
 
 def quantizing(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner | None:
@@ -122,7 +122,7 @@ def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
         **(_sm90_fields(op) if launch.arch == "sm_90a" else {}),
     )
     problem = GemmProblem(base.operand, "k_grouped", base.out_dtype, groups, op.rows, n, m=m)
-    return _runner(op, _choose(base, problem, launch), launch)
+    return _runner(op, _choose(base, problem, launch), problem, launch)
 
 
 def _nothing(
@@ -145,7 +145,7 @@ def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmCon
         raise UnsupportedError(str(error)) from None
 
 
-def _runner(op: GroupedGemm, config: GemmConfig, launch: Launcher) -> Runner:
+def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: Launcher) -> Runner:
     prepare = None
     if isinstance(config, Sm90GemmConfig):
         prepare = sm90_preparation(op, config, launch)
@@ -155,11 +155,14 @@ def _runner(op: GroupedGemm, config: GemmConfig, launch: Launcher) -> Runner:
     vectors = (op.offs, getattr(op, "bias", None), op.alpha)
     is_dense = all(v is None or v.is_contiguous() for v in vectors)
 
+    parts = (config,) if _forced else config.parts(problem, launch.num_sms)
+
     @functools.cache
-    def kernel(accumulate: bool, zero_tail: bool) -> Callable[..., object]:
-        return launch.kernel(
-            dataclasses.replace(config, accumulate=accumulate, zero_tail=zero_tail)
-        )
+    def kernels(accumulate: bool, zero_tail: bool) -> list[Callable[..., object]]:
+        return [
+            launch.kernel(dataclasses.replace(part, accumulate=accumulate, zero_tail=zero_tail))
+            for part in parts
+        ]
 
     def run(
         op: GroupedGemm,
@@ -177,8 +180,9 @@ def _runner(op: GroupedGemm, config: GemmConfig, launch: Launcher) -> Runner:
         bias = aligned(bias, PITCH_ALIGNMENT)
         if prepare is not None:
             a, b = prepare(a, b, offs)
-        # As GemmArguments names them; making one takes half a microsecond of every call.
-        kernel(accumulate, fresh)(*a, *b, offs, bias, alpha, outputs[0], launch.num_sms)
+        for kernel in kernels(accumulate, fresh):
+            # As GemmArguments names them; making one takes half a microsecond of every call.
+            kernel(*a, *b, offs, bias, alpha, outputs[0], launch.num_sms)
 
     return run
 

@@ -18,7 +18,12 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from cute_kernels.device.absmax import absmax_packed, split_absmax
 from cute_kernels.device.codecs import Level
 from cute_kernels.device.groups import Grouping
-from cute_kernels.device.memory import load_shared, store_global, store_shared_byte
+from cute_kernels.device.memory import (
+    load_shared,
+    store_global,
+    store_global_past_l1,
+    store_shared_byte,
+)
 from cute_kernels.device.ptx import bits_as_f32, select
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.config import DTYPE_BYTES
@@ -172,7 +177,7 @@ class ByteColumnConverter:
             of_word = factors[w * per_word : (w + 1) * per_word]
             columns = self.codec.encode_columns([row[w] for row in rows], of_word, twist)
             for codes in columns:
-                store_global(target, codes)
+                store_global_past_l1(target, codes)
                 target += pitch
 
     @cute.jit
@@ -196,7 +201,8 @@ class ByteColumnConverter:
         # Of each four rows, the upper four of an eight first where the order is twisted.
         fours = [target + twist * pitch, target + (4 - twist) * pitch]
         for i in cutlass.range_constexpr(_ROWS):
-            store_global(fours[i // 4 % 2], self.codec.encode_mixed(rows[i], factors))
+            codes = self.codec.encode_mixed(rows[i], factors)
+            store_global_past_l1(fours[i // 4 % 2], codes)
             fours[i // 4 % 2] += pitch * (5 if i % 4 == 3 else 1)
 
     # ------------------------------------------------------------------ scales

@@ -7,15 +7,21 @@ of it, and leave four bytes a row, which is what 128 columns have in every layou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from cute_kernels.device.absmax import absmax_packed, unpack_absmax
 from cute_kernels.device.codecs import Level
 from cute_kernels.device.groups import Grouping
-from cute_kernels.device.memory import load_shared, store_global, store_shared, store_shared_byte
+from cute_kernels.device.memory import (
+    load_shared,
+    store_global,
+    store_global_past_l1,
+    store_shared,
+    store_shared_byte,
+)
 from cute_kernels.device.ptx import select
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.layout.slots import TILE_ROWS
@@ -41,6 +47,30 @@ _STORE_BYTES = {"sm_90a": 16, "sm_100a": 32}
 _HALF_STORE = 16
 #: Rows of a warp in each quarter of a tile, and rows of a quarter.
 _EIGHT, _QUARTER, _QUARTERS = 8, 32, 4
+
+
+class LaneRows(NamedTuple):
+    """What a lane has of a tile's rows.
+
+    Attributes:
+        mate: which of its rows' lanes it is.
+        source: where the first chunk of its columns of its first row is.
+        staged: where the scale of its block of that row goes.
+        live: rows of the tile from that one on.
+        target: where the codes of that row go.
+        pitch: bytes from one row of codes to the next.
+        is_wide: all of its columns exist, and one store takes their codes.
+        left: columns from its first one on.
+    """
+
+    mate: Int32
+    source: Int32
+    staged: Int32
+    live: Int32
+    target: Int64
+    pitch: Int64
+    is_wide: Boolean
+    left: Int32
 
 
 class ByteRowConverter:
@@ -69,6 +99,8 @@ class ByteRowConverter:
         #: Lanes that share a block.
         self.sharing = max(1, codec.block // self.width) if codec.has_scales else 1
         self.is_tiled = codec.has_scales and codec.fmt.scale.layout == "tiles_128x4"
+        #: sm_90a was not measured to gain by more code.
+        self.is_unrolled = config.arch == "sm_100a"
         #: Whether rows have scales of their own, which are staged.
         self.stages_scales = codec.has_scales and not (config.is_2d and not self.is_tiled)
 
@@ -98,36 +130,55 @@ class ByteRowConverter:
         first = part * _EIGHT + row
         pitch = Int64(codes.stride[len(codes.stride) - 2])
         col = what.col_tile * TILE_COLS + mate * self.width
-        target = codes.iterator.toint() + (what.first + first) * pitch + col
-        source = self.source(places.tile, mate, first)
-        staged = self.staged(places.scales, mate, first)
+        left = cols - col
+        lane = LaneRows(
+            mate=mate,
+            source=self.source(places.tile, mate, first),
+            staged=self.staged(places.scales, mate, first),
+            live=what.count - first,
+            target=codes.iterator.toint() + (what.first + first) * pitch + col,
+            pitch=pitch,
+            is_wide=left >= self.width and pitch % self.width == 0,
+            left=left,
+        )
         # Quarters in which a row of the warp's exists.
-        reach = what.count - part * _EIGHT + (_QUARTER - 1)
-        quarters = cutlass.min(reach // _QUARTER, Int32(_QUARTERS))
-        for q in cutlass.range(quarters, unroll=2):
-            for step in cutlass.range_constexpr(_EIGHT // self.rows_at_once):
-                after = step * self.rows_at_once
-                live = first + q * _QUARTER + after < what.count
-                # Rows of one lane differ in a bit of the swizzle besides.
-                at = (source ^ (after * 16)) + (q * _QUARTER + after) * BOX_BYTES
-                words = self.load(at)
-                packed = absmax_packed(words, self.dtype, self.arch)
-                if cutlass.const_expr(self.config.reports_amax):
-                    seen = absmax_packed(
-                        [seen, select(live, packed, Uint32(0))], self.dtype, self.arch
-                    )
-                stored, factor = self.scale(packed, level, q, mate, places)
-                if cutlass.const_expr(self.stages_scales):
-                    self.stage(stored, staged, q, after, mate)
-                out = self.codec.encode_row(words, factor)
-                if live and col < cols:
-                    self.store(target + (q * _QUARTER + after) * pitch, out, cols - col, pitch)
+        quarters = (what.count - part * _EIGHT + (_QUARTER - 1)) >> 5
+        if cutlass.const_expr(self.is_unrolled):
+            for q in cutlass.range_constexpr(_QUARTERS):
+                if q < quarters:
+                    seen = self.convert_eight(level, lane, Int32(q), places, seen)
+        else:
+            quarters = cutlass.min(quarters, Int32(_QUARTERS))
+            for q in cutlass.range(quarters, unroll=2):
+                seen = self.convert_eight(level, lane, q, places, seen)
         if cutlass.const_expr(self.codec.has_scales):
             if cutlass.const_expr(self.stages_scales):
                 cute.arch.sync_warp()
                 self.write_scales(groups, scales, what, part, places.scales)
             else:
-                self.write_square(scales, level, what, part, places)
+                self.squares.write_scale(scales, level, what, part, places.squares)
+        return seen
+
+    @cute.jit
+    def convert_eight(
+        self, level: Level, lane: LaneRows, q: Int32, places: TilePlaces, seen: Uint32
+    ) -> Uint32:
+        """The warp's eight rows of a quarter of the tile, several at a time."""
+        for after in cutlass.range_constexpr(0, _EIGHT, self.rows_at_once):
+            rows_on = q * _QUARTER + after
+            # Rows of one lane differ in a bit of the swizzle besides.
+            at = lane.source ^ (after * 16)
+            words = self.load(at, rows_on * BOX_BYTES)
+            packed = absmax_packed(words, self.dtype, self.arch)
+            if cutlass.const_expr(self.config.reports_amax):
+                shown = select(rows_on < lane.live, packed, Uint32(0))
+                seen = absmax_packed([seen, shown], self.dtype, self.arch)
+            stored, factor = self.scale(packed, level, q, lane.mate, places)
+            if cutlass.const_expr(self.stages_scales):
+                self.stage(stored, lane.staged, q, after, lane.mate)
+            out = self.codec.encode_row(words, factor)
+            if rows_on < lane.live and lane.left > 0:
+                self.store(lane, lane.target + rows_on * lane.pitch, out)
         return seen
 
     def source(self, tile_at: Int32, mate: Int32, first: Int32) -> Int32:
@@ -136,9 +187,10 @@ class ByteRowConverter:
         at = tile_at + first * BOX_BYTES + ((chunk ^ first) % 8) * 16
         return at + mate * self.width // self.tile.box_cols * BOX_SIZE
 
-    def load(self, at: Int32) -> list[Uint32]:
-        """A lane's columns of a row."""
-        return [word for c in range(self.chunks) for word in load_shared(at ^ (c * 16), 4)]
+    def load(self, at: Int32, after: Int32) -> list[Uint32]:
+        """A lane's columns of the row that is so many bytes on."""
+        places = [(at ^ (c * 16)) + after for c in range(self.chunks)]
+        return [word for place in places for word in load_shared(place, 4)]
 
     def scale(
         self, packed: Uint32, level: Level, q: Int32, mate: Int32, places: TilePlaces
@@ -211,29 +263,17 @@ class ByteRowConverter:
         slots = Int64(scales.shape[len(scales.shape) - 1])
         return (row * slots + groups.local_tile(what.tile, what.group) * TILE_ROWS) * 4
 
-    @cute.jit
-    def write_square(
-        self,
-        scales: cute.Tensor,
-        level: Level,
-        what: Descriptor,
-        part: Int32,
-        places: TilePlaces,
-    ) -> None:
-        """The scale of the tile, one block, by one thread."""
-        self.squares.write_scale(scales, level, what, part, places.squares)
-
     # ------------------------------------------------------------------ codes
 
     @cute.jit
-    def store(self, target: Int64, words: list, left: Int32, pitch: Int64) -> None:
-        """Codes of a lane's columns, of which ``left`` exist, a multiple of 16."""
+    def store(self, lane: LaneRows, target: Int64, words: list) -> None:
+        """Codes of those of a lane's columns that exist, a multiple of 16."""
         half = _HALF_STORE // 4
         if cutlass.const_expr(self.width == _HALF_STORE):
-            store_global(target, words)
-        elif left >= self.width and pitch % self.width == 0:
-            store_global(target, words)
+            store_global_past_l1(target, words)
+        elif lane.is_wide:
+            store_global_past_l1(target, words)
         else:
-            store_global(target, words[:half])
-            if left >= self.width:
-                store_global(target + _HALF_STORE, words[half:])
+            store_global_past_l1(target, words[:half])
+            if lane.left >= self.width:
+                store_global_past_l1(target + _HALF_STORE, words[half:])

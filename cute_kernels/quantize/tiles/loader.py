@@ -25,6 +25,7 @@ from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.fakes import dsl_dtype
 from cute_kernels.quantize.tiles.geometry import (
     BOX_BYTES,
+    BOX_ROWS,
     BOX_SIZE,
     TILE_COLS,
     Descriptor,
@@ -54,6 +55,7 @@ class TileLoader:
     def __init__(self, config: TileConfig, tile: TileGeometry):
         self.config = config
         self.tile = tile
+        self.box_rows = BOX_ROWS[config.arch]
 
     @cute.jit
     def load(
@@ -75,6 +77,8 @@ class TileLoader:
         num_items = num_tiles * col_tiles
         # The last group met so far; of the band, the one before it and the first tile with rows.
         band, hint, reach, head = Int32(-1), Int32(0), Int32(0), Int32(0)
+        # Of the group met last: its first tile, its first row and the row after its last.
+        group, origin, start, end = Int32(0), Int32(0), Int32(0), Int32(0)
         while item < num_items:
             band_was = band
             band = item // (self.config.band * col_tiles)
@@ -83,7 +87,12 @@ class TileLoader:
                 hint = reach
                 head = groups.seek(first_tile, hint)[0]
             wanted, col_tile = self.tile_of(item, first_tile, num_tiles, col_tiles)
-            tile, group, first, count = groups.seek(wanted, hint)
+            # Most tiles are of the group of the one before: no look at the ends of groups.
+            tile, first = wanted, start + (wanted - origin) * TILE_ROWS
+            count = cutlass.min(end - first, Int32(TILE_ROWS))
+            if wanted < origin or count <= 0:
+                tile, group, first, count = groups.seek(wanted, hint)
+                origin, start, end = groups.span(group)
             if tile != wanted:
                 item = self.skip(item, step, first_tile, head, col_tiles)
             else:
@@ -143,12 +152,16 @@ class TileLoader:
             cute.arch.mbarrier_arrive_and_expect_tx(shared.full + full, size)
         target = shared.tiles + stage * self.config.tile_bytes
         bar = shared.full + full
-        for b in cutlass.range_constexpr(self.tile.num_boxes):
-            col = what.col_tile * TILE_COLS + b * self.tile.box_cols
-            if what.count == TILE_ROWS:
-                self.copy_box(boxes, TILE_ROWS, what.first, col, target + b * BOX_SIZE, bar)
-            else:
-                for r in cutlass.range(what.count, unroll=1):
+        if what.count == TILE_ROWS:
+            for r in cutlass.range_constexpr(0, TILE_ROWS, self.box_rows):
+                for b in cutlass.range_constexpr(self.tile.num_boxes):
+                    col = what.col_tile * TILE_COLS + b * self.tile.box_cols
+                    place = target + (b * BOX_SIZE + r * BOX_BYTES)
+                    self.copy_box(boxes, self.box_rows, what.first + r, col, place, bar)
+        else:
+            for r in cutlass.range(what.count, unroll=1):
+                for b in cutlass.range_constexpr(self.tile.num_boxes):
+                    col = what.col_tile * TILE_COLS + b * self.tile.box_cols
                     place = target + (b * BOX_SIZE + r * BOX_BYTES)
                     self.copy_box(lines, 1, what.first + r, col, place, bar)
 
