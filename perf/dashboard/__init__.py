@@ -21,15 +21,9 @@ __all__ = ["add_arguments", "main", "publish"]
 
 
 def publish(folder: Path, records: Sequence[Record], numerics: Sequence[Any] = ()) -> list[Path]:
-    """Write a static site: the page, its records, and the badge.
+    """Write a static site, the page, its records and the badge, and say what was written.
 
-    Args:
-        folder: made where it is missing. Files of the same names are replaced.
-        records: all that there are.
-        numerics: as ``read_numerics`` gives them.
-
-    Returns:
-        What was written.
+    The folder is made where it is missing; files of the same names are replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
     index, data, image = (folder / n for n in ("index.html", "records.jsonl.xz", "badge.svg"))
@@ -61,15 +55,13 @@ def main(arguments: argparse.Namespace) -> int:
         raise ValueError("say what to write: --out FILE, --publish DIR or --badge FILE")
     records = load(*(arguments.records or [RESULTS]))
     numerics = read_numerics(arguments.numerics)
-    written = []
+    written = [path for path in (arguments.out, arguments.badge) if path]
     if arguments.out:
         arguments.out.write_text(page(records, numerics=numerics), encoding="utf-8")
-        written.append(arguments.out)
-    if arguments.publish:
-        written += publish(arguments.publish, records, numerics)
     if arguments.badge:
         arguments.badge.write_text(badge(records), encoding="utf-8")
-        written.append(arguments.badge)
+    if arguments.publish:
+        written += publish(arguments.publish, records, numerics)
     for path in written:
         print(f"{path}: {path.stat().st_size / 1000:.0f} KB")
     return 0

@@ -28,11 +28,9 @@ SCRIPTS = ("dom", "data", "filters", "plot", "tables", "plots", "views", "numeri
 def vendored(name: str) -> bytes:
     """A file of the plotting library."""
     path = VENDORED / name
-    return (
-        path.read_bytes()
-        if path.exists()
-        else lzma.decompress(path.with_name(f"{name}.xz").read_bytes())
-    )
+    if path.exists():
+        return path.read_bytes()
+    return lzma.decompress(path.with_name(f"{name}.xz").read_bytes())
 
 
 def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()) -> str:

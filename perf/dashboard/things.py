@@ -15,15 +15,7 @@ from perf.records import Record, latest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = [
-    "PUBLISHED",
-    "commit_name",
-    "commits_of",
-    "history_of",
-    "kernel_of",
-    "payload",
-    "roofs_of",
-]
+__all__ = ["PUBLISHED", "commits_of", "history_of", "kernel_of", "payload", "roofs_of"]
 
 #: Rates of data sheets, dense: memory in TB/s, products in TFLOP/s. A name is looked for in that of
 #: the GPU, the longest first.
@@ -45,31 +37,22 @@ def roofs_of(gpu: str, records: Iterable[Record]) -> list[tuple[str, str, float,
 
     Of those that were measured the highest; the others are of its data sheet.
     """
-    roofs: dict[str, float] = {}
-    for name in sorted(PUBLISHED, key=len):
-        if name in gpu:
-            roofs = dict(PUBLISHED[name])
+    names = sorted((name for name in PUBLISHED if name in gpu), key=len)
     measured: dict[str, float] = {}
     for record in records:
         if record.gpu == gpu and record.kind == "gpu":
             for kind, rate in record.ceilings.items():
                 measured[kind] = max(rate, measured.get(kind, 0.0))
-    roofs |= measured
-    return [
-        (kind, name, roofs[kind], kind in measured)
-        for kind, name in _ROOFS.items()
-        if kind in roofs
-    ]
+    roofs = (PUBLISHED[names[-1]] if names else {}) | measured
+    known = {kind: name for kind, name in _ROOFS.items() if kind in roofs}
+    return [(kind, name, roofs[kind], kind in measured) for kind, name in known.items()]
 
 
 def kernel_of(record: Record) -> str:
     """Name of the kernel of ours that a record measures; none of peers, of layers and of calls."""
     case = record.case
-    if not record.contender.startswith("ours") or record.suite not in (
-        "counts",
-        "quantize",
-        "gemm",
-    ):
+    is_ours = record.contender.startswith("ours")
+    if not is_ours or record.suite not in ("counts", "quantize", "gemm"):
         return ""
     if "op" in case:
         amax = f"amax {case['amax']}" if "amax" in case else ""
@@ -98,11 +81,7 @@ def commits_of(records: Iterable[Record]) -> dict[str, str]:
 
 
 def history_of(records: Iterable[Record], commits: Sequence[str]) -> list[list[Any]]:
-    """What became of one thing, by ``perf compare``.
-
-    Args:
-        records: all of it.
-        commits: names, the oldest first.
+    """What became of the one thing of these records, by ``perf compare``, over named commits.
 
     Returns:
         Of each commit that has it: place of the commit, median of its runs, 1 if that is worse than
@@ -140,9 +119,9 @@ def _made_with(record: Record) -> str:
     parts += [f"{record.power[n]:.0f} W {n}" for n in ("draw", "limit") if n in record.power]
     parts += [f"seed {record.seed}"] * (record.seed is not None)
     parts += [record.machine] * bool(record.gpu and record.machine)
-    return ", ".join(
-        [*parts, *([record.origin] * (record.origin != "run")), *filter(None, [record.note])]
-    )
+    parts += [record.origin] * (record.origin != "run")
+    parts += [record.note] * bool(record.note)
+    return ", ".join(parts)
 
 
 def _thing(record: Record, history: list[list[Any]]) -> dict[str, Any]:
@@ -151,14 +130,10 @@ def _thing(record: Record, history: list[list[Any]]) -> dict[str, Any]:
     found |= {"ceilings": dict(record.ceilings), "time": record.time}
     found |= {"place": record.gpu or record.machine, "case": dict(record.case), "kernel": kernel}
     found |= {"caseId": _case_id(record.case), "commit": commit_name(record.commit)}
-    found |= {
-        "with": _made_with(record),
-        "slug": re.sub(r"[^a-z0-9]+", "-", kernel.lower()).strip("-"),
-    }
+    found["slug"] = re.sub(r"[^a-z0-9]+", "-", kernel.lower()).strip("-")
+    found["with"] = _made_with(record)
     # Ours with a setting that the op would choose itself, such as a tile.
-    found["variant"] = record.contender.startswith("ours,") and any(
-        map(str.isdigit, record.contender)
-    )
+    found["variant"] = bool(re.match(r"ours,.*\d", record.contender))
     if record.unit in _TIMES:
         found |= {"us": record.microseconds, "tbs": record.tbs, "tflops": record.tflops}
     if len(history) > 1:
@@ -193,9 +168,5 @@ def payload(records: Sequence[Record], numerics: Sequence[Any] = ()) -> dict[str
     things = [_thing(record, history_of(by_key[record.key], names)) for record in latest(ordered)]
     gpus = sorted({record.gpu for record in ordered if record.kind == "gpu"})
     roofs = {gpu: roofs_of(gpu, ordered) for gpu in gpus}
-    return {
-        "commits": list(commits.items()),
-        "things": things,
-        "roofs": roofs,
-        "numerics": list(numerics),
-    }
+    shown = {"things": things, "roofs": roofs, "numerics": list(numerics)}
+    return {"commits": list(commits.items()), **shown}

@@ -72,16 +72,15 @@ class Browser:
         return json.loads(text)
 
     def _note(self, event, facts):
-        if event == "Runtime.exceptionThrown":
-            self.errors.append(json.dumps(facts["exceptionDetails"]))
-        elif event == "Runtime.consoleAPICalled" and facts["type"] in ("error", "warning"):
-            self.errors.append(json.dumps(facts["args"]))
-        elif event == "Log.entryAdded" and facts["entry"]["level"] in ("error", "warning"):
-            self.errors.append(facts["entry"]["text"])
-        elif event == "Network.requestWillBeSent":
-            url = facts["request"]["url"]
-            if not url.startswith(("file:", "data:", "about:")):
-                self.errors.append(f"asked the network for {url}")
+        if event == "Network.requestWillBeSent":
+            is_error = not facts["request"]["url"].startswith(("file:", "data:", "about:"))
+        elif event in ("Runtime.consoleAPICalled", "Log.entryAdded"):
+            entry = facts.get("entry", facts)
+            is_error = entry.get("level", entry.get("type")) in ("error", "warning")
+        else:
+            is_error = event == "Runtime.exceptionThrown"
+        if is_error:
+            self.errors.append(json.dumps(facts))
 
     def call(self, method, **params):
         """A command of the protocol; raises RuntimeError if it fails."""
@@ -120,14 +119,12 @@ class Browser:
             self.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
 
     def open(self, path, hash_=""):
-        """Load a page anew."""
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=f"{path.resolve().as_uri()}{hash_}")
         self.wait("document.readyState === 'complete' && window.perfDashboard")
         self.settle()
 
     def resize(self, width, height, is_phone=False):
-        """Change the window."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1 + is_phone}
         self.call("Emulation.setDeviceMetricsOverride", **size, mobile=is_phone)
         self.settle()
@@ -139,14 +136,12 @@ class Browser:
         self.settle()
 
     def press(self, key):
-        """Press a key."""
         facts = {"key": " " if key == "Space" else key, "code": key}
         facts["windowsVirtualKeyCode"] = _KEYS[key]
         text = {"Enter": {"text": "\r"}, "Space": {"text": " "}}.get(key, {})
-        self.call(
-            "Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", **facts, **text
-        )
-        self.call("Input.dispatchKeyEvent", type="keyUp", **facts)
+        for kind in ("keyDown" if text else "rawKeyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, **facts, **text)
+            text = {}
         self.settle()
 
     def type(self, text):
