@@ -16,6 +16,7 @@ COMMANDS = {
     "compare": "two sets of records: what got slower?",
     "explain": "time and memory of a layer of experts, predicted for each recipe",
     "readme": "the measured tables of the README, from the records",
+    "dashboard": "all records as one page, or a site",
     "sanitize": "kernels under compute-sanitizer on a GPU",
 }
 

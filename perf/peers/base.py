@@ -48,6 +48,7 @@ class Peer:
         distribution: its name on PyPI, for its version.
         kinds: of ``records.KINDS``, where it runs.
         capabilities: major compute capabilities of GPUs that it runs on; empty if all.
+        sources: folder of a checkout that the emulator needs.
     """
 
     name: ClassVar[str]
@@ -55,6 +56,7 @@ class Peer:
     distribution: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]] = ("gpu",)
     capabilities: ClassVar[tuple[int, ...]] = ()
+    sources: ClassVar[str] = ""
 
     #: What measures; set before it is asked for contenders.
     meter: Meter
@@ -66,6 +68,8 @@ class Peer:
         """Why it does not run here; empty if it does."""
         if meter.kind not in self.kinds:
             return f"it does not run on a {meter.kind}"
+        if meter.kind == "emulator":
+            return self._missing_checkout(meter)
         # Of a dotted name the parents are imported, which may fail in its own way.
         if importlib.util.find_spec(self.module.partition(".")[0]) is None:
             return f"{self.module} is not installed"
@@ -73,6 +77,15 @@ class Peer:
             major, minor = torch.cuda.get_device_capability()
             if major not in self.capabilities:
                 return f"it has no kernels for compute capability {major}.{minor}"
+        return ""
+
+    def _missing_checkout(self, meter: Meter) -> str:
+        if meter.arch != "sm_100a":
+            return "its CuTe DSL kernels are for sm_100a"
+        if self.path is None:
+            return f"--path {self.name}=FOLDER names no checkout"
+        if not (self.path / self.sources).is_dir():
+            return f"{self.path} is no checkout of {self.name}: it has no {self.sources}"
         return ""
 
     @property
@@ -94,16 +107,7 @@ class Peer:
         copies: int = 1,
         note: str = "",
     ) -> Contender:
-        """One of its quantizers, to the format ``text``.
-
-        Args:
-            data: what is quantized.
-            text: text of the format.
-            prepare: as ``Contender.prepare``.
-            error: as ``Contender.error``.
-            copies: how many it writes.
-            note: as ``Contender.note``.
-        """
+        """One of its quantizers, to the format ``text``, of which it writes so many copies."""
         fmt = parse(text)
         moved = data.x.numel() * (2.0 + copies * element_bytes(fmt))
         bound, versions = NOISE[fmt.name.partition("_")[0]], self.versions
@@ -122,32 +126,23 @@ class Peer:
         error: Callable[[Tensor], float] | None = None,
         note: str = "",
     ) -> Contender:
-        """One of its products.
+        """One of its products, of elements with so many bytes.
 
         Args:
             work: the operands.
             text: as ``Contender.format``; what stands last is the coarsest.
             prepare: as ``Contender.prepare``.
-            a_bytes: of an element of A.
-            b_bytes: of one of B.
+            a_bytes: of A.
+            b_bytes: of B.
             error: as ``Contender.error``, if the result is not laid out as ``work`` has it.
             note: as ``Contender.note``.
         """
         noise = next(name for name in ("nvfp4", "fp8", "bfloat16") if name in text)
-        return Contender(
-            self.name,
-            text,
-            prepare,
-            error or work.error,
-            NOISE[noise],
-            work.least_bytes(a_bytes, b_bytes),
-            work.flops,
-            versions=self.versions,
-            note=note,
-        )
+        check, moved = error or work.error, work.least_bytes(a_bytes, b_bytes)
+        done = (self.name, text, prepare, check, NOISE[noise], moved, work.flops)
+        return Contender(*done, versions=self.versions, note=note)
 
     def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
-        """Its quantizers for an input."""
         del data, asked
         yield from ()
 
@@ -157,19 +152,12 @@ class Peer:
         yield from ()
 
     def layers(self, work: LayerWork) -> Iterator[Contender]:
-        """Its layers, bf16 in and bf16 out."""
         del work
         yield from ()
 
 
 def padded_rows(x: Tensor, sizes: list[int], multiple: int) -> tuple[Tensor, Tensor]:
-    """Rows of which every group has whole ``multiple``, zeros added; and the group of each, or -1.
-
-    Args:
-        x: (T, K) rows of groups.
-        sizes: rows of each group.
-        multiple: of the rows of a group.
-    """
+    """Rows with zeros up to whole ``multiple`` of each group; and the group of each, or -1."""
     room = [-(-size // multiple) * multiple for size in sizes]
     padded = x.new_zeros(sum(room), x.shape[1])
     owner = torch.full((sum(room),), -1, dtype=torch.int32, device=x.device)

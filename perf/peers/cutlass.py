@@ -6,6 +6,7 @@ has no factor a row.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import sys
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+import grouped
 from cute_kernels.formats import NVFP4
-from perf.contender import Contender
+from cute_kernels.layout.shapes import ceil_div
+from cute_kernels.layout.slots import slot_tile
 from perf.measure.emulator import EmulatorMeter, installed
 from perf.peers.base import NOISE, Peer, padded_rows, unpadded_rows
 from perf.suites.base import element_bytes
@@ -24,13 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from perf.measure import Meter
+    from perf.contender import Contender
     from perf.operands import Operands
 
 __all__ = ["PEER"]
 
 _ROW_MULTIPLE = 16
-_SOURCES = "examples/python/CuTeDSL/cute"
 _MODULE = "blackwell.kernel.moe.torch_scaled_grouped_mm"
 #: Tiles of the example by name: M and N, and CTAs.
 _TILES = {"256x256": (256, 256, 2), "256x128": (256, 128, 2), "128x128": (128, 128, 1)}
@@ -43,17 +45,7 @@ class CutlassExample(Peer):
     module = "cutlass"
     distribution = "nvidia-cutlass-dsl"
     kinds = ("emulator",)
-
-    def missing(self, meter: Meter) -> str:
-        if meter.kind != "emulator":
-            return super().missing(meter)
-        if meter.arch != "sm_100a":
-            return "the example is for sm_100a"
-        if self.path is None:
-            return f"--path {self.name}=FOLDER names no checkout"
-        if not (self.path / _SOURCES).is_dir():
-            return f"{self.path} is no checkout of CUTLASS: it has no {_SOURCES}"
-        return ""
+    sources = "examples/python/CuTeDSL/cute"
 
     def products(self, work: Operands) -> Iterator[Contender]:
         """Fprop with each tile."""
@@ -63,17 +55,12 @@ class CutlassExample(Peer):
         bits = element_bytes(NVFP4())
         for tile in _TILES:
             call = _Call(self.path, work, tile, self.meter.num_sms)
-            yield Contender(
-                f"CUTLASS example, tile {tile}",
-                "nvfp4 x nvfp4",
-                call.prepare,
-                call.error,
-                NOISE["bfloat16"],
-                work.least_bytes(bits, bits),
-                work.flops,
-                versions=self.versions,
-                note="groups rounded up to 16 rows; no factor a row",
-            )
+            note = "groups rounded up to 16 rows; no factor a row"
+            text = "nvfp4 x nvfp4"
+            made = self.product(work, text, call.prepare, bits, bits, error=call.error, note=note)
+            # Its error is beside what operands decode to.
+            name, bound = f"CUTLASS example, tile {tile}", NOISE["bfloat16"]
+            yield dataclasses.replace(made, name=name, bound=bound)
 
 
 class _Call:
@@ -139,7 +126,7 @@ class _Call:
         return run
 
     def _example(self) -> Any:
-        folder = str(self._path / _SOURCES)
+        folder = str(self._path / CutlassExample.sources)
         if folder not in sys.path:
             sys.path.insert(0, folder)
         return importlib.import_module(_MODULE)
@@ -149,8 +136,6 @@ def _quantized(
     a: Tensor, sizes: list[int], b: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """Operands as the example takes them, and their values, second levels left out."""
-    import grouped
-
     offs = torch.tensor(sizes).cumsum(0).int()
     unit = torch.full((len(sizes),), 2688.0)
     left = grouped.quantize(a, NVFP4(), offs=offs, amax=unit)
@@ -158,9 +143,6 @@ def _quantized(
     assert left.rowwise is not None and right.rowwise is not None
     k = a.shape[1]
     # The scales of each group's rows in whole tiles of 128, one group after the other.
-    from cute_kernels.layout.shapes import ceil_div
-    from cute_kernels.layout.slots import slot_tile
-
     starts = [0, *offs.tolist()]
     tiles = [
         left.rowwise.scales[slot_tile(start, g) :][: ceil_div(end - start, 128)]
@@ -169,16 +151,12 @@ def _quantized(
     scales = (torch.cat(tiles).view(-1, k // 16), right.rowwise.scales.reshape(len(b), -1))
     codes = (left.rowwise.codes.contiguous(), right.rowwise.codes.contiguous())
     packed = [x.view(torch.float4_e2m1fn_x2) for x in codes]
-    operands = (
-        packed[0],
-        packed[1].transpose(1, 2),
-        *(x.view(torch.float8_e4m3fn) for x in scales),
-    )
-    return operands, (left.dequantize(torch.float32), right.dequantize(torch.float32))
+    factors = [x.view(torch.float8_e4m3fn) for x in scales]
+    values = (left.dequantize(torch.float32), right.dequantize(torch.float32))
+    return (packed[0], packed[1].transpose(1, 2), *factors), values
 
 
 def _cute_tensor(x: Tensor) -> Any:
-    """A tensor of dynamic layout."""
     from cutlass.cute.runtime import from_dlpack
 
     return from_dlpack(x).mark_layout_dynamic(leading_dim=x.stride().index(1))

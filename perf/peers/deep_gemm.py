@@ -51,18 +51,12 @@ class DeepGemm(Peer):
 
 
 class _Call:
-    """Operands of one product, and where its rows are in a padded result.
-
-    Args:
-        work: the product.
-        is_fp8: whether operands are converted.
-    """
+    """Operands of one product, and where its rows are in a padded result."""
 
     def __init__(self, work: Operands, is_fp8: bool) -> None:
         self.work, self.is_fp8 = work, is_fp8
         self.library: Any = None
         self.alignment = 0
-        self.masked_rows = 0
 
     def load(self) -> None:
         """Import the library and convert the weights."""
@@ -73,7 +67,6 @@ class _Call:
         self.prefix = "m_grouped_fp8_gemm_nt" if self.is_fp8 else "m_grouped_bf16_gemm_nt"
 
     def weights(self) -> Any:
-        """Of all experts."""
         if not self.is_fp8:
             return self.work.b
         cast = self.library.utils.per_block_cast_to_fp8
@@ -89,14 +82,13 @@ class _Call:
         return values.view(x.shape), scales.view(*x.shape[:-1], -1)
 
     def error(self, out: Tensor) -> float:
-        """As ``Contender.error``."""
-        return self.work.error(self.rows_of(out))
-
-    def rows_of(self, out: Tensor) -> Tensor:
-        """The rows that were asked for."""
+        """As ``Contender.error``, of the rows that were asked for."""
+        sizes = self.work.sizes
         if out.dim() == 3:
-            return torch.cat([part[:n] for part, n in zip(out, self.work.sizes, strict=True)])
-        return unpadded_rows(out, self.work.sizes, self.alignment)
+            rows = torch.cat([part[:n] for part, n in zip(out, sizes, strict=True)])
+        else:
+            rows = unpadded_rows(out, sizes, self.alignment)
+        return self.work.error(rows)
 
 
 def _contiguous(call: _Call) -> Callable[[], Tensor]:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from perf.contender import Contender
-    from perf.measure import Meter
     from perf.operands import Operands
     from perf.suites.quantize import Input, Quantization
 
@@ -45,15 +44,7 @@ class FlashInfer(Peer):
     module = "flashinfer"
     distribution = "flashinfer-python"
     kinds = ("gpu", "emulator")
-
-    def missing(self, meter: Meter) -> str:
-        if meter.kind != "emulator":
-            return super().missing(meter)
-        if self.path is None:
-            return f"--path {self.name}=FOLDER names no checkout"
-        if not (self.path / "flashinfer").is_dir():
-            return f"{self.path} is no checkout of FlashInfer"
-        return "" if meter.arch == "sm_100a" else "its CuTe DSL quantizers are for sm_100a"
+    sources = "flashinfer"
 
     def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
         """Rows, scales in 128x4 tiles."""

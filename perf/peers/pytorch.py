@@ -51,14 +51,11 @@ class PyTorch(Peer):
         """NVFP4 and MXFP8 rows; scales are not swizzled."""
         if asked.directions != "row":
             return
-        makers: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {}
         if asked.gives_amax:
-            makers["nvfp4"] = (nvfp4_given, nvfp4_values)
+            yield self._compiled(data, "nvfp4", nvfp4_given, nvfp4_values)
         else:
-            makers["nvfp4:row_scaled"] = (nvfp4_rows, nvfp4_values)
-            makers["mxfp8"] = (mxfp8_rows, mxfp8_values)
-        for text, (quantize, decode) in makers.items():
-            yield self._compiled(data, text, quantize, decode)
+            yield self._compiled(data, "nvfp4:row_scaled", nvfp4_rows, nvfp4_values)
+            yield self._compiled(data, "mxfp8", mxfp8_rows, mxfp8_values)
 
     def _compiled(
         self,
@@ -157,12 +154,9 @@ def mxfp8_values(codes: Tensor, exponents: Tensor) -> Tensor:
 def grouped_mlp(
     product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: list[Tensor]
 ) -> Tensor:
-    """A linear layer, or an MLP with SwiGLU where there are two weights.
+    """A linear layer; with a second weight, of the way down, an MLP with SwiGLU.
 
-    Args:
-        product: rows of groups times (G, N, K) weights.
-        x: (T, K).
-        weights: one, or those of gate and value together and that of the way down.
+    Its ``product`` is of rows of groups and (G, N, K) weights.
     """
     y = product(x, weights[0])
     if len(weights) == 1:

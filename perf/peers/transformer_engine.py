@@ -52,7 +52,8 @@ class TransformerEngine(Peer):
                 continue
 
             def prepare(make: Any = make) -> Callable[[], Any]:
-                quantizer = make(importlib.import_module(_PYTORCH), *asked_ways(asked))
+                te = importlib.import_module(_PYTORCH)
+                quantizer = make(te, rowwise=False in asked.ways, columnwise=True in asked.ways)
                 return functools.partial(quantizer, data.x)
 
             yield self.quantizer(
@@ -74,11 +75,6 @@ class TransformerEngine(Peer):
                 )
 
 
-def asked_ways(asked: Quantization) -> tuple[bool, bool]:
-    """Whether rowwise and whether columnwise."""
-    return False in asked.ways, True in asked.ways
-
-
 def _runs(text: str) -> bool:
     major = torch.cuda.get_device_capability()[0]
     return {"fp8": True, "fp8_block": major == 9}.get(text, major == 10)
@@ -88,26 +84,17 @@ def _e4m3() -> Any:
     return importlib.import_module("transformer_engine_torch").DType.kFloat8E4M3
 
 
-def _fp8(te: Any, rowwise: bool, columnwise: bool) -> Any:
+def _fp8(te: Any, **ways: bool) -> Any:
     device = torch.device("cuda", torch.cuda.current_device())
-    ways = {"rowwise": rowwise, "columnwise": columnwise}
     return te.Float8CurrentScalingQuantizer(_e4m3(), device, **ways)
 
 
-def _fp8_block(te: Any, rowwise: bool, columnwise: bool) -> Any:
-    ways = {"rowwise": rowwise, "columnwise": columnwise}
-    return te.Float8BlockQuantizer(_e4m3(), block_scaling_dim=1, **ways)
-
-
-def _mxfp8(te: Any, rowwise: bool, columnwise: bool) -> Any:
-    return te.MXFP8Quantizer(_e4m3(), rowwise=rowwise, columnwise=columnwise)
-
-
-def _nvfp4(te: Any, rowwise: bool, columnwise: bool) -> Any:
-    return te.NVFP4Quantizer(rowwise=rowwise, columnwise=columnwise)
-
-
-_QUANTIZERS = {"fp8": _fp8, "fp8_block": _fp8_block, "mxfp8": _mxfp8, "nvfp4": _nvfp4}
+_QUANTIZERS: dict[str, Callable[..., Any]] = {
+    "fp8": _fp8,
+    "fp8_block": lambda te, **ways: te.Float8BlockQuantizer(_e4m3(), block_scaling_dim=1, **ways),
+    "mxfp8": lambda te, **ways: te.MXFP8Quantizer(_e4m3(), **ways),
+    "nvfp4": lambda te, **ways: te.NVFP4Quantizer(**ways),
+}
 
 
 def _layer(work: LayerWork, recipe: str | None, multiple: int) -> Step:

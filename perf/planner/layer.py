@@ -23,14 +23,7 @@ __all__ = ["Layer", "memory", "missing_kernels", "passes", "step_of"]
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Experts of one rank.
-
-    Attributes:
-        sizes: rows of each.
-        hidden: width of a token.
-        intermediate: width inside an expert.
-        is_mlp: SwiGLU and the second product too; otherwise the first product alone.
-    """
+    """Experts of one rank, with so many rows each; without ``is_mlp`` the first product alone."""
 
     sizes: tuple[int, ...]
     hidden: int

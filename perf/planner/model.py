@@ -53,14 +53,7 @@ _TINY = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """A time that was measured, and the kernels that took it one after the other.
-
-    Attributes:
-        kernels: what they did.
-        microseconds: of all together.
-        gpu: where.
-        suite: of the record.
-    """
+    """A time that was measured, and the kernels that took it one after the other."""
 
     kernels: Sequence[Kernel]
     microseconds: float
@@ -88,12 +81,7 @@ def _units(kernel: Kernel, gpu: Gpu, where: float = 0.0) -> tuple[float, ...]:
 
 
 def _times(units: Tensor, values: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Microseconds of each kernel, and its parts.
-
-    Args:
-        units: (5, kernels), as ``_units``.
-        values: (6, kernels) coefficients, as ``_names``.
-    """
+    """Microseconds of kernels, and their parts, of (5, kernels) units and (6, kernels) values."""
     launch, memory, overlap, *core = values
     parts = [u * c for u, c in zip(units, (launch, memory, *core), strict=True)]
     q = 1 + overlap
@@ -155,10 +143,7 @@ class Model:
     def time(self, kernel: Kernel, gpu: Gpu, where: float = 0.0) -> tuple[float, dict[str, float]]:
         """Microseconds of a kernel, and by what they are bounded: the largest of the second.
 
-        Args:
-            kernel: its work.
-            gpu: where it runs.
-            where: -1 for the slow end of what is not known, 1 for the fast one.
+        ``where`` is -1 for the slow end of what is not known, 1 for the fast one.
         """
         units = torch.tensor([_units(kernel, gpu, where)], dtype=torch.float64).T
         values = [[self._value(name, where)] for name in _names(kernel)]

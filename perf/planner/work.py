@@ -73,10 +73,7 @@ class Product:
     Attributes:
         product: one of ``cases.PRODUCTS``.
         sizes: rows of each group.
-        n: rows of a weight.
-        k: its columns.
-        a: format of the first operand, None if it is bf16.
-        b: that of the second.
+        a, b: formats of the operands, None for bf16.
         prepacked: B has the order of bits of ``prepack``.
         ready: A comes as what is multiplied, from a quantizer that makes it.
     """

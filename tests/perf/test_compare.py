@@ -6,27 +6,12 @@ import pytest
 
 from perf import committed, compare
 from perf.__main__ import main
-from perf.records import Record, pooled, write
+from perf.records import pooled, write
+from tests.perf.test_records import BASE
 
-COUNT = Record(
-    suite="counts",
-    case={"op": "quantize", "rows": 256},
-    contender="ours",
-    format="nvfp4",
-    what="warp instructions",
-    value=100_000,
-    unit="1",
-    kind="emulator",
-    protocol="counted",
-    spread=0.0,
-    repeats=1,
-    gpu="sm_100a, 8 SMs",
-    commit="abc",
-    time="2026-11-20",
-)
-TIME = dataclasses.replace(
-    COUNT, what="time", value=100.0, unit="us", kind="gpu", gpu="NVIDIA H200", repeats=7, spread=1.0
-)
+TIME = dataclasses.replace(BASE, spread=1.0)
+_COUNTED = {"suite": "counts", "kind": "emulator", "unit": "1", "spread": 0.0, "repeats": 1}
+COUNT = dataclasses.replace(TIME, what="warp instructions", value=100_000, **_COUNTED)
 
 
 def verdict(old, new, **options):
@@ -102,16 +87,14 @@ def test_three_runs_say_themselves_how_much_they_differ():
 
 def test_exit_status(tmp_path, capsys):
     paths = [tmp_path / name for name in ("old.jsonl", "same.jsonl", "worse.jsonl", "other.jsonl")]
-    write(paths[0], [TIME])
-    write(paths[1], [dataclasses.replace(TIME, value=101.0)])
-    write(paths[2], [dataclasses.replace(TIME, value=150.0)])
-    write(paths[3], [COUNT])
-    assert main(["compare", str(paths[0]), str(paths[1])]) == 0
-    assert main(["compare", str(paths[0]), str(paths[2])]) == 1
+    same, worse = (dataclasses.replace(TIME, value=value) for value in (101.0, 150.0))
+    for path, record in zip(paths, (TIME, same, worse, COUNT), strict=True):
+        write(path, [record])
+    old, *others = map(str, paths)
+    statuses = [main(["compare", old, new]) for new in (*others, str(tmp_path / "none"))]
+    assert statuses == [0, 1, 2, 2]
     assert "100 -> 150 us (+50.0%" in capsys.readouterr().out
-    assert main(["compare", str(paths[0]), str(paths[2]), "--least", "0.6"]) == 0
-    assert main(["compare", str(paths[0]), str(paths[3])]) == 2
-    assert main(["compare", str(paths[0]), str(tmp_path / "none")]) == 2
+    assert main(["compare", old, others[1], "--least", "0.6"]) == 0
 
 
 def test_the_check_of_ci(tmp_path, capsys):

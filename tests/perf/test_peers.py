@@ -1,5 +1,6 @@
 """Peers: what they are given and how their results are read, where that can be wrong."""
 
+import contextlib
 import sys
 import types
 
@@ -233,26 +234,15 @@ def fake_te(install):
             parts = zip(inp.split(m_splits), weights, strict=True)
             return torch.cat([rows @ weight.T for rows, weight in parts])
 
-    class Fp8Padding(torch.nn.Module):
-        def __init__(self, num_gemms, align_size=None):
-            super().__init__()
-            self.size = align_size
+    def padding(num_gemms, align_size):
+        def pad(inp, m_splits):
+            sizes = [ceil_div(n, align_size) * align_size for n in m_splits]
+            return padded_rows(inp, m_splits, align_size)[0], sizes
 
-        def forward(self, inp, m_splits):
-            padded = [ceil_div(n, self.size) * self.size for n in m_splits]
-            parts = [
-                torch.nn.functional.pad(rows, (0, 0, 0, room - len(rows)))
-                for rows, room in zip(inp.split(m_splits), padded, strict=True)
-            ]
-            return torch.cat(parts), padded
+        return pad
 
-    class Fp8Unpadding(Fp8Padding):
-        def forward(self, inp, m_splits):
-            padded = [ceil_div(n, self.size) * self.size for n in m_splits]
-            parts = zip(inp.split(padded), m_splits, strict=True)
-            return torch.cat([rows[:n] for rows, n in parts])
-
-    import contextlib
+    def unpadding(num_gemms, align_size):
+        return lambda inp, m_splits: unpadded_rows(inp, m_splits, align_size)
 
     install("transformer_engine")
     install("transformer_engine.common")
@@ -261,8 +251,8 @@ def fake_te(install):
     install(
         "transformer_engine.pytorch",
         GroupedLinear=GroupedLinear,
-        Fp8Padding=Fp8Padding,
-        Fp8Unpadding=Fp8Unpadding,
+        Fp8Padding=padding,
+        Fp8Unpadding=unpadding,
         autocast=lambda enabled, recipe: contextlib.nullcontext(),
     )
 
@@ -291,16 +281,12 @@ def test_torchao_quantizers():
         assert error_of(contender) <= contender.bound
 
 
-def test_checkouts_are_named():
+def test_checkouts_are_named(tmp_path):
+    names = ("CUTLASS", "FlashInfer")
     peers = {peer.name: peer for peer in all_peers({})}
-    meter = meter_of("emulated:sm_100a", "", True, {})
-    assert "--path CUTLASS=FOLDER" in peers["CUTLASS"].missing(meter)
-    assert "--path FlashInfer=FOLDER" in peers["FlashInfer"].missing(meter)
-    hopper = meter_of("emulated:sm_90a", "", True, {})
-    assert "sm_100a" in peers["CUTLASS"].missing(hopper)
-
-
-def test_a_folder_that_is_no_checkout(tmp_path):
-    peers = {p.name: p for p in all_peers({"CUTLASS": tmp_path, "FlashInfer": tmp_path})}
-    meter = meter_of("emulated:sm_100a", "", True, {})
-    assert all("no checkout" in peers[n].missing(meter) for n in ("CUTLASS", "FlashInfer"))
+    wrong = {p.name: p for p in all_peers(dict.fromkeys(names, tmp_path))}
+    blackwell, hopper = (meter_of(f"emulated:sm_{n}", "", True, {}) for n in ("100a", "90a"))
+    for name in names:
+        assert f"--path {name}=FOLDER" in peers[name].missing(blackwell)
+        assert "sm_100a" in peers[name].missing(hopper)
+        assert f"is no checkout of {name}" in wrong[name].missing(blackwell)

@@ -6,27 +6,12 @@ import pytest
 
 from perf import readme
 from perf.__main__ import main
-from perf.records import RESULTS, Record, load
+from perf.records import RESULTS, load
 from perf.tables import TABLES, Cell, Column, Row, Table
+from tests.perf.test_records import BASE
 
-RECORD = Record(
-    suite="gemm",
-    case={"rows": 32, "routing": "balanced"},
-    contender="ours",
-    format="nvfp4",
-    what="time",
-    value=141.4,
-    unit="us",
-    kind="gpu",
-    protocol="sustained",
-    gpu="NVIDIA H200",
-    spread=3.0,
-    repeats=7,
-    commit="cd73e60abcdef",
-    time="2026-11-20T14:00:00+00:00",
-    bytes=4e8,
-    ceilings={"copy": 4.0},
-)
+_RUN = {"commit": "cd73e60abcdef", "protocol": "sustained", "value": 141.4, "spread": 3.0}
+RECORD = dataclasses.replace(BASE, case={"rows": 32, "routing": "balanced"}, **_RUN)
 TABLE = Table(
     "t",
     ("tokens",),

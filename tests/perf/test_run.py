@@ -28,6 +28,7 @@ from tests.helpers import has_compiler
 
 CPU = torch.device("cpu")
 SHAPE = GroupedShape("small", "up", 3, 64, 32)
+METER = meter_of("reference", "", True, {})
 
 
 def contender(name, value, bound=0.1, raises=None):
@@ -46,8 +47,7 @@ def test_who_is_wrong_is_not_timed():
     right = contender("right", 0.1)
     report = Report()
     task = Task("s", {"rows": 1}, lambda copy: [nan, wrong, broken, missing, right])
-    meter = meter_of("reference", "", True, {})
-    found = measure_task(task, meter, {"kind": "cpu", "versions": {"t": "2"}}, Choice(), report)
+    found = measure_task(task, METER, {"kind": "cpu", "versions": {"t": "2"}}, Choice(), report)
     assert [r.contender for r in found] == ["right"]
     assert found[0].error == 0.1 and found[0].versions == {"t": "2", "right": "1"}
     assert len(report.wrong) == 2 and "relative error 0.2, at most 0.1" in report.wrong[1]
@@ -58,7 +58,7 @@ def test_who_is_wrong_is_not_timed():
     for ours in (contender("ours", 0.2), contender("ours, kept", 0.0, raises=ValueError("no"))):
         report = Report()
         alone = Task("s", {"rows": 1}, functools.partial(lambda c, copy: [c], ours))
-        assert not measure_task(alone, meter, {"kind": "cpu"}, Choice(), report)
+        assert not measure_task(alone, METER, {"kind": "cpu"}, Choice(), report)
         assert report.is_bad
 
 
@@ -76,34 +76,29 @@ def test_who_cannot_be_timed_does_not_disturb_the_others():
     broken = Contender("broken", "f", prepare, lambda got: 0.0)
     report = Report()
     task = Task("s", {}, lambda copy: [contender("right", 0.0), broken])
-    meter = meter_of("reference", "", True, {})
-    found = measure_task(task, meter, {"kind": "cpu"}, Choice(), report)
+    found = measure_task(task, METER, {"kind": "cpu"}, Choice(), report)
     assert [r.contender for r in found] == ["right"]
     assert report.failed == ["s : broken [f]: RuntimeError: not under capture"]
 
 
 def test_only_times_of_all_the_work_have_a_rate():
     """On a GPU a step has parts, some of which take no time at all."""
-    meter = meter_of("reference", "", True, {})
     times = {"time": 2.0, "eager time": 4.0, "GPU time of GEMM": 0.0}
     found = [[Measurement(what, us, "us", "p") for what, us in times.items()]]
     task = Task("s", {}, lambda copy: [contender("ours", 0.0)])
     facts = {"kind": "gpu", "ceilings": {"copy": 1.0}}
-    with unittest.mock.patch.object(meter, "measure", lambda contenders, runs: found):
-        records = measure_task(task, meter, facts, Choice(), Report())
+    with unittest.mock.patch.object(METER, "measure", lambda contenders, runs: found):
+        records = measure_task(task, METER, facts, Choice(), Report())
     assert [r.share("copy") for r in records] == [8e-6 / 2, 8e-6 / 4, None]
     assert dataclasses.replace(records[0], value=0.0).share("copy") is None
 
 
 def test_contenders_are_chosen_by_name_and_format():
     task = Task("s", {"rows": 1}, lambda copy: [contender("ours", 0.0), contender("torch", 0.0)])
-    meter = meter_of("reference", "", True, {})
-    for choice, wanted in (
-        (Choice(contender="tor"), ["torch"]),
-        (Choice(format="g"), []),
-        (Choice(contender="s$", format="f"), ["ours"]),
-    ):
-        found = measure_task(task, meter, {"kind": "cpu"}, choice, Report())
+    chosen = {("tor", ""): ["torch"], ("", "g"): [], ("s$", "f"): ["ours"]}
+    for (who, fmt), wanted in chosen.items():
+        choice = Choice(contender=who, format=fmt)
+        found = measure_task(task, METER, {"kind": "cpu"}, choice, Report())
         assert [r.contender for r in found] == wanted
     assert task.matches("rows=1$") and not task.matches("rows=2")
 
@@ -113,16 +108,13 @@ def test_products_are_checked_against_fp32(product):
     """A result that is right passes, and one with a group, a row or a scale wrong does not."""
     work = Operands(SHAPE, 40, product, "17 0 23", CPU, seed=1)
     a, b = work.a.double(), work.b.double()
-    parts, rows = [], torch.arange(40).split([17, 0, 23])
-    for group, part in enumerate(rows):
-        weight = b[group] if product != "wgrad" else None
-        left = a[part]
-        parts.append(
-            left.T @ b[part]
-            if product == "wgrad"
-            else left @ (weight if product == "dgrad" else weight.T)
-        )
-    right = (torch.stack(parts) if product == "wgrad" else torch.cat(parts)).bfloat16()
+    parts = []
+    for group, part in enumerate(torch.arange(40).split([17, 0, 23])):
+        if product == "wgrad":
+            parts.append(a[part].T @ b[part])
+        else:
+            parts.append(a[part] @ (b[group] if product == "dgrad" else b[group].T))
+    right = (torch.stack if product == "wgrad" else torch.cat)(parts).bfloat16()
     assert work.error(right) < 3e-3
     assert work.error(right * 1.02) > 1e-2
     assert work.error(right.flip(0)) > 0.5
@@ -147,19 +139,15 @@ def test_least_bytes_count_each_input_once():
         assert Quantization("row", False, prologue).moved(data, fmt) == 8 * 64 * moved
     wgrad = Operands(SHAPE, 40, "wgrad", "balanced", CPU)
     assert wgrad.least_bytes(1, 2) == 40 * 64 + 40 * 32 * 2 + 3 * 64 * 32 * 2
-    assert element_bytes(grouped.NVFP4()) == 0.5625
-    assert element_bytes(grouped.MXFP8()) == 1 + 1 / 32
-    assert element_bytes(grouped.FP8Block()) == 1 + 4 / 128
-    assert element_bytes(grouped.FP8Block(block=(128, 128))) == 1 + 4 / 128**2
-    assert element_bytes(None) == 2
+    square = grouped.FP8Block(block=(128, 128))
+    formats = (None, grouped.NVFP4(), grouped.MXFP8(), grouped.FP8Block(), square)
+    each = [2, 0.5625, 1 + 1 / 32, 1 + 4 / 128, 1 + 4 / 128**2]
+    assert [element_bytes(fmt) for fmt in formats] == each
 
 
 def test_pairs_fit_products():
-    row_scaled, mixed, plain = (
-        Pair("nvfp4:row_scaled", "nvfp4"),
-        Pair(None, "nvfp4"),
-        Pair(None, None),
-    )
+    row_scaled, mixed = Pair("nvfp4:row_scaled", "nvfp4"), Pair(None, "nvfp4")
+    plain = Pair(None, None)
     assert row_scaled.fits("dgrad") and not row_scaled.fits("wgrad")
     assert mixed.fits("dgrad") and not mixed.fits("wgrad") and plain.fits("wgrad")
     assert Pair("nvfp4", "nvfp4:block=16x16").text("wgrad") == "nvfp4 x nvfp4"
@@ -176,20 +164,17 @@ def run(name, chosen="", **options):
 
 
 def test_gemm_on_the_reference():
-    meter = meter_of("reference", "", True, {})
     options = Options(peers=[PEER({})])
     for product in ("fprop", "dgrad", "wgrad"):
-        task = gemm.task(meter, options, SHAPE, 30, product, "11 0 19")
+        task = gemm.task(METER, options, SHAPE, 30, product, "11 0 19")
         report = Report()
-        found = measure_task(task, meter, {"kind": "cpu"}, Choice(), report)
+        found = measure_task(task, METER, {"kind": "cpu"}, Choice(), report)
         assert not report.failed and not report.wrong
         who = {(r.contender, r.format) for r in found}
         assert {("ours", "bfloat16"), ("torch", "bfloat16")} < who
         assert all(r.value > 0 and r.repeats == 2 and r.flops for r in found)
-        assert (
-            "ours, tokens quantized too",
-            "nvfp4:row_scaled x nvfp4",
-        ) in who or product != "fprop"
+        quantized = ("ours, tokens quantized too", "nvfp4:row_scaled x nvfp4")
+        assert quantized in who or product != "fprop"
         assert (("ours, accumulating", "fp8 x fp8") in who) == (product == "wgrad")
         moved = {r.contender: r.bytes for r in found if r.format == "bfloat16"}
         if product == "wgrad":
@@ -208,13 +193,11 @@ def test_quantize_on_the_reference():
 
 
 def test_layers_on_the_reference():
-    meter = meter_of("reference", "", True, {})
     options = Options(quick=True, peers=[PEER({})])
-    tasks = list(layer.SUITE.tasks(meter, options))
+    tasks = list(layer.SUITE.tasks(METER, options))
     report = Report()
-    found = [
-        r for t in tasks[1:3] for r in measure_task(t, meter, {"kind": "cpu"}, Choice(), report)
-    ]
+    facts = {"kind": "cpu"}
+    found = [r for t in tasks[1:3] for r in measure_task(t, METER, facts, Choice(), report)]
     assert not report.failed and not report.wrong
     names = {(r.case["layer"], r.contender, r.format) for r in found}
     assert ("linear", "ours, weight kept", "NVFP4") in names

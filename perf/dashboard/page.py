@@ -1,0 +1,60 @@
+"""The page: its parts and the records, put into one file."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import lzma
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perf.dashboard.things import payload
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perf.records import Record
+
+__all__ = ["ASSETS", "VENDORED", "page", "vendored"]
+
+ASSETS = Path(__file__).parent / "assets"
+#: The plotting library as its package has it, its code compressed; ``origin.json`` says which.
+VENDORED = Path(__file__).parent / "vendor" / "uplot"
+#: In the order in which they need each other.
+SCRIPTS = ("dom", "data", "filters", "plot", "tables", "plots", "views", "numerics", "main")
+
+
+def vendored(name: str) -> bytes:
+    """A file of the plotting library."""
+    path = VENDORED / name
+    if path.exists():
+        return path.read_bytes()
+    return lzma.decompress(path.with_name(f"{name}.xz").read_bytes())
+
+
+def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()) -> str:
+    """The whole page.
+
+    Args:
+        records: all that it shows.
+        data: address of a file of them, if there is one beside the page.
+        numerics: as ``read_numerics`` gives them, of a view of their own.
+
+    Raises:
+        ValueError: there are no records.
+    """
+    text = json.dumps(payload(records, numerics), separators=(",", ":"))
+    packed = gzip.compress(text.encode(), mtime=0)
+    scripts = [(ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
+    parts = {
+        "style": (ASSETS / "style.css").read_text(encoding="utf-8"),
+        "license": vendored("LICENSE").decode(),
+        "plotting": vendored("uPlot.iife.min.js").decode(),
+        "records": base64.b64encode(packed).decode(),
+        "script": "\n".join(scripts),
+        "data": f'<a href="{data}" download>All records</a>' if data else "",
+    }
+    # One pass: no part is looked at for the marks of another.
+    pieces = (ASSETS / "page.html").read_text(encoding="utf-8").split("@@")
+    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
