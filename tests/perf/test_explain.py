@@ -115,7 +115,12 @@ def test_times_follow_the_formula(fitted):
     assert low < found.time(decoded, H200)[0] < high
 
 
-def test_records_replace_what_is_assumed(records, fitted):
+def test_records_replace_what_is_assumed(records):
+    # As if there were none of our own products of FP8 yet.
+    records = [
+        r for r in records if not (r.contender.startswith("ours") and "fp8" in r.format.lower())
+    ]
+    fitted = observed.fitted(records)
     kernel = work.product(
         work.Product("fprop", [512] * 32, 4096, 7168, *[parse("fp8_block")] * 2), H200
     )[-1]
