@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+import functools
 import importlib.util
 import subprocess
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,7 +29,15 @@ if TYPE_CHECKING:
     from perf.suites.layer import LayerWork
     from perf.suites.quantize import Input, Quantization
 
-__all__ = ["NOISE", "Peer", "linear_nvfp4", "padded_rows", "row_scales", "unpadded_rows"]
+__all__ = [
+    "NOISE",
+    "Peer",
+    "W4A16Peer",
+    "linear_nvfp4",
+    "padded_rows",
+    "row_scales",
+    "unpadded_rows",
+]
 
 #: Relative errors of products and of values that are more than quantization, by format. Normal
 #: numbers give 0.095 (NVFP4 values), 0.13 (their products), 0.027 and 0.038 (FP8); what is wrong
@@ -154,6 +164,20 @@ class Peer:
     def layers(self, work: LayerWork) -> Iterator[Contender]:
         del work
         yield from ()
+
+
+class W4A16Peer(Peer, abc.ABC):
+    """A library whose product is that of bf16 rows and NVFP4 weights, forward."""
+
+    @abc.abstractmethod
+    def prepare(self, work: Operands) -> Callable[[], Tensor]:
+        """Quantize and arrange the weights; gives what multiplies."""
+
+    def products(self, work: Operands) -> Iterator[Contender]:
+        """Fprop."""
+        if work.product == "fprop":
+            prepare = functools.partial(self.prepare, work)
+            yield self.product(work, "bfloat16 x nvfp4", prepare, b_bytes=element_bytes(NVFP4()))
 
 
 def padded_rows(x: Tensor, sizes: list[int], multiple: int) -> tuple[Tensor, Tensor]:

@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import NVFP4
-from perf.peers.base import Peer, linear_nvfp4
-from perf.suites.base import element_bytes
+from perf.peers.base import W4A16Peer, linear_nvfp4
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from perf.contender import Contender
     from perf.operands import Operands
 
 __all__ = ["PEER"]
@@ -28,53 +25,46 @@ _BLOCKS = (8, 16, 32, 48, 64)
 _FILLED = 0.9
 
 
-class Marlin(Peer):
+class Marlin(W4A16Peer):
     """The product inside ``fused_marlin_moe``; experts of rows are sorted before, untimed."""
 
     name = "Marlin"
     module = "vllm"
     distribution = "vllm"
 
-    def products(self, work: Operands) -> Iterator[Contender]:
-        """Fprop."""
-        if work.product != "fprop":
-            return
-        prepare = functools.partial(_prepare, work)
-        yield self.product(work, "bfloat16 x nvfp4", prepare, b_bytes=element_bytes(NVFP4()))
-
-
-def _prepare(work: Operands) -> Callable[[], Tensor]:
-    ops = importlib.import_module("vllm._custom_ops")
-    types = importlib.import_module("vllm.scalar_type").scalar_types
-    marlin = importlib.import_module(f"{_UTILS}.marlin_utils")
-    n, k, experts = work.shape.n, work.shape.k, work.shape.experts
-    weights, scales, levels = _weights(work, ops, marlin)
-    mean = work.rows / experts
-    block = next((b for b in _BLOCKS if mean / b < _FILLED), _BLOCKS[-1])
-    owner = torch.repeat_interleave(
-        torch.arange(experts, device=work.device), torch.tensor(work.sizes, device=work.device)
-    )
-    align = importlib.import_module(_ALIGN).moe_align_block_size
-    order, owners, padded = align(owner.view(-1, 1).int(), block, experts)
-    out = torch.empty(work.rows, n, dtype=torch.bfloat16, device=work.device)
-    ones = torch.ones(work.rows, 1, device=work.device)
-    workspace = marlin.marlin_make_workspace_new(work.device, 4)
-    arguments = (work.a, out, weights, None, scales, None, levels, None, None, None, workspace)
-    options: dict[str, Any] = {
-        "moe_block_size": block,
-        "top_k": 1,
-        "mul_topk_weights": False,
-        "b_q_type": types.float4_e2m1f,
-        "size_m": work.rows,
-        "size_n": n,
-        "size_k": k,
-        "is_k_full": True,
-        "use_atomic_add": False,
-        "use_fp32_reduce": True,
-        "is_zp_float": False,
-    }
-    routing = (order, owners, padded, ones)
-    return functools.partial(ops.moe_wna16_marlin_gemm, *arguments, *routing, **options)
+    def prepare(self, work: Operands) -> Callable[[], Tensor]:
+        """Its own arrangement of the weights."""
+        ops = importlib.import_module("vllm._custom_ops")
+        types = importlib.import_module("vllm.scalar_type").scalar_types
+        marlin = importlib.import_module(f"{_UTILS}.marlin_utils")
+        n, k, experts = work.shape.n, work.shape.k, work.shape.experts
+        weights, scales, levels = _weights(work, ops, marlin)
+        mean = work.rows / experts
+        block = next((b for b in _BLOCKS if mean / b < _FILLED), _BLOCKS[-1])
+        owner = torch.repeat_interleave(
+            torch.arange(experts, device=work.device), torch.tensor(work.sizes, device=work.device)
+        )
+        align = importlib.import_module(_ALIGN).moe_align_block_size
+        order, owners, padded = align(owner.view(-1, 1).int(), block, experts)
+        out = torch.empty(work.rows, n, dtype=torch.bfloat16, device=work.device)
+        ones = torch.ones(work.rows, 1, device=work.device)
+        workspace = marlin.marlin_make_workspace_new(work.device, 4)
+        arguments = (work.a, out, weights, None, scales, None, levels, None, None, None, workspace)
+        options: dict[str, Any] = {
+            "moe_block_size": block,
+            "top_k": 1,
+            "mul_topk_weights": False,
+            "b_q_type": types.float4_e2m1f,
+            "size_m": work.rows,
+            "size_n": n,
+            "size_k": k,
+            "is_k_full": True,
+            "use_atomic_add": False,
+            "use_fp32_reduce": True,
+            "is_zp_float": False,
+        }
+        routing = (order, owners, padded, ones)
+        return functools.partial(ops.moe_wna16_marlin_gemm, *arguments, *routing, **options)
 
 
 def _weights(work: Operands, ops: Any, marlin: Any) -> tuple[Tensor, Tensor, Tensor]:
