@@ -154,6 +154,17 @@ class ByteColumnConverter:
         stored, factors = zip(*[self.codec.block_scale(a, level) for a in amaxes], strict=True)
         return list(stored), list(factors)
 
+    def place(
+        self, groups: Grouping, codes_t: cute.Tensor, what: Descriptor, mate: Int32
+    ) -> tuple[Int64, Int32, Int64]:
+        """Address of a tensor's codes, a lane's first slot, and bytes of a line."""
+        pitch = Int64(codes_t.stride[len(codes_t.stride) - 2])
+        slot = groups.local_tile(what.tile, what.group) * TILE_ROWS + mate * _ROWS
+        origin = codes_t.iterator.toint()
+        if groups.offs is None:
+            origin += Int64(what.group) * codes_t.stride[0]
+        return origin, slot, pitch
+
     @cute.jit
     def store_transposed(
         self,
@@ -167,11 +178,8 @@ class ByteColumnConverter:
         twist: Int32,
     ) -> None:
         """Sixteen codes of each of a lane's columns, from column ``k`` on."""
-        pitch = Int64(codes_t.stride[len(codes_t.stride) - 2])
-        slot = groups.local_tile(what.tile, what.group) * TILE_ROWS + mate * _ROWS
-        target = codes_t.iterator.toint() + slot + k * pitch
-        if cutlass.const_expr(groups.offs is None):
-            target += Int64(what.group) * codes_t.stride[0]
+        origin, slot, pitch = self.place(groups, codes_t, what, mate)
+        target = origin + slot + k * pitch
         per_word = self.num_cols // 4
         for w in cutlass.range_constexpr(4):
             of_word = factors[w * per_word : (w + 1) * per_word]
@@ -193,11 +201,8 @@ class ByteColumnConverter:
         twist: Int32,
     ) -> None:
         """Codes of a lane's columns, from column ``k`` on, of sixteen slot rows."""
-        pitch = Int64(codes_t.stride[len(codes_t.stride) - 2])
-        slot = groups.local_tile(what.tile, what.group) * TILE_ROWS + mate * _ROWS
-        target = codes_t.iterator.toint() + slot * pitch + k
-        if cutlass.const_expr(groups.offs is None):
-            target += Int64(what.group) * codes_t.stride[0]
+        origin, slot, pitch = self.place(groups, codes_t, what, mate)
+        target = origin + slot * pitch + k
         # Of each four rows, the upper four of an eight first where the order is twisted.
         fours = [target + twist * pitch, target + (4 - twist) * pitch]
         for i in cutlass.range_constexpr(_ROWS):
