@@ -119,6 +119,17 @@ def test_directions_dtypes_and_groups(fmt, directions, dtype):
             check(fmt, act, *case(act, uniform, dtype, backward), None, directions)
 
 
+def test_truncation_makes_a_difference():
+    """Codes of what is not rounded where it should be, and the other way round, are others."""
+    x, offs = torch.randn(128, 256).to(BF16), offsets((128,))
+    exact = made(SOME[0], x, None)
+    for fmt in FORMATS:
+        got = check(fmt, SOME[0], x, None, offs, (True, False))
+        other = exact if fmt.truncates else exact.to(BF16)
+        differs = ops.grouped_quantize(other, fmt.text, offs)
+        assert not got[0].view(torch.uint8).equal(differs[0].view(torch.uint8))
+
+
 @each_format
 def test_many_groups_and_strided_inputs(fmt):
     act, offs = SOME[1], many_groups()
