@@ -99,7 +99,7 @@ def quantize(
         out["amax"] = given
     names = ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale")
     copies = map(out.get, names)
-    compiled(config)(problem.x, problem.offs, None, given, *copies, amax, num_sms)
+    compiled(config)(problem.x, problem.offs, None, given, *copies, amax, None, None, num_sms)
     return out
 
 

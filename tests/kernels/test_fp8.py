@@ -105,7 +105,7 @@ def quantize(
     else:
         copy = (None, out["amax"], out["codes"], None, None, None)
     if isinstance(config, TileConfig):
-        results = (*results, None)
+        results = (*results, None, None, None)
     kernel(problem.x, problem.offs, *copy, *results, NUM_SMS)
     return out
 
