@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.ops.arguments import aligned, dense, dtype_name
+from cute_kernels.ops.arguments import dense, dtype_name, readable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,12 +42,11 @@ def gather(op: MoeGather, launch: Launcher) -> Runner:
     if not op.x.numel():
         return lambda op, outputs: outputs[0].zero_()
     config = GatherConfig.choose(op.x.shape[1] * op.x.itemsize)
-    kernel, width = launch.kernel(config), config.width
-    kind = torch.int16 if width == 2 else torch.int32
+    kernel = launch.kernel(config)
+    kind = torch.int16 if config.width == 2 else torch.int32
 
     def run(op: MoeGather, outputs: Sequence[Tensor]) -> None:
-        x = aligned(dense(op.x), width)
-        kernel(x.view(kind), dense(op.index), outputs[0].view(kind), launch.num_sms)
+        kernel(readable(op.x).view(kind), dense(op.index), outputs[0].view(kind), launch.num_sms)
 
     return run
 
@@ -62,10 +61,8 @@ def combine(op: MoeCombine, launch: Launcher) -> Runner:
     vectorized = all(op.h.shape[1] * t.itemsize % 16 == 0 for t in (dtype, out))
     names = (dtype_name(dtype), dtype_name(out))
     kernel = launch.kernel(CombineConfig(*names, op.weight is not None, vectorized))
-    alignment = 16 if vectorized else dtype.itemsize
 
     def run(op: MoeCombine, outputs: Sequence[Tensor]) -> None:
-        h = aligned(dense(op.h), alignment)
-        kernel(h, dense(op.row), dense(op.weight), outputs[0], launch.num_sms)
+        kernel(readable(op.h), dense(op.row), dense(op.weight), outputs[0], launch.num_sms)
 
     return run
