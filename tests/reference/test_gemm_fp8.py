@@ -196,9 +196,7 @@ def check_against_fp64(case):
     got = case.run()
     for g, (start, end) in enumerate(spans(case.splits)):
         want, size = a[start:end] @ b[g].T, a[start:end].abs() @ b[g].T.abs()
-        fits = want.abs() < torch.finfo(dtype).max
-        assert_within_bound(got[start:end][fits], want[fits], size[fits], case.depth)
-        assert got[start:end][~fits].isinf().all()
+        assert_within_bound(got[start:end], want, size, case.depth)
     assert not got[sum(case.splits) :].any()
 
 
