@@ -78,9 +78,9 @@ def prepare(model: nn.Module, fmt: Format | None = None) -> int:
     """Quantize the experts' weights once, in place, for inference.
 
     Each becomes a GroupedTensor (G, N, K) that takes no gradient, in the order that the GPU
-    multiplies fastest; the memory of the old one is free when nothing else holds it. Implementations
-    of this module use them as they are: ``grouped_bf16`` beside bf16 activations (W4A16 of NVFP4),
-    quantized ones beside activations that they quantize.
+    multiplies fastest; the old one's memory is free when nothing else holds it. Implementations of
+    this module use them as they are: ``grouped_bf16`` beside bf16 activations (W4A16 of NVFP4),
+    quantized ones beside activations that they quantize. Call the model without gradients then.
 
     Args:
         model: a model, or experts alone, on the device where it will run.
