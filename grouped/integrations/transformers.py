@@ -16,13 +16,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe as hf
 
 import grouped
-from cute_kernels import active_backend, support
+from cute_kernels import active_backend, ops, support
 from grouped import recipes
 from grouped.nn.swiglu import swiglu
 from grouped.recipes import Recipe, check_recipe
@@ -157,26 +156,15 @@ def _forward_of(recipe: Recipe) -> Forward:
     def forward(
         self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        tokens, top_k = top_k_index.shape
-        # Sentinels of expert parallelism are the largest ids: their rows are the tail, which
-        # products do not read and fill with zeros.
-        ids, order = top_k_index.reshape(-1).sort(stable=True)
-        experts = torch.arange(self.num_experts, device=ids.device, dtype=ids.dtype)
-        offs = torch.searchsorted(ids, experts, right=True, out_int32=True)
+        # The sentinels of expert parallelism are no expert's ids: they have no rows.
+        offs, token, _, row = ops.compute_routing(top_k_index, self.num_experts)
         first, second = _weight_names(self)
-        hidden = _linear(self, hidden_states[order // top_k], first, offs, recipe)
-        hidden = _activated(self, hidden)
-        rows = _linear(self, hidden, second, offs, recipe)
+        hidden = _linear(self, ops.moe_gather(hidden_states, token, row), first, offs, recipe)
+        rows = _linear(self, _activated(self, hidden), second, offs, recipe)
         if self.has_post_expert_norm:
             rows = self.post_expert_norm(rows)
-        inverse = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=ids.device)
-        )
-        weights = top_k_weights
-        if self._is_expert_parallel:
-            weights = weights.masked_fill(top_k_index >= self.num_experts, 0)
-        chosen = rows[inverse].view(tokens, top_k, -1)
-        return (chosen * weights.unsqueeze(-1)).sum(1, dtype=torch.float32).to(hidden_states.dtype)
+        y: Tensor = ops.moe_combine(rows, row, top_k_weights.float(), hidden_states.dtype)
+        return y
 
     return forward
 
