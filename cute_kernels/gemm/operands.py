@@ -2,8 +2,9 @@
 
 Kernels and configurations ask a kind, never a format: the kind of a format is found by what its
 record says. A new one is a record among ``_FORMATS``, the DSL's names of its types, and a row of
-``_TCGEN05`` for sm_100a. All instructions, of sm_100a and sm_90a, contract 32 bytes of K. Both operands of a product have codes of one width and the same
-block scales; E4M3 may meet E5M2, and scales of rows those of squares.
+``_TCGEN05`` for sm_100a. All instructions, of sm_100a and sm_90a, contract 32 bytes of K. Both
+operands of a product have codes of one width and the same block scales; E4M3 may meet E5M2, and
+scales of rows those of squares.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ops and layers of FP8 codes on the emulated kernels of both architectures: the reference's bits."""
+"""Ops and layers of FP8 codes on the emulated kernels of both architectures."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ the MMA warp of the first issues for both; each CTA loads, and stores, its own h
 
 The tensor core takes 128 or 256 rows of operand M but any 16 of N. With ``swap_partial`` a partial
 tile, of a group's last rows, is multiplied with its operands swapped: the loads of elements stay as
-they are and only the instructions take B for operand M. N is then as small as the rows allow. The epilogue finds that tile transposed.
+they are and only the instructions take B for operand M. N is then as small as the rows allow. The
+epilogue finds that tile transposed.
 """
 
 from __future__ import annotations
