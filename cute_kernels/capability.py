@@ -66,9 +66,9 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_quantize", "mxfp8"): ARCHITECTURES,
     ("grouped_dequantize", "mxfp8"): ARCHITECTURES,
     ("grouped_gemm", "nvfp4"): ARCHITECTURES,
-    ("grouped_gemm", "fp8"): ("reference", "sm_90a"),
+    ("grouped_gemm", "fp8"): ARCHITECTURES,
     ("grouped_gemm", "fp8_block"): ("reference", "sm_90a"),
-    ("grouped_gemm", "mxfp8"): ("reference",),
+    ("grouped_gemm", "mxfp8"): ("reference", "sm_100a"),
     ("grouped_gemm_w4a16", "nvfp4"): ("reference", "sm_90a"),
     ("grouped_gemm_w4a16", "fp8"): ("reference",),
     ("grouped_gemm_w4a16", "fp8_block"): ("reference",),
@@ -76,7 +76,8 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
 }
 #: Ops and formats that the reference backend adds like a tensor core that has no kernel of them.
 _ADDED_ALIKE: dict[tuple[str, str | None], tuple[str, ...]] = {
-    ("grouped_gemm", name): ARCHITECTURES[1:] for name in ("fp8", "fp8_block", "mxfp8")
+    ("grouped_gemm", "fp8_block"): ("sm_100a",),
+    ("grouped_gemm", "mxfp8"): ("sm_90a",),
 }
 #: The ops that a tensor core adds in.
 _GEMMS = ("grouped_gemm", "grouped_gemm_w4a16")
