@@ -240,8 +240,6 @@ def test_in_place_updates_inside_the_graph(fmt):
     assert_same_tensor(p.data, q.data)
 
 
-
-
 @each("name", ["bf16", "mxfp8"])
 @each("dynamic", [None, True])
 def test_counts_whose_number_is_known_at_run_time_only(name, dynamic):
