@@ -65,6 +65,23 @@ def test_min_max():
     assert not np.signbit(elementwise("max.f32 %out, %a0, %a1;", *negative, out=np.float32)).any()
 
 
+@pytest.mark.parametrize(
+    ("op", "reference"),
+    [
+        ("ex2.approx.ftz", np.exp2),
+        ("lg2.approx", np.log2),
+        ("rcp.approx.ftz", np.reciprocal),
+        ("rsqrt.approx", lambda x: 1 / np.sqrt(x)),
+        ("sqrt.approx", np.sqrt),
+        ("tanh.approx", np.tanh),
+    ],
+)
+def test_approximate(op, reference):
+    a = np.geomspace(1e-3, 20, 256).astype(np.float32)
+    got = elementwise(f"{op}.f32 %out, %a0;", a, out=np.float32)
+    np.testing.assert_allclose(got, reference(a.astype(np.float64)), rtol=2e-5)
+
+
 def test_two_floats_at_once():
     a, b, c = (np.random.default_rng(i).standard_normal((256, 2)).astype(np.float32)
                for i in range(3))  # fmt: skip

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from cute_kernels import emulator
-from tests.emulator.ptx import fails, run, store_words
+from tests.emulator.ptx import fails, run, store_words, wait
+from tests.emulator.test_memory import _aligned
 from tests.reference.tensor_core_kernels import tcgen05, wgmma
 
 RNG = np.random.default_rng(0)
@@ -108,6 +109,27 @@ def test_tensor_memory_shapes(shape, count, place):
                 lane, column = place(t, i)
                 want[warp * 32 + lane, column] = (warp * 32 + t) * count + i
     assert (out == want).all()
+
+
+def test_copy_to_tensor_memory():
+    """32x128b.warpx4: 32 rows of 16 bytes into all four quarters."""
+    source = RNG.integers(0, 1 << 32, (32, 4), dtype=np.uint64).astype(np.uint32)
+    out = np.zeros((128, 4), np.uint32)
+    body = f"""
+    .shared .align 128 .b8 s[512]; mov.u32 %r100, s; shl.b32 %r202, %t, 2;
+    add.u32 %r203, %r100, %r202;
+    cvt.u64.u32 %d50, %r202; add.u64 %d50, %p0, %d50; ld.global.b32 %r204, [%d50];
+    st.shared.b32 [%r203], %r204;
+    fence.proxy.async.shared::cta; {ALLOCATE}
+    shr.u32 %r200, %r100, 4; or.b32 %r200, %r200, {128 >> 4 << 16};
+    mov.b64 %d1, {{%r200, {8 * 16 >> 4 | 1 << 14}}};
+    @%q0 tcgen05.cp.cta_group::1.32x128b.warpx4 [%r112], %d1; {COMMIT} {wait("%r111")}
+    tcgen05.fence::after_thread_sync;
+    tcgen05.ld.sync.aligned.32x32b.x4.b32 {{%r40, %r41, %r42, %r43}}, [%r114];
+    tcgen05.wait::ld.sync.aligned; {RELEASE}"""
+    body += store_words("%p1", [f"%r{40 + i}" for i in range(4)])
+    run(body, _aligned(source), out, block=128)
+    assert (out == np.tile(source, (4, 1))).all()
 
 
 def test_leaked_tensor_memory():
