@@ -22,10 +22,6 @@ def _integers(rows: int, columns: int) -> torch.Tensor:
     return torch.randint(-4, 5, (rows, columns)).half()
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a.float() @ b.float().T
-
-
 def test_wgmma_needs_a_proxy_fence():
     a, b, c = _integers(64, 16), _integers(8, 16), torch.zeros(64, 8)
     with fails(r"wgmma A reads .* no fence.proxy.async"):
