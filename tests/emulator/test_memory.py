@@ -11,25 +11,6 @@ from tests.emulator.ptx import run, store_words
 RNG = np.random.default_rng(0)
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, 8])
-def test_vector_copies(width):
-    source = _aligned(RNG.integers(0, 1 << 32, (32, width), dtype=np.uint64).astype(np.uint32))
-    out = _aligned(np.zeros_like(source))
-    registers = ", ".join(f"%r{i}" for i in range(width))
-    vector = f"{{{registers}}}" if width > 1 else registers
-    suffix = f".v{width}" if width > 1 else ""
-    run(
-        f"""mul.wide.u32 %d0, %t, {4 * width}; add.u64 %d1, %p0, %d0; add.u64 %d2, %p1, %d0;
-        ld.global{suffix}.b32 {vector}, [%d1]; st.global{suffix}.b32 [%d2], {vector};""",
-        source,
-        out,
-    )
-    assert (out == source).all()
-    stats = emulator.stats()
-    assert stats["ld_global_bytes"] == stats["st_global_bytes"] == source.nbytes
-    assert stats["ld_global_sectors"] == source.nbytes // 32
-
-
 def test_narrow_loads_extend():
     source = np.arange(256, dtype=np.uint8)[::-8].copy()
     out = np.zeros((32, 2), np.uint32)
@@ -237,16 +218,6 @@ def test_matrices(transposed):
     tiles = np.arange(256, dtype=np.uint16).reshape(4, 8, 8)
     got = out.view(np.uint16).reshape(32, 4, 2).transpose(1, 0, 2).reshape(4, 8, 8)
     assert (got == (tiles.transpose(0, 2, 1) if transposed else tiles)).all()
-
-
-def test_128_bit_registers():
-    source = RNG.integers(0, 1 << 63, (32, 2), dtype=np.uint64)
-    body = """mul.wide.u32 %d0, %t, 16; add.u64 %d1, %p0, %d0; add.u64 %d2, %p1, %d0;
-    ld.global.b128 %x0, [%d1]; mov.b128 {%d3, %d4}, %x0; mov.b128 %x1, {%d4, %d3};
-    mov.b128 %x2, %x1; st.global.b128 [%d2], %x2;"""
-    target = _aligned(np.zeros_like(source))
-    run(body, _aligned(source), target)
-    assert (target == source[:, ::-1]).all()
 
 
 def test_generic_addresses():

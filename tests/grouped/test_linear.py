@@ -188,19 +188,6 @@ def test_two_backward_passes_and_accumulation(recipe):
         y.backward(dy)
 
 
-def test_hooks_run():
-    layer = layer_of(RECIPES["row-scaled"])
-    seen = []
-    layer.register_forward_pre_hook(lambda *_: seen.append("pre"))
-    layer.register_forward_hook(lambda *_: seen.append("forward"))
-    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
-    layer.weight.register_hook(lambda grad: seen.append("weight"))
-    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
-    layer(sample(40, K).requires_grad_(), ENDS).sum().backward()
-    assert seen[:2] == ["pre", "forward"]
-    assert sorted(seen[2:]) == ["accumulated", "backward", "weight"]
-
-
 @each("recipe", RECIPES)
 def test_autocast(recipe):
     layer = layer_of(recipe)
@@ -211,23 +198,6 @@ def test_autocast(recipe):
     assert_same_bytes(y.detach(), layer(x.bfloat16(), ENDS).detach())
     y.sum().backward()
     assert x.grad.dtype == layer.weight.grad.dtype == torch.float32
-
-
-def test_activation_checkpointing():
-    layer = layer_of(RECIPES["row-scaled"])
-    x = sample(40, K)
-    grads = []
-    for reentrant in (None, True, False):
-        leaf = x.clone().requires_grad_()
-        layer.zero_grad()
-        if reentrant is None:
-            y = layer(leaf, ENDS)
-        else:
-            y = torch.utils.checkpoint.checkpoint(layer, leaf, ENDS, use_reentrant=reentrant)
-        y.sum().backward()
-        grads.append((leaf.grad, layer.weight.grad.clone()))
-    for other in grads[1:]:
-        assert_all_same(grads[0], other)
 
 
 # What is quantized
@@ -396,26 +366,3 @@ def test_bf16_activations_beside_a_quantized_weight():
 def test_construction_refuses(arguments, options, error, match):
     with pytest.raises(error, match=match):
         GroupedLinear(*arguments, **options)
-
-
-@each("recipe", RECIPES)
-@each(
-    ("x", "offs", "error", "match"),
-    [
-        (sample(40, 32), ENDS, ValueError, r"x must have shape \(\.\.\., 96\)"),
-        (sample(K), [0, 0, 1], ValueError, "at least 2 dimensions"),
-        (sample(40, K), [13, 35], ValueError, "each of the 3 groups, got 2"),
-        (sample(40, K), [13, 12, 35], ValueError, "must not decrease"),
-        (sample(40, K), [13, 13, 41], ValueError, "within the 40 rows"),
-        (sample(40, K), torch.tensor([1.0, 2.0, 3.0]), TypeError, "int32 or int64"),
-        (sample(40, K), torch.zeros(3, dtype=torch.int32).to("meta"), ValueError, "device"),
-    ],
-)
-def test_forward_refuses(recipe, x, offs, error, match):
-    with pytest.raises(error, match=match):
-        layer_of(recipe)(x, offs)
-
-
-def test_forward_refuses_fp64():
-    with pytest.raises(TypeError, match="must be bfloat16 or float16 or float32"):
-        layer_of(RECIPES["nvfp4"])(sample(40, K).double(), ENDS)
