@@ -47,14 +47,7 @@ _ops = torch.ops.cute_kernels
 
 
 class Routing(NamedTuple):
-    """Where the tokens of a mixture of experts go, all int32 on the device.
-
-    Attributes:
-        offs: (E,) end row of each expert.
-        token: (T * k,) the token of each row, -1 from row ``offs[-1]`` on.
-        pair: (T * k,) t * k + j of each row, -1 likewise.
-        row: (T, k) the row of each of a token's experts, -1 of an id that is no expert.
-    """
+    """Where tokens go: what ``torch.ops.cute_kernels.compute_routing`` gives."""
 
     offs: Tensor
     token: Tensor
@@ -63,33 +56,13 @@ class Routing(NamedTuple):
 
 
 def compute_routing(expert_ids: Tensor, num_experts: int) -> Routing:
-    """Sort tokens by expert, on the device and in one launch; stable.
-
-    Args:
-        expert_ids: (T, k) int32 or int64: the experts of each token. An id that is not in
-            [0, num_experts), such as -1, is no expert: it has no row.
-        num_experts: E, at least 1.
-
-    Returns:
-        The boundaries of the experts' rows, the token of each row, and where each token went.
-
-    Raises:
-        TypeError: a dtype that is not taken.
-        ValueError: a shape or a number that breaks a rule.
-    """
+    """Sort tokens by expert: ``torch.ops.cute_kernels.compute_routing``."""
     check_is_tensor("expert_ids", expert_ids)
     return Routing(*ops.compute_routing(expert_ids, num_experts))
 
 
 class Style(NamedTuple):
-    """What the experts do besides products.
-
-    Attributes:
-        activation: its text.
-        interleaved: columns of its two inputs alternate.
-        recompute: z is made again in the backward pass.
-        dtype: of y.
-    """
+    """What the experts do besides products; ``dtype`` is that of y."""
 
     activation: str
     interleaved: bool
@@ -98,11 +71,7 @@ class Style(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One of the two products of a call; ``grouped.autograd.multiply`` says what is what.
-
-    Attributes:
-        flags: those of ``grouped.debug.detect_nonfinite``.
-    """
+    """One of the two products of a call: see ``grouped.autograd.multiply``."""
 
     weights: Sequence[Tensor]
     bias: Tensor | None
@@ -155,19 +124,7 @@ class Layer(NamedTuple):
 def experts(
     x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer, style: Style
 ) -> Tensor:
-    """The weighted sum of the outputs of each token's experts.
-
-    Args:
-        x: (T, H).
-        p: (T, k) fp32 weights.
-        routing: where tokens go.
-        first: the product before the activation.
-        second: the product after it.
-        style: what is between and around them.
-
-    Returns:
-        (T, H) of ``style.dtype``.
-    """
+    """Y (T, H) of ``style.dtype`` for tokens x (T, H) and weights p (T, k) fp32."""
     if torch.compiler.is_compiling():
         y: Tensor = torch.ops.grouped.experts(
             *(x, p, *routing),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,8 @@ class MoE(nn.Module):
     Everything runs on the device without a synchronization, forward and backward, in shapes that
     depend on the number of tokens alone.
 
-    **Bits.** A token's output depends on the token and the parameters alone: not on the other
-    tokens, their number or order, ``num_tokens``, or whether gradients are enabled. It is that of
-    one call an expert of ``GroupedLinear``, with or without ``prepack()`` of its weight. (Recipes
-    with a scale a group, NVFP4, FP8Current and FP8Delayed, share an amax among the tokens of an
-    expert, and cannot promise this of other tokens; NVFP4RowScaled, MXFP8, FP8Block and BF16 do.)
-    Two runs of a step give the same gradients.
-
-    **Memory.** Kept for the backward pass are the input, the experts' input to the activation and
-    the routing, with ``recompute`` only the first and the last. ``grouped.experts`` says how.
+    ``docs/moe.md`` says what the bits of a token's output depend on (in BF16, NVFP4RowScaled, MXFP8
+    and FP8Block on no other token) and what is kept for the backward pass.
 
     Args:
         hidden_size: H, width of the tokens; a multiple of ``recipe.multiple``, as the next.
@@ -46,17 +39,15 @@ class MoE(nn.Module):
         bias: experts have biases.
         interleaved: as in ``GroupedMLP``.
         score: ``"softmax"`` or ``"sigmoid"`` of the logits.
-        renormalize: a token's weights are divided by their sum. (gpt-oss's softmax of the best
-            logits is that of all, renormalized.)
+        renormalize: a token's weights are divided by their sum.
         router_bias: logits have a bias.
         selection_bias: experts are chosen by score plus ``router.selection_bias``, a buffer, and
             weighted by the score: ``router.update_selection_bias`` moves it.
-        expert_groups: groups of consecutive experts, of which a token's experts come from the
-            ``top_groups`` whose two best corrected scores have the largest sum.
+        expert_groups: groups of experts; a token's come from those ``top_groups`` whose two best
+            corrected scores have the largest sum.
         top_groups: see there.
         routed_scaling_factor: what weights are multiplied by last.
-        shared_intermediate_size: width of an expert that every token goes to; 0 for none. It has
-            the recipe and the activation of the others.
+        shared_intermediate_size: width of an expert that every token goes to; 0 for none.
         recompute: the backward pass makes the first product again instead of keeping its result.
         single_parameter: as in ``GroupedLinear``.
         fuse_wgrad_accumulation: as in ``GroupedLinear``, of all experts.
@@ -151,26 +142,6 @@ class MoE(nn.Module):
             if module is not None:
                 module.reset_parameters()
 
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        losses: Literal[False] = ...,
-        num_tokens: Tensor | None = ...,
-        is_first_microbatch: bool | None = ...,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        losses: Literal[True],
-        num_tokens: Tensor | None = ...,
-        is_first_microbatch: bool | None = ...,
-    ) -> tuple[Tensor, MoELosses]: ...
-
     def forward(
         self,
         x: Tensor,
@@ -194,8 +165,7 @@ class MoE(nn.Module):
             (..., H) of the dtype of ``x``; with ``losses`` also ``MoELosses``.
 
         Raises:
-            TypeError: a dtype that is not taken.
-            ValueError: a shape or a device that breaks a rule.
+            ValueError, TypeError: an argument that breaks a rule.
             RuntimeError: as in ``GroupedLinear.forward``; or a transform of ``torch.func``.
         """
         if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
@@ -253,14 +223,10 @@ class MoE(nn.Module):
         return experts(rows, weights, routing, layers[0], layers[1], style)
 
     def backward_dw(self) -> None:
-        """Compute what a backward pass left, of all experts: see ``GroupedLinear.backward_dw``."""
+        """As ``GroupedLinear.backward_dw``, of all experts."""
         for mlp in (self.shared, self.experts):
             if mlp is not None:
                 mlp.backward_dw()
-
-    def extra_repr(self) -> str:
-        """Whether the first product is made again."""
-        return f"recompute={self.recompute}" if self.recompute else ""
 
 
 def _is_watched(mlp: GroupedMLP) -> bool:

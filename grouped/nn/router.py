@@ -53,15 +53,14 @@ class Choice(NamedTuple):
 class Router(nn.Module):
     """Scores the experts for each token and chooses the best.
 
-    Logits are one grouped product with fp32 accumulation; whatever is not bf16 or fp16 is split
-    into bf16 parts, whose products add up to those of fp32. Scores and what follows are fp32. A
-    token's choice depends on nothing but the token: equal scores are won by the first expert.
+    Logits have the precision of fp32, and scores are fp32. A token's choice depends on the token
+    alone: the first of equal scores wins.
 
     Attributes:
         weight: (E, H).
-        bias: (E,), added to the logits; None without.
-        selection_bias: (E,) fp32 buffer, added to the scores where experts are chosen and nowhere
-            else (DeepSeek-V3's ``e_score_correction_bias``); None without.
+        bias: (E,) of the logits, or None.
+        selection_bias: (E,) fp32 buffer, added to scores where experts are chosen and nowhere else
+            (DeepSeek-V3's ``e_score_correction_bias``), or None.
 
     The arguments are those of ``grouped.nn.MoE``.
     """
@@ -187,28 +186,15 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_selection_bias(self, tokens_per_expert: Tensor, rate: float = 1e-3) -> None:
-        """Raise the bias of experts with fewer tokens than the mean and lower that of the others.
+        """Balance without a loss, once a step, as DeepSeek-V3 does (arXiv 2408.15664).
 
-        DeepSeek-V3's balancing without a loss (arXiv 2408.15664); once a step.
-
-        Args:
-            tokens_per_expert: (E,), of the step, over all processes.
-            rate: by how much.
-
-        Raises:
-            RuntimeError: the router has no selection bias.
+        Raises the bias of experts with fewer tokens than the mean by ``rate`` and lowers the
+        others'. ``tokens_per_expert`` (E,) are those of the step, over all processes.
         """
         if self.selection_bias is None:
             raise RuntimeError("the router has no selection_bias: make it with selection_bias=True")
         counts = tokens_per_expert.float()
         self.selection_bias += rate * torch.sign(counts.mean() - counts)
-
-    def extra_repr(self) -> str:
-        """How it chooses."""
-        return (
-            f"num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}, "
-            f"renormalize={self.renormalize}"
-        )
 
 
 def _order(scores: Tensor) -> Tensor:
