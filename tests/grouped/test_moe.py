@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import cute_kernels
 import grouped
 from grouped import recipes
-from grouped.nn import GroupedMLP, MoE
+from grouped.nn import MoE
 from perf.measure.memory import saved_by
 from tests.grouped.cases import ALL_RECIPES, WEIGHT_FORMAT
 from tests.helpers import Graphs, assert_all_same, assert_same_bytes, each, needs_compiler, ops
@@ -200,22 +200,6 @@ def test_a_token_is_on_its_own(recipe, name):
     got = moe(buffer, num_tokens=torch.tensor(11)).detach()
     assert_same_bytes(got[:11], y[:11])
     assert not got[11:].any()
-
-
-@each("recipe", BY_TOKEN)
-def test_grouped_is_one_call_an_expert(recipe):
-    moe, x = moe_of(recipe), tokens()
-    choice = moe.router(x)
-    y = torch.zeros(T, H)
-    for k in range(K):
-        for e in range(E):
-            mine = (choice.expert_ids[:, k] == e).nonzero().flatten()
-            alone = GroupedMLP(1, H, WIDTH, recipe=recipe, dtype=torch.bfloat16)
-            for ours, theirs in zip(alone.parameters(), moe.experts.parameters(), strict=True):
-                ours.data.copy_(theirs[e : e + 1])
-            out = alone(x[mine], [len(mine)]).float()
-            y[mine] += choice.weights[mine, k, None] * out
-    assert_same_bytes(moe(x).detach(), y.bfloat16())
 
 
 @each("recipe", {name: ALL_RECIPES[name] for name in ("nvfp4", "row-scaled")})
