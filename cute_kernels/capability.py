@@ -62,10 +62,10 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_gemm", "fp8"): ("reference", "sm_90a"),
     ("grouped_gemm", "fp8_block"): ("reference", "sm_90a"),
     ("grouped_gemm", "mxfp8"): ("reference",),
-    ("grouped_gemm_w4a16", "nvfp4"): ("reference", "sm_90a"),
-    ("grouped_gemm_w4a16", "fp8"): ("reference",),
-    ("grouped_gemm_w4a16", "fp8_block"): ("reference",),
-    ("grouped_gemm_w4a16", "mxfp8"): ("reference",),
+    ("grouped_gemm_w4a16", "nvfp4"): ARCHITECTURES,
+    ("grouped_gemm_w4a16", "fp8"): ("reference", "sm_100a"),
+    ("grouped_gemm_w4a16", "fp8_block"): ("reference", "sm_100a"),
+    ("grouped_gemm_w4a16", "mxfp8"): ("reference", "sm_100a"),
 }
 #: Ops and formats that the reference backend adds like a tensor core that has no kernel of them.
 _ADDED_ALIKE: dict[tuple[str, str | None], tuple[str, ...]] = {
@@ -76,7 +76,9 @@ _GEMMS = ("grouped_gemm", "grouped_gemm_w4a16")
 #: Reference backends that add like a tensor core, and whose.
 _ADDS_LIKE = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
 #: Ops and formats of which some architectures run the rowwise copy only.
-_COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
+_COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
+    ("grouped_gemm_w4a16", "mxfp8"): ("reference",)
+}
 #: Values of a record's fields that the reference alone runs, by the name of the format.
 _REFERENCE_ONLY: dict[str, dict[str, object]] = {
     "nvfp4": {"hadamard": True, "stochastic_rounding": True, "four_over_six": True},

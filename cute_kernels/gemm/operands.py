@@ -13,7 +13,7 @@ import dataclasses
 from typing import Literal
 
 from cute_kernels.capability import UnsupportedError
-from cute_kernels.formats import FP8, NVFP4, BlockScale, Format, FP8Block
+from cute_kernels.formats import FP8, MXFP8, NVFP4, BlockScale, Format, FP8Block
 from cute_kernels.formats.base import FP8_ELEMENTS
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_COLS
 
@@ -45,6 +45,7 @@ _FORMATS: tuple[Format, ...] = (
     NVFP4(),
     *(FP8(dtype) for dtype in FP8_ELEMENTS),
     *(FP8Block(block, dtype) for block in FP8Block.blocks for dtype in FP8_ELEMENTS),
+    *(MXFP8(dtype) for dtype in FP8_ELEMENTS),
 )
 _PLAIN = ("bfloat16", "float16")
 #: The DSL's names of types of elements and scales.
@@ -52,6 +53,7 @@ _DSL_TYPES = {
     "e2m1": "Float4E2M1FN",
     "e4m3": "Float8E4M3FN",
     "e5m2": "Float8E5M2",
+    "e8m0": "Float8E8M0FNU",
     "f32": "Float32",
     "bfloat16": "BFloat16",
     "float16": "Float16",

@@ -209,7 +209,8 @@ class GemmConfig(abc.ABC):
             kind = getattr(self, name)
             if kind not in OPERANDS and (name == "operand" or kind is not None):
                 raise ValueError(f"{name} must be one of {', '.join(OPERANDS)}, got {kind!r}")
-        if (self.kind.bits, self.kind.scale) != (self.b_kind.bits, self.b_kind.scale):
+        is_alike = (self.kind.bits, self.kind.scale) == (self.b_kind.bits, self.b_kind.scale)
+        if not (is_alike or self.decodes_b and self.grouping == "m_grouped"):
             raise ValueError(f"{self.operand} is not multiplied by {self.b_operand}")
         if self.grouping not in ("m_grouped", "k_grouped"):
             raise ValueError(f"grouping must be m_grouped or k_grouped, got {self.grouping!r}")
@@ -227,7 +228,7 @@ class GemmConfig(abc.ABC):
             raise ValueError("a k_grouped product takes no bias")
         if self.zero_tail and (self.grouping == "k_grouped" or self.accumulate):
             raise ValueError("zero_tail needs an m_grouped product that does not accumulate")
-        if self.transpose_b and (self.kind.is_transposed or self.grouping == "k_grouped"):
+        if self.transpose_b and (self.b_kind.is_transposed or self.grouping == "k_grouped"):
             raise ValueError(
                 "transpose_b needs an m_grouped product of operands without a transposed copy"
             )
@@ -275,6 +276,11 @@ class GemmConfig(abc.ABC):
         return OPERANDS[self.b_operand or self.operand]
 
     @property
+    def decodes_b(self) -> bool:
+        """Whether B comes as codes beside a plain A."""
+        return self.kind.fmt is None and self.b_kind.fmt is not None
+
+    @property
     def instruction_k(self) -> int:
         """Elements of K that one instruction contracts."""
         return self.kind.instruction_k
@@ -312,7 +318,7 @@ class GemmConfig(abc.ABC):
         if problem.n < 1 or problem.n % N_ALIGN:
             return Support(False, f"N must be a positive multiple of {N_ALIGN}, got {problem.n}")
         if self.grouping == "m_grouped":
-            align = self.kind.k_align
+            align = max(self.kind.k_align, self.b_kind.k_align)
             if problem.k < 1 or problem.k % align:
                 return Support(False, f"K must be a positive multiple of {align}, got {problem.k}")
         else:

@@ -34,6 +34,11 @@ MXFP8     a fresh accumulator for each      mxf8f6f4
 NVFP4     fp16 instructions, see below      mxf4nvf4
 ========  ================================  ====================================================
 
+Codes beside plain operands are decoded to the dtype of these on sm_100a, each product of a code and
+its block scale rounded to fp32 and then to that dtype, as ``grouped_dequantize`` does it without a
+second level; then all of K is one chain. That is exact for FP8 and NVFP4, and in bf16 for powers of
+two within its range. sm_90a decodes NVFP4, see below.
+
 No fp32 number is as large or small as the power of two in the cell of MXFP8 may be; it is exact
 here. sm_90a has no instructions for NVFP4: fp16 ones multiply the values, which are exact in fp16.
 How the kernels feed them decides two things:
@@ -110,7 +115,10 @@ def _mixed(a: Rows, b: Rows, adder: Adder) -> Tensor:
     if adder.tensor_core is None:
         return _fp64(a, b, adder)
     dtype = a.codes.dtype if a.fmt is None else b.codes.dtype
-    return _hopper(a.values(torch.float32), b.values(torch.float32), dtype)
+    left, right = a.values(torch.float32), b.values(torch.float32)
+    if adder.tensor_core == "sm_100a":
+        return tensor_core_gemm(adder.tensor_core, left.to(dtype), right.to(dtype))
+    return _hopper(left, right, dtype)
 
 
 # --------------------------------------------------------------------------------- FP8, MXFP8

@@ -4,17 +4,21 @@ The tensor core takes 128 rows of operand M but any 16 of N. With ``swap_ab`` th
 are therefore operand N; with ``swap_partial`` only the last tile of a group has swapped operands,
 if it is partial. Instructions that kernels write out themselves then multiply only as many rows of
 N as the tile has, rounded up to ``N_STEP``.
+
+Codes of B beside a plain A have stages of their own, twice as long along K as those of what is
+multiplied, which warps decode them to: see ``decode``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 from cute_kernels.gemm.operands import DTYPE_BYTES
 from cute_kernels.gemm.problem import GemmConfig, GemmGrouping, GemmProblem, TileShape
 from cute_kernels.gemm.sm100.heuristics import estimated_cycles
-from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, ceil_div
+from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS, SF_TILE_WORDS, ceil_div
 
 __all__ = [
     "BOX_ROWS",
@@ -96,6 +100,8 @@ class Sm100GemmConfig(GemmConfig):
         """Why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
         if self.kind.fmt is not None and self.kind.tcgen05 is None:
             return f"there is no kernel for {self.operand} yet"
+        if self.decodes_b and self.transpose_b:
+            return "codes beside plain operands are contiguous along K"
         if tile.may_swap and self.grouping == "k_grouped":
             return "only operands of an m_grouped product may be swapped"
         if tile.swap_partial and self.kind.tcgen05 is None:
@@ -162,6 +168,47 @@ class Sm100GemmConfig(GemmConfig):
         return sum(self.element_stage_bytes) + scales
 
     @property
+    def decoded_rows(self) -> int:
+        """Rows of B of a tile in one CTA."""
+        return (self.tile.m if self.tile.swap_ab else self.tile.n) // self.tile.num_ctas
+
+    @property
+    def codes_row_bytes(self) -> int:
+        """Bytes of codes of a row in a stage of them."""
+        return PIECE_K * self.b_kind.bits // 8
+
+    @property
+    def codes_scales(self) -> tuple[int, ...]:
+        """Extents of the block scales in a stage of codes: scale tiles as words, or fp32 of rows.
+
+        Empty where there are none, and of squares, of which a stage has one.
+        """
+        kind = self.b_kind
+        if kind.has_squares or not kind.is_block_scaled:
+            return ()
+        if kind.has_row_scales:
+            return self.decoded_rows, 1
+        return 1, PIECE_K // kind.scale_tile_k, SF_TILE_WORDS
+
+    @property
+    def codes_stage_bytes(self) -> int:
+        """Shared memory of a stage of codes and their block scales; 0 where none are decoded."""
+        if not self.decodes_b:
+            return 0
+        scales = 4 * math.prod(self.codes_scales) if self.codes_scales else 0
+        return self.decoded_rows * self.codes_row_bytes + scales
+
+    @property
+    def num_codes_stage(self) -> int:
+        """Stages of codes: those for which the others leave room."""
+        left = self._stage_capacity - self.num_ab_stage * self.stage_bytes
+        return left // self.codes_stage_bytes
+
+    @property
+    def _stage_capacity(self) -> int:
+        return _SMEM_CAPACITY - _SMEM_RESERVED - self.staged_bytes
+
+    @property
     def staged_bytes(self) -> int:
         """Shared memory for blocks of output on their way out."""
         if self.tile.swap_ab:
@@ -171,7 +218,7 @@ class Sm100GemmConfig(GemmConfig):
     @property
     def num_ab_stage(self) -> int:
         """Stages of both operands that fit in shared memory."""
-        return (_SMEM_CAPACITY - _SMEM_RESERVED - self.staged_bytes) // self.stage_bytes
+        return self._stage_capacity // (self.stage_bytes + self.codes_stage_bytes // 2)
 
     @property
     def store_columns(self) -> int:

@@ -7,6 +7,7 @@ pipeline   from -> to               full; empty
 ========== ======================== =======================================================
 tile ring  scheduler -> all others  one arrival; one a warp
 ab         load -> MMA              the bytes of a stage; one commit
+codes      codes load -> decoders   the bytes of a stage; one a warp
 acc        MMA -> epilogue          one commit; one an epilogue warp
 ========== ======================== =======================================================
 
@@ -18,6 +19,9 @@ The tensor core takes 128 or 256 rows of operand M but any 16 of N. With ``swap_
 tile, of a group's last rows, is multiplied with its operands swapped: both lie in shared memory in
 the same way, so the loads of elements stay as they are and only the instructions take B for operand
 M. N is then as small as the rows allow. The epilogue finds that tile transposed.
+
+Where B comes as codes beside a plain A, warps decode them into the stages that the MMA reads, and
+arrive at their barriers beside the load warp: see ``decode``.
 """
 
 from __future__ import annotations
@@ -30,11 +34,12 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import blackwell_helpers
 
 from cute_kernels.gemm.fakes import FakeArguments, fake_stream
-from cute_kernels.gemm.loader import LoadWarp, TmaSource
+from cute_kernels.gemm.loader import LoadWarp, StageLoad, TmaSource
 from cute_kernels.gemm.output import EpilogueTensors
 from cute_kernels.gemm.problem import Extents
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
 from cute_kernels.gemm.sm100.config import BOX_ROWS, TMEM_COLUMNS
+from cute_kernels.gemm.sm100.decode import CodesLoadWarp, DecodeWarps
 from cute_kernels.gemm.sm100.epilogue import Epilogue, OutputStore
 from cute_kernels.gemm.sm100.epilogue_swapped import SwappedEpilogue
 from cute_kernels.gemm.sm100.epilogue_warps import EpilogueWarps
@@ -48,15 +53,21 @@ from cute_kernels.gemm.sm100.mma import BlockScaledMma, MmaWarp, PlainMma
 from cute_kernels.gemm.sm100.storage import Barriers, Layouts, Stages, make_pipelines
 from cute_kernels.gemm.sm100.warp_schedule import NamedBarrierId, WarpSchedule
 from cute_kernels.gemm.views import (
+    codes_view,
     matrix_view,
     output_view,
     ragged_rows_view,
+    row_scales_view,
     scale_type,
+    scale_words_view,
     scales_view,
+    squares_view,
 )
+from cute_kernels.layout.shapes import PIECE_K
 from cute_kernels.layout.slots import TILE_ROWS, most_rows
 
 if TYPE_CHECKING:
+    from cute_kernels.gemm.operands import OperandKind
     from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
 __all__ = ["Sm100Gemm"]
@@ -66,13 +77,15 @@ class Sources(NamedTuple):
     """Something of each tensor that TMA reads: the copies, their coordinates, or both.
 
     Attributes:
-        m: elements of operand M.
-        n: elements of operand N.
+        m: elements of operand M; None if it is decoded.
+        n: elements of operand N; likewise.
         m_scales: block scales of operand M; None without, as the others after it.
         n_scales: block scales of operand N.
         partial_m_scales: block scales of operand M of partial tiles with swapped operands.
         partial_n_scales: those of operand N.
         partial_boxes: elements of A of such tiles, by boxes of rows.
+        codes: codes of B where they are decoded.
+        codes_scales: their block scales; None without, and of squares.
     """
 
     m: Any
@@ -82,6 +95,8 @@ class Sources(NamedTuple):
     partial_m_scales: Any = None
     partial_n_scales: Any = None
     partial_boxes: Any = None
+    codes: Any = None
+    codes_scales: Any = None
 
     @classmethod
     def paired(cls, atoms: Sources, tensors: Sources) -> Sources:
@@ -115,7 +130,7 @@ class Sm100Gemm:
 
     def __init__(self, config: Sm100GemmConfig):
         self.config = config
-        self.warps = WarpSchedule(config.tile.num_ctas)
+        self.warps = WarpSchedule(config.tile.num_ctas, config.decodes_b)
 
     @staticmethod
     def fake_args(config: Sm100GemmConfig) -> tuple[Any, ...]:
@@ -147,7 +162,8 @@ class Sm100Gemm:
                 512); None if plain.
             a_amax: (G,) fp32, or (T,) when row-scaled; None if plain.
             b: NVFP4: (G, N, >= K / 2) uint8 codes, or (N, 64 * tiles) of slots; plain: (G, N, K),
-                (G, K, N) with ``transpose_b``, or (T, N) in a k_grouped product.
+                (G, K, N) with ``transpose_b``, or (T, N) in a k_grouped product. Beside a plain A
+                (G, N, >= K) codes of a byte too.
             b_scales: scale tiles (G, ceil(N / 128), tiles, 512) uint8, or (ceil(N / 128), 2 *
                 tiles, 512); None if plain.
             b_amax: (G,) fp32; None if plain.
@@ -164,7 +180,10 @@ class Sm100Gemm:
         m, n, m_scales, n_scales = a, b, a_scales, b_scales
         if cutlass.const_expr(config.tile.swap_ab):
             m, n, m_scales, n_scales = b, a, b_scales, a_scales
-        m, n = self.matrix(m, config.mn_major[0]), self.matrix(n, config.mn_major[1])
+        kinds = (config.kind, config.b_kind)
+        m_kind, n_kind = reversed(kinds) if config.tile.swap_ab else kinds
+        m = self.matrix(m, m_kind, config.mn_major[0])
+        n = self.matrix(n, n_kind, config.mn_major[1])
         if cutlass.const_expr(config.kind.is_block_scaled):
             m_scales = scales_view(m_scales, config.kind)
             n_scales = scales_view(n_scales, config.kind)
@@ -176,7 +195,14 @@ class Sm100Gemm:
         # B may be padded along K, A never is.
         size_k = (n if config.tile.swap_ab else m).shape[1]
         extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], size_k)))
-        sources = self.sources(layouts, m, n, m_scales, n_scales)
+        squares = None
+        if cutlass.const_expr(config.decodes_b):
+            a_view = n if config.tile.swap_ab else m
+            sources = self.decoded_sources(layouts, a_view, b, b_scales)
+            if cutlass.const_expr(config.b_kind.has_squares):
+                squares = squares_view(b_scales)
+        else:
+            sources = self.sources(layouts, m, n, m_scales, n_scales)
         stores = self.stores(layouts, out)
         num_clusters = num_sms // config.tile.num_ctas
         self.kernel(
@@ -191,6 +217,7 @@ class Sm100Gemm:
             b_amax,
             alpha,
             bias,
+            squares,
             offs,
             extents,
         ).launch(
@@ -201,11 +228,11 @@ class Sm100Gemm:
             min_blocks_per_mp=1,
         )
 
-    def matrix(self, x: cute.Tensor, mn_major: bool) -> cute.Tensor:
+    def matrix(self, x: cute.Tensor, kind: OperandKind, mn_major: bool) -> cute.Tensor:
         """An operand as (rows, K, groups)."""
         if self.config.ragged_k:
             return ragged_rows_view(x)
-        return matrix_view(x, self.config.kind, mn_major)
+        return matrix_view(x, kind, mn_major)
 
     def sources(
         self,
@@ -230,6 +257,31 @@ class Sm100Gemm:
                 partial_boxes=self.box_source(layouts, m),
             )
         return out
+
+    def decoded_sources(
+        self, layouts: Layouts, a: cute.Tensor, b: cute.Tensor, scales: cute.Tensor | None
+    ) -> Sources:
+        """Those of a plain A, and of B as codes."""
+        config, staged = self.config, layouts.stages
+
+        def copy(tensor: cute.Tensor, stages: Any, tiler: tuple[int, ...]) -> TmaSource:
+            stage = cute.slice_(stages, (*[None] * len(tiler), 0))
+            op = cpasync.CopyBulkTensorTileG2SOp()
+            return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, stage, tiler))
+
+        row = (config.decoded_rows, config.codes_row_bytes)
+        codes = copy(codes_view(b), staged.codes, row)
+        of_scales = None
+        if config.codes_scales:
+            view = row_scales_view if config.b_kind.has_row_scales else scale_words_view
+            of_scales = copy(view(scales), staged.codes_scales, config.codes_scales)
+        if config.tile.swap_ab:
+            return Sources(None, self.n_source(layouts, a, staged.n))._replace(
+                codes=codes, codes_scales=of_scales
+            )
+        return Sources(self.m_source(layouts, a, staged.m), None)._replace(
+            codes=codes, codes_scales=of_scales
+        )
 
     def m_source(
         self, layouts: Layouts, tensor: cute.Tensor, staged: Any, is_scale: bool = False
@@ -324,6 +376,7 @@ class Sm100Gemm:
         b_amax: cute.Tensor | None,
         alpha: cute.Tensor | None,
         bias: cute.Tensor | None,
+        squares: cute.Tensor | None,
         offs: cute.Tensor,
         extents: Extents,
     ) -> None:
@@ -334,7 +387,8 @@ class Sm100Gemm:
 
         smem = cutlass.memory.SmemAllocator()
         barriers = Barriers.allocate(config, smem)
-        ab_pipeline, acc_pipeline, ring, tmem = make_pipelines(config, warps, layouts, barriers)
+        pipelines = make_pipelines(config, warps, layouts, barriers)
+        ab_pipeline, acc_pipeline, ring, tmem, codes_pipeline = pipelines
         pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
         shared = self.allocate_stages(smem, layouts)
         acc_layout = layouts.acc_layout()
@@ -348,6 +402,14 @@ class Sm100Gemm:
             sources = Sources.paired(source_atoms, source_tensors)
             loads = StageLoads(layouts, tiled_mma, tiled_mma_sf, cta)
             self.load_warp(loads, sources, shared, tiles, ab_pipeline).run()
+        if cutlass.const_expr(config.decodes_b):
+            if warp == warps.codes_load_warp_id:
+                sources = Sources.paired(source_atoms, source_tensors)
+                self.codes_load_warp(sources, shared, tiles, cta, codes_pipeline).run()
+            if warp >= warps.first_decode_warp_id:
+                DecodeWarps(
+                    config, warps, shared, squares, cta, tiles, codes_pipeline, ab_pipeline
+                ).run()
         if warp == warps.mma_warp_id:
             tmem.wait_for_alloc()
             pointer = tmem.retrieve_ptr(Float32)
@@ -397,6 +459,16 @@ class Sm100Gemm:
                 m_scales=smem.allocate_tensor(dtype, staged.m_scales, byte_alignment=128),
                 n_scales=smem.allocate_tensor(dtype, staged.n_scales, byte_alignment=128),
             )
+        if staged.codes is not None:
+            layout = staged.codes
+            codes = smem.allocate_tensor(
+                cutlass.Uint8, layout.outer, byte_alignment=1024, swizzle=layout.inner
+            )
+            out = out._replace(codes=codes)
+        if staged.codes_scales is not None:
+            dtype = Float32 if self.config.b_kind.has_row_scales else Int32
+            scales = smem.allocate_tensor(dtype, staged.codes_scales, byte_alignment=128)
+            out = out._replace(codes_scales=scales)
         return out
 
     def allocate_output(
@@ -420,8 +492,8 @@ class Sm100Gemm:
         ab_pipeline: pipeline.PipelineTmaUmma,
     ) -> LoadWarp:
         """The load warp, with how each tensor gets into shared memory."""
-        operand_m = [loads.m(sources.m, shared.m)]
-        operand_n = [loads.n(sources.n, shared.n)]
+        operand_m = [] if sources.m is None else [loads.m(sources.m, shared.m)]
+        operand_n = [] if sources.n is None else [loads.n(sources.n, shared.n)]
         if self.config.kind.is_block_scaled:
             operand_m.append(loads.m(sources.m_scales, shared.m_scales, is_scale=True))
             operand_n.append(loads.n_scales(sources.n_scales, shared.n_scales))
@@ -436,6 +508,26 @@ class Sm100Gemm:
             loads.cta,
         )
         return SwappingLoadWarp(self.config, partial, *rest)
+
+    def codes_load_warp(
+        self,
+        sources: Sources,
+        shared: Stages,
+        tiles: TileReader,
+        cta: Int32,
+        codes_pipeline: pipeline.PipelineTmaAsync,
+    ) -> LoadWarp:
+        """The load warp of codes of B and their block scales."""
+        config, kind = self.config, self.config.b_kind
+        rest = (cta * config.decoded_rows, Int32(0), 1)
+        tiler = (config.decoded_rows, config.codes_row_bytes)
+        loads = [StageLoad(sources.codes, shared.codes, tiler, 8 // kind.bits, *rest, False)]
+        if config.codes_scales:
+            source, stages, tiler = sources.codes_scales, shared.codes_scales, config.codes_scales
+            divisor = PIECE_K if kind.has_row_scales else kind.scale_tile_k
+            loads.append(StageLoad(source, stages, tiler, divisor, *rest, True))
+        sides = (tuple(loads), ()) if config.tile.swap_ab else ((), tuple(loads))
+        return CodesLoadWarp(config, *sides, tiles, codes_pipeline)
 
     def instructions(
         self, tiled_mma: cute.TiledMma, layouts: Layouts, shared: Stages, tmem: cute.Pointer

@@ -30,12 +30,16 @@ class Stages(NamedTuple):
         n: elements of operand N.
         m_scales: block scales of operand M; None without.
         n_scales: block scales of operand N; None without.
+        codes: codes of B, (rows, bytes, STAGE), where they are decoded.
+        codes_scales: their block scales, (*``codes_scales`` of the configuration, STAGE).
     """
 
     m: Any
     n: Any
     m_scales: Any = None
     n_scales: Any = None
+    codes: Any = None
+    codes_scales: Any = None
 
 
 class Layouts:
@@ -82,6 +86,8 @@ class Layouts:
                 m_scales=blockscaled_layout.make_smem_layout_sfa(*scales),
                 n_scales=blockscaled_layout.make_smem_layout_sfb(*scales),
             )
+        if config.decodes_b:
+            self.stages = self.stages._replace(**self._codes())
         swizzle = tcgen05.SmemLayoutAtomKind.K_SW128
         self.boxes = None
         if config.tile.swap_partial:
@@ -124,6 +130,23 @@ class Layouts:
             shape_mn,
         )
 
+    def _codes(self) -> dict[str, Any]:
+        """Stages of codes, whose rows are one swizzle atom, and of their block scales."""
+        config = self.config
+        width, stages = config.codes_row_bytes, config.num_codes_stage
+        kinds = tcgen05.SmemLayoutAtomKind
+        swizzle = {64: kinds.K_SW64, 128: kinds.K_SW128}[width]
+        atom = tcgen05.make_smem_layout_atom(swizzle, cutlass.Uint8)
+        codes = cute.tile_to_shape(atom, (config.decoded_rows, width, stages), order=(0, 1, 2))
+        extents = config.codes_scales
+        scales = None
+        if extents:
+            order = (*reversed(range(len(extents))), len(extents))
+            if config.b_kind.has_row_scales:
+                order = (0, 1, 2)
+            scales = cute.make_ordered_layout((*extents, stages), order=order)
+        return {"codes": codes, "codes_scales": scales}
+
     def acc_layout(self) -> cute.Layout:
         """Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE)."""
         shape = self.tiled_mma.partition_shape_C(self.tiler[:2])
@@ -138,7 +161,7 @@ class Layouts:
         return sfa, sfa + self.config.sf_columns[0]
 
     def stage_bytes(self) -> int:
-        """Bytes that fill one stage of all CTAs that share a tile."""
+        """Bytes that fill one stage of all CTAs that share a tile; what is decoded has none."""
         staged = [(self.stages.m, self.element), (self.stages.n, self.element)]
         if self.config.kind.is_block_scaled:
             scales = scale_type(self.config.kind)
@@ -147,6 +170,8 @@ class Layouts:
         for layout, dtype in staged:
             total += cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, None, 0)))
         assert total == self.config.stage_bytes
+        if self.config.decodes_b:
+            total -= self.config.element_stage_bytes[0 if self.config.tile.swap_ab else 1]
         return total * self.config.tile.num_ctas
 
 
@@ -160,6 +185,7 @@ class Barriers(NamedTuple):
         tmem: where the address of tensor memory is put.
         tmem_free: barrier of a CTA pair before tensor memory is freed.
         tiles: the tile records.
+        codes: full and empty barriers of the stages of codes; None if none are decoded.
     """
 
     ab: cute.Pointer
@@ -168,11 +194,15 @@ class Barriers(NamedTuple):
     tmem: cute.Pointer
     tmem_free: cute.Pointer
     tiles: cute.Tensor
+    codes: cute.Pointer | None = None
 
     @staticmethod
     def allocate(config: Sm100GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
         """Reserve them."""
         words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
+        codes = None
+        if config.decodes_b:
+            codes = smem.allocate_array(Int64, 2 * config.num_codes_stage, byte_alignment=8)
         return Barriers(
             ab=smem.allocate_array(Int64, 2 * config.num_ab_stage, byte_alignment=8),
             acc=smem.allocate_array(Int64, 2 * config.num_acc_stage, byte_alignment=8),
@@ -180,6 +210,7 @@ class Barriers(NamedTuple):
             tmem=smem.allocate_array(Int32, 1, byte_alignment=8),
             tmem_free=smem.allocate_array(Int64, 1, byte_alignment=8),
             tiles=smem.allocate_tensor(Int32, words, byte_alignment=16),
+            codes=codes,
         )
 
 
@@ -191,12 +222,14 @@ class Pipelines(NamedTuple):
         acc: accumulators.
         ring: tile records.
         tmem: the allocator of tensor memory.
+        codes: stages of codes; None if none are decoded.
     """
 
     ab: pipeline.PipelineTmaUmma
     acc: pipeline.PipelineUmmaAsync
     ring: pipeline.PipelineAsync
     tmem: cutlass.memory.TmemAllocator
+    codes: pipeline.PipelineTmaAsync | None
 
 
 def make_pipelines(
@@ -210,7 +243,7 @@ def make_pipelines(
     ab_pipeline = pipeline.PipelineTmaUmma.create(
         barrier_storage=barriers.ab,
         num_stages=config.num_ab_stage,
-        producer_group=threads(1),
+        producer_group=threads(warps.stage_arrivals),
         consumer_group=threads(1),
         tx_count=layouts.stage_bytes(),
         cta_layout_vmnk=layouts.cluster,
@@ -240,4 +273,16 @@ def make_pipelines(
         is_two_cta=config.tile.num_ctas == 2,
         two_cta_tmem_dealloc_mbar_ptr=barriers.tmem_free,
     )
-    return Pipelines(ab_pipeline, acc_pipeline, ring, tmem)
+    codes_pipeline = None
+    if barriers.codes is not None:
+        # Those of one CTA are nobody else's.
+        codes_pipeline = pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers.codes,
+            num_stages=config.num_codes_stage,
+            producer_group=threads(1),
+            consumer_group=threads(warps.num_decode_warps),
+            tx_count=config.codes_stage_bytes,
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            defer_sync=True,
+        )
+    return Pipelines(ab_pipeline, acc_pipeline, ring, tmem, codes_pipeline)
