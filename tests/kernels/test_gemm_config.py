@@ -26,6 +26,12 @@ CONFIGS = [
     for tile in SM100_TILES
     if Sm100GemmConfig(operand).takes(tile)
 ]
+CONFIGS += [
+    Sm100GemmConfig("bfloat16", b_operand=operand, out_dtype="float32", tile=tile)
+    for operand, kind in OPERANDS.items()
+    for tile in SM100_TILES
+    if kind.fmt is not None and Sm100GemmConfig("bfloat16").takes(tile)
+]
 PROBLEM = GemmProblem("nvfp4", "m_grouped", "bfloat16", groups=32, rows=4096, n=4096, k=7168)
 NUM_SMS = 148
 
@@ -42,7 +48,11 @@ def test_memory_of_every_tile_fits(config: Sm100GemmConfig) -> None:
     if config.tile.swap_ab:
         staged = 4 * 32 * 32 * (4 if config.out_dtype == "float32" else 2)
     assert config.num_ab_stage >= 3
-    assert config.num_ab_stage * config.stage_bytes + staged <= 227 * 1024 - 2048
+    stages = config.num_ab_stage * config.stage_bytes
+    if config.decodes_b:
+        assert config.num_codes_stage >= 3
+        stages += config.num_codes_stage * config.codes_stage_bytes
+    assert stages + staged <= 227 * 1024 - 2048
     used = 2 * config.tile.n - config.acc_overlap + sum(config.sf_columns)
     assert used <= TMEM_COLUMNS
     # The epilogue gives shared columns back before it has read half of an accumulator.
@@ -56,8 +66,8 @@ def test_what_the_kinds_of_operands_say() -> None:
     assert nvfp4.level_factor == 1 / 2688
     assert (bf16.instruction_k, bf16.k_align, bf16.tcgen05) == (16, 8, None)
     assert not (bf16.is_transposed or bf16.has_slots or bf16.is_block_scaled)
-    # A format to come: four MMAs share a tile of MXFP8's scales. FP8 has slots and no scales.
-    mxfp8, fp8 = OperandKind("mxfp8", MXFP8()), OPERANDS["fp8"]
+    # Four MMAs share a tile of MXFP8's scales. FP8 has slots and no scales.
+    mxfp8, fp8 = OPERANDS["mxfp8"], OPERANDS["fp8"]
     assert (mxfp8.instruction_k, mxfp8.k_blocks_of_scale_tile) == (32, 4)
     assert mxfp8.has_slots and not mxfp8.is_transposed and mxfp8.level_factor is None
     assert (fp8.instruction_k, fp8.is_block_scaled, fp8.has_slots) == (32, False, True)
@@ -76,8 +86,7 @@ def test_a_format_finds_its_kind_by_element_and_scale() -> None:
                 True,
                 squares,
             )
-    with pytest.raises(UnsupportedError, match="multiplies operands of mxfp8"):
-        operand_of(MXFP8())
+    assert operand_of(MXFP8(block=(32, 32))) is OPERANDS["mxfp8"]
 
 
 @pytest.mark.parametrize("cls", [Sm90GemmConfig, Sm100GemmConfig])
@@ -93,12 +102,18 @@ def test_arrivals_count_every_warp_once() -> None:
     assert (one.acc_consumer_arrivals, two.acc_consumer_arrivals) == (4, 8)
     roles = [*one.epilogue_warp_ids, one.mma_warp_id, one.load_warp_id, one.scheduler_warp_id]
     assert sorted(roles) == list(range(one.num_threads // 32))
+    decoding = WarpSchedule(2, decodes=True)
+    assert (decoding.num_threads, decoding.tile_consumer_arrivals) == (512, 15)
+    assert (one.stage_arrivals, decoding.stage_arrivals, decoding.num_decode_warps) == (1, 9, 8)
 
 
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"operand": "mxfp8"}, "operand"),
+        ({"operand": "mxfp4"}, "operand"),
+        ({"b_operand": "bfloat16"}, "not multiplied by bfloat16"),
+        ({"operand": "bfloat16", "b_operand": "nvfp4", "grouping": "k_grouped"}, "multiplied"),
+        ({"operand": "bfloat16", "b_operand": "mxfp8", "transpose_b": True}, "along K"),
         ({"out_dtype": "float64"}, "out_dtype"),
         ({"grouping": "n_grouped"}, "grouping"),
         ({"tile": Sm100Tile(64, 64)}, "tile"),

@@ -219,12 +219,25 @@ def test_grouped_takes_the_choice(core):
 
 
 @each("pair", FP8_KINDS)
-def test_plain_operands_beside_quantized_ones_have_no_tensor_core(pair):
-    case = Product(pair, SPLITS)
-    arguments = m_grouped_arguments(case.x, case.b, case.offs, b_format=pair[1])
-    for core in CORES:
-        with (
-            backend(f"reference:{core}"),
-            pytest.raises(UnsupportedError, match=f"no {core} kernel of grouped_gemm_w4a16"),
-        ):
-            ops.m_grouped_gemm(*arguments)
+@each("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_are_decoded_beside_plain_operands(pair, dtype):
+    """Code times block scale, rounded to fp32 and to the other operand's dtype; then one chain."""
+    case = Product(pair, SPLITS, 24, 304 // 32 * 32)
+    x = case.x.to(dtype)
+    arguments = m_grouped_arguments(x, case.b, case.offs, out_dtype=F32, b_format=pair[1])
+    with backend("reference:sm_100a"):
+        got = ops.m_grouped_gemm(*arguments)
+    for _, rows, _, b in case.members():
+        scales = np.ones((len(b.codes), 1)) if b.scales is None else b.scales
+        scales = np.repeat(scales, b.vec, axis=1)[:, : b.codes.shape[1]]
+        values = torch.from_numpy(np.float32(b.codes) * np.float32(scales))
+        acc = torch.zeros(rows.stop - rows.start, 24)
+        for k in range(0, case.depth, 16):
+            at = (slice(None), slice(k, k + 16))
+            acc = tensor_core_mma("sm_100a", x[rows][at], values.to(dtype)[at], acc)
+        assert_same_bytes(got[rows], scaled(acc, b.level))
+    with (
+        backend("reference:sm_90a"),
+        pytest.raises(UnsupportedError, match="no sm_90a kernel of grouped_gemm_w4a16"),
+    ):
+        ops.m_grouped_gemm(*arguments)

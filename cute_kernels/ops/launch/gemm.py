@@ -16,7 +16,7 @@ from cute_kernels.gemm.variants import CONFIGS
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import aligned, dense, dtype_name, readable
-from cute_kernels.ops.launch.sm90_operands import sm90_preparation, values_config
+from cute_kernels.ops.launch.sm90_operands import rows_first, sm90_preparation, values_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -148,9 +148,10 @@ def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmCon
 
 
 def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: Launcher) -> Runner:
-    prepare = None
     if isinstance(config, Sm90GemmConfig):
         prepare = sm90_preparation(op, config, launch)
+    else:
+        prepare = rows_first(op, config)
     # Strides are the same in every call; addresses are not.
     read = op.reader()
     is_addressable = all(map(_is_addressable, read(op)))
