@@ -59,7 +59,8 @@ class FakeArguments:
             return _pitched(a, self.rows, self.m), _pitched(b, self.rows, self.n)
         if self.is_k_grouped:
             width = cute.sym_int(divisibility=TILE_ROWS * config.kind.bits // a.width)
-            return _pitched(a, self.m, width), _pitched(b, self.n, width)
+            turn = 1 if config.kind.is_transposed else -1
+            return _pitched(a, *(self.m, width)[::turn]), _pitched(b, *(self.n, width)[::turn])
         depth = self.k
         if config.b_kind.fmt is not None:
             # A columnwise copy is padded along K, so B may be wider than A.

@@ -23,6 +23,7 @@ CONFIGS = {
     "nvfp4 256x128": dataclasses.replace(
         BF16, tile=NARROW_PAIR, bias_dtype="float32", has_alpha=True, accumulate=True
     ),
+    "nvfp4 partial": dataclasses.replace(BF16, tile=Sm100Tile(256, 256, 2, swap_partial=True)),
     "nvfp4 few rows": dataclasses.replace(BF16, tile=FEW_ROWS),
     "fp8": dataclasses.replace(FP16, b_operand="fp8", tile=Sm100Tile(128, 64)),
     "fp8 e5m2": dataclasses.replace(BF16, b_operand="fp8:dtype=e5m2", tile=SWAPPED, has_alpha=True),
@@ -33,14 +34,19 @@ CONFIGS = {
     "fp8_block squares few rows": dataclasses.replace(
         BF16, b_operand="fp8_block:block=128x128", tile=FEW_ROWS, out_dtype="float32"
     ),
-    "mxfp8": dataclasses.replace(BF16, b_operand="mxfp8", out_dtype="float32"),
+    "mxfp8": dataclasses.replace(
+        BF16,
+        b_operand="mxfp8",
+        out_dtype="float32",
+        tile=Sm100Tile(128, 128, swap_partial=True),
+    ),
     "mxfp8 e5m2": dataclasses.replace(FP16, b_operand="mxfp8:dtype=e5m2", tile=NARROW_PAIR),
 }
 each_config = pytest.mark.parametrize("name", CONFIGS)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 256x128", "nvfp4 few rows"])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 256x128", "nvfp4 few rows", "nvfp4 partial"])
 def test_shapes(name: str, shape: str) -> None:
     m_grouped(CONFIGS[name], *SHAPES[shape]).check()
 
@@ -82,7 +88,7 @@ def test_every_code_and_scale(name: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
-    names = ("nvfp4 256x256", "nvfp4 few rows", "fp8_block rows", "mxfp8")
+    names = ("nvfp4 256x256", "nvfp4 partial", "nvfp4 few rows", "fp8_block rows", "mxfp8")
     products = [m_grouped(CONFIGS[name], [3, 0, 70], 392, 560, 1) for name in names]
     check_modes(mode, [(product, product.config.tile.num_ctas) for product in products])
 

@@ -2,8 +2,8 @@
 
 The tensor core takes 128 rows of operand M but any 16 of N. With ``swap_ab`` the rows of a group
 are therefore operand N; with ``swap_partial`` only the last tile of a group has swapped operands,
-if it is partial. Instructions that kernels write out themselves then multiply only as many rows of
-N as the tile has, rounded up to ``N_STEP``.
+if it is partial. Instructions then multiply only as many rows of N as the tile has, rounded up to
+``N_STEP``.
 
 Codes of B beside a plain A have stages of their own, twice as long along K as those of what is
 multiplied, which warps decode them to: see ``decode``.
@@ -15,7 +15,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar
 
-from cute_kernels.gemm.operands import DTYPE_BYTES
+from cute_kernels.gemm.operands import DTYPE_BYTES, OperandKind
 from cute_kernels.gemm.problem import GemmConfig, GemmGrouping, GemmProblem, TileShape
 from cute_kernels.gemm.sm100.heuristics import estimated_cycles
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS, SF_TILE_WORDS, ceil_div
@@ -98,28 +98,30 @@ class Sm100GemmConfig(GemmConfig):
 
     def refuses(self, tile: Sm100Tile) -> str:
         """Why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
-        if self.kind.fmt is not None and self.kind.tcgen05 is None:
+        if self.multiplied[0].tcgen05 is None:
             return f"there is no kernel for {self.operand} yet"
         if self.decodes_b and self.transpose_b:
             return "codes beside plain operands are contiguous along K"
         if tile.may_swap and self.grouping == "k_grouped":
             return "only operands of an m_grouped product may be swapped"
-        if tile.swap_partial and self.kind.tcgen05 is None:
-            return f"instructions for {self.operand} do not fit themselves to swap_partial"
         return ""
 
     def may_choose(self, tile: Sm100Tile) -> bool:  # type: ignore[override]
         """Whether the choice of a tile considers this one.
 
-        Where instructions can fit themselves to the rows of a group, tiles that cannot multiply up
-        to a tile of rows for each that no group has; they have to be forced.
+        Instructions fit themselves to the rows of a group; tiles where they cannot multiply up to a
+        tile of rows for each that no group has, and have to be forced.
         """
-        fits = tile.may_swap or self.kind.tcgen05 is None or self.grouping == "k_grouped"
-        return fits and self.takes(tile)
+        return (tile.may_swap or self.grouping == "k_grouped") and self.takes(tile)
 
     def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
         """What a call costs, by a model of time."""
         return estimated_cycles(self, problem, num_sms)
+
+    @property
+    def multiplied(self) -> tuple[OperandKind, OperandKind]:
+        """What operands M and N are made of where the tensor core reads them."""
+        return (self.kind, self.kind) if self.decodes_b else (self.m_kind, self.n_kind)
 
     @property
     def k_blocks(self) -> int:
@@ -129,7 +131,7 @@ class Sm100GemmConfig(GemmConfig):
     @property
     def mma_tiler_mnk(self) -> tuple[int, int, int]:
         """M, N and K of one pipeline stage's tile."""
-        return self.tile.m, self.tile.n, K_BLOCKS * self.kind.instruction_k
+        return self.tile.m, self.tile.n, K_BLOCKS * self.instruction_k
 
     @staticmethod
     def instruction_n(rows: Any) -> Any:
@@ -140,7 +142,7 @@ class Sm100GemmConfig(GemmConfig):
     def element_stage_bytes(self) -> tuple[int, int]:
         """Shared memory of one stage of the elements of operands M and N in one CTA."""
         m, n, k = self.mma_tiler_mnk
-        row_bytes = k * self.kind.bits // 8
+        row_bytes = k * self.multiplied[0].bits // 8
         return m // self.tile.num_ctas * row_bytes, n // self.tile.num_ctas * row_bytes
 
     @property
@@ -166,6 +168,12 @@ class Sm100GemmConfig(GemmConfig):
         """Shared memory of one stage of both operands in one CTA."""
         scales = sum(self.scale_tiles) * self.k_scale_tiles * SF_TILE_BYTES
         return sum(self.element_stage_bytes) + scales
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes that are loaded for a stage in one CTA: not those that are decoded."""
+        decoded = self.element_stage_bytes[0 if self.tile.swap_ab else 1]
+        return self.stage_bytes - decoded * self.decodes_b
 
     @property
     def decoded_rows(self) -> int:

@@ -39,7 +39,7 @@ def estimated_cycles(config: Sm100GemmConfig, problem: GemmProblem, num_sms: int
         # A group of more than a tile ends half-way through one on average.
         row_tiles = 1.0 if mean <= tile.rows else mean / tile.rows + 0.5
         depth = problem.k
-        if tile.may_swap and kind.tcgen05 is not None:
+        if tile.may_swap:
             tile_n = min(tile_n, config.instruction_n(math.ceil(mean / row_tiles)))
     else:
         row_tiles, depth = float(ceil_div(problem.m, tile.m)), mean
@@ -48,10 +48,8 @@ def estimated_cycles(config: Sm100GemmConfig, problem: GemmProblem, num_sms: int
     # Whole waves while there are few of them; many even out.
     waves = max(1.0, tiles / clusters) if tiles > 4 * clusters else -(-tiles // clusters)
     macs = tile_m // tile.num_ctas * tile_n * tile_k
-    loaded, decoded = config.stage_bytes, 0
-    if config.decodes_b:
-        decoded = config.decoded_rows * tile_k
-        loaded += config.codes_stage_bytes // 2 - decoded * kind.bits // 8
+    loaded = config.loaded_bytes + config.codes_stage_bytes // 2
+    decoded = config.decoded_rows * tile_k * config.decodes_b
     stage = max(
         macs * kind.bits / 4 / _FP4_MACS_PER_CYCLE,
         loaded / _LOAD_BYTES_PER_CYCLE,

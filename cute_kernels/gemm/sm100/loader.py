@@ -178,15 +178,15 @@ class SwappedPartial(NamedTuple):
 
     Attributes:
         boxes: elements of A.
-        m_scales: block scales of B, now operand M.
-        n_scales: block scales of A, now operand N.
         cta: number of this CTA among those that share a tile.
+        m_scales: block scales of B, now operand M; None without.
+        n_scales: block scales of A, now operand N; None without.
     """
 
     boxes: RowBoxes
-    m_scales: OperandLoad
-    n_scales: OperandLoad
     cta: Int32
+    m_scales: OperandLoad | None = None
+    n_scales: OperandLoad | None = None
 
 
 class SwappingLoadWarp(LoadWarp):
@@ -219,7 +219,8 @@ class SwappingLoadWarp(LoadWarp):
         """All that it copies from."""
         own = [load.source for load in (*self.operand_m, *self.operand_n)]
         partial = self.partial
-        return own + [x.source for x in (partial.boxes, partial.m_scales, partial.n_scales)]
+        loads = (partial.boxes, partial.m_scales, partial.n_scales)
+        return own + [x.source for x in loads if x is not None]
 
     @cute.jit
     def fill(self, tile: WorkTile, ab_state: pipeline.PipelineState) -> pipeline.PipelineState:
@@ -243,17 +244,20 @@ class SwappingLoadWarp(LoadWarp):
         box_from, box_to = _box_copies(
             partial.boxes, tile.m_row + partial.cta * rows, config.mma_tiler_mnk[2]
         )
+        # What is decoded is loaded by another warp.
+        n = self.operand_n[0] if self.operand_n else None
         copies = [
             (load, *load.copies(row, Int32(0), group))
             for load, row, group in (
-                (self.operand_n[0], tile.n_row, tile.group),
+                (n, tile.n_row, tile.group),
                 (partial.m_scales, tile.n_sf_row, tile.group),
                 (partial.n_scales, tile.m_sf_row, Int32(0)),
             )
+            if load is not None
         ]
         all_boxes = config.tile.m // num_ctas // BOX_ROWS
         box_bytes = config.element_stage_bytes[0] // all_boxes
-        stage_bytes = config.stage_bytes - (all_boxes - num_boxes) * box_bytes
+        stage_bytes = config.loaded_bytes - (all_boxes - num_boxes) * box_bytes
         for k_tile in cutlass.range(self.num_k_tiles(tile), unroll=1):
             # As producer_acquire, which would expect the bytes of all boxes.
             self.ab_pipeline.sync_object_empty.wait(ab_state.index, ab_state.phase)
