@@ -7,13 +7,12 @@ the operands' second level, 1/2688 for NVFP4, times alpha if there is one; then 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-if TYPE_CHECKING:
-    from cute_kernels.gemm.problem import GemmConfig
+from cute_kernels.gemm.problem import GemmConfig
 
 __all__ = ["VECTOR_BYTES", "EpilogueTensors", "out_offset", "vector_at"]
 

@@ -127,7 +127,8 @@ def scale_words_view(scales: cute.Tensor) -> cute.Tensor:
     row_stride = cute.assume(Int64(k_tiles) * SF_TILE_WORDS, SF_TILE_WORDS)
     group_stride = cute.assume(row_stride * row_tiles, SF_TILE_WORDS)
     layout = cute.make_layout(
-        (row_tiles, k_tiles, SF_TILE_WORDS, groups), stride=(row_stride, SF_TILE_WORDS, 1, group_stride)
+        (row_tiles, k_tiles, SF_TILE_WORDS, groups),
+        stride=(row_stride, SF_TILE_WORDS, 1, group_stride),
     )
     return cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=Int32), layout)
 

@@ -94,9 +94,7 @@ class StageMma:
     ):
         self.config = config
         stages = (shared.m, shared.n)
-        self.m, self.n = map(
-            umma.ElementStages.of, config.multiplied, stages, config.mn_major
-        )
+        self.m, self.n = map(umma.ElementStages.of, config.multiplied, stages, config.mn_major)
         self.tmem = Int32(tmem.toint())
         self.acc_stride = acc_stride
         self.scales: tuple[_StagedScales, ...] = ()
