@@ -97,7 +97,7 @@ def quantize(
         compiled(config)(problem.x, problem.offs, given, *copies, num_sms)
         return out
     copies = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
-    compiled(config)(problem.x, problem.offs, None, given, *copies, amax, num_sms)
+    compiled(config)(problem.x, problem.offs, None, given, *copies, amax, None, None, num_sms)
     return out
 
 
