@@ -33,6 +33,7 @@ OPS = (
     "grouped_dequantize",
     "grouped_gemm",
     "grouped_gemm_w4a16",
+    "grouped_gemm_w4a8",
     "delayed_scaling_update",
     "compute_routing",
     "moe_gather",
@@ -73,6 +74,10 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_gemm_w4a16", "fp8"): ("reference", "sm_100a"),
     ("grouped_gemm_w4a16", "fp8_block"): ("reference", "sm_100a"),
     ("grouped_gemm_w4a16", "mxfp8"): ("reference", "sm_100a"),
+    # By the format of the activations.
+    ("grouped_gemm_w4a8", "fp8"): ("reference", "sm_100a"),
+    ("grouped_gemm_w4a8", "fp8_block"): ("reference", "sm_100a"),
+    ("grouped_gemm_w4a8", "mxfp8"): ("reference", "sm_100a"),
 }
 #: Ops and formats that the reference backend adds like a tensor core that has no kernel of them.
 _ADDED_ALIKE: dict[tuple[str, str | None], tuple[str, ...]] = {
@@ -80,7 +85,7 @@ _ADDED_ALIKE: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_gemm", "mxfp8"): ("sm_90a",),
 }
 #: The ops that a tensor core adds in.
-_GEMMS = ("grouped_gemm", "grouped_gemm_w4a16")
+_GEMMS = ("grouped_gemm", "grouped_gemm_w4a16", "grouped_gemm_w4a8")
 #: Reference backends that add like a tensor core, and whose.
 _ADDS_LIKE = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
 #: Ops and formats of which some architectures run the rowwise copy only.
@@ -260,7 +265,7 @@ def _why_not_transformed(
 
 
 def _why_not_prepacked(op: str, arch: str) -> str:
-    if op == "grouped_gemm_w4a16":
+    if op in ("grouped_gemm_w4a16", "grouped_gemm_w4a8"):
         return "prepacked weights multiply quantized activations: unpack() them"
     if op == "grouped_gemm" and arch not in _PREPACKED:
         return f"prepacked weights are for sm_90a, not {arch}: unpack() them"

@@ -209,8 +209,7 @@ class GemmConfig(abc.ABC):
             kind = getattr(self, name)
             if kind not in OPERANDS and (name == "operand" or kind is not None):
                 raise ValueError(f"{name} must be one of {', '.join(OPERANDS)}, got {kind!r}")
-        is_alike = (self.kind.bits, self.kind.scale) == (self.b_kind.bits, self.b_kind.scale)
-        if not (is_alike or self.decodes_b and self.grouping == "m_grouped"):
+        if not (self.is_alike or self.decoded_to is not None and self.grouping == "m_grouped"):
             raise ValueError(f"{self.operand} is not multiplied by {self.b_operand}")
         if self.grouping not in ("m_grouped", "k_grouped"):
             raise ValueError(f"grouping must be m_grouped or k_grouped, got {self.grouping!r}")
@@ -276,9 +275,18 @@ class GemmConfig(abc.ABC):
         return OPERANDS[self.b_operand or self.operand]
 
     @property
-    def decodes_b(self) -> bool:
-        """Whether B comes as codes beside a plain A."""
-        return self.kind.fmt is None and self.b_kind.fmt is not None
+    def is_alike(self) -> bool:
+        """Whether both operands have elements of one width and the same block scales."""
+        return (self.kind.bits, self.kind.scale) == (self.b_kind.bits, self.b_kind.scale)
+
+    @property
+    def decoded_to(self) -> OperandKind | None:
+        """What codes are decoded to: a plain A's kind, bf16 beside codes of a byte; None if not."""
+        if self.b_kind.fmt is None or self.is_alike:
+            return None
+        if self.kind.fmt is None:
+            return self.kind
+        return OPERANDS["bfloat16"] if self.b_kind.bits < self.kind.bits else None
 
     @property
     def m_kind(self) -> OperandKind:

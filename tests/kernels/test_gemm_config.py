@@ -30,7 +30,13 @@ CONFIGS += [
     Sm100GemmConfig("bfloat16", b_operand=operand, out_dtype="float32", tile=tile)
     for operand, kind in OPERANDS.items()
     for tile in SM100_TILES
-    if kind.fmt is not None and Sm100GemmConfig("bfloat16").takes(tile)
+    if kind.fmt is not None
+]
+CONFIGS += [
+    Sm100GemmConfig(operand, b_operand="nvfp4", tile=tile)
+    for operand in ("fp8", "fp8_block", "mxfp8")
+    for tile in SM100_TILES
+    if Sm100GemmConfig(operand, b_operand="nvfp4").takes(tile)
 ]
 PROBLEM = GemmProblem("nvfp4", "m_grouped", "bfloat16", groups=32, rows=4096, n=4096, k=7168)
 NUM_SMS = 148
@@ -49,7 +55,7 @@ def test_memory_of_every_tile_fits(config: Sm100GemmConfig) -> None:
         staged = 4 * 32 * 32 * (4 if config.out_dtype == "float32" else 2)
     assert config.num_ab_stage >= 3
     stages = config.num_ab_stage * config.stage_bytes
-    if config.decodes_b:
+    if config.codes:
         assert config.num_codes_stage >= 3
         stages += config.num_codes_stage * config.codes_stage_bytes
     assert stages + staged <= 227 * 1024 - 2048

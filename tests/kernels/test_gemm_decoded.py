@@ -40,6 +40,20 @@ CONFIGS = {
         out_dtype="float32",
         tile=Sm100Tile(128, 128, swap_partial=True),
     ),
+    "fp8 x nvfp4": Sm100GemmConfig("fp8", b_operand="nvfp4", tile=PAIR),
+    "fp8_block x nvfp4": Sm100GemmConfig(
+        "fp8_block:dtype=e5m2",
+        b_operand="nvfp4",
+        tile=FEW_ROWS,
+        out_dtype="float32",
+        has_alpha=True,
+    ),
+    "squares x nvfp4": Sm100GemmConfig(
+        "fp8_block:block=128x128", b_operand="nvfp4", bias_dtype="bfloat16", accumulate=True
+    ),
+    "mxfp8 x nvfp4": Sm100GemmConfig(
+        "mxfp8", b_operand="nvfp4", tile=Sm100Tile(128, 128, swap_partial=True)
+    ),
     "mxfp8 e5m2": dataclasses.replace(FP16, b_operand="mxfp8:dtype=e5m2", tile=NARROW_PAIR),
 }
 each_config = pytest.mark.parametrize("name", CONFIGS)

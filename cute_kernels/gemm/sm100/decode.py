@@ -1,4 +1,4 @@
-"""B as codes beside a plain A: how they get into shared memory, and the warps that decode them.
+"""Codes that no instruction takes with the other operand: their loads, and the warps that decode.
 
 A stage of codes is 128 long along K and becomes two stages of what is multiplied, rows of 128
 bytes in the order of the tensor core's swizzle. Two teams of four warps decode one each. A lane
@@ -25,7 +25,7 @@ from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.scheduler import TileReader
-    from cute_kernels.gemm.sm100.config import Sm100GemmConfig
+    from cute_kernels.gemm.sm100.config import Codes, Sm100GemmConfig
     from cute_kernels.gemm.sm100.storage import Stages
     from cute_kernels.gemm.sm100.warp_schedule import WarpSchedule
 
@@ -46,6 +46,132 @@ class CodesLoadWarp(LoadWarp):
         return (tile.k_blocks + (_HALVES * K_BLOCKS - 1)) // (_HALVES * K_BLOCKS)
 
 
+class _Side:
+    """A lane's part of one operand.
+
+    Args:
+        config: the kernel's configuration.
+        codes: the operand.
+        shared: the stages.
+        squares: fp32 scales of squares, (blocks along rows, along K, G or 1); None without.
+        cta: number of this CTA among those that share a tile.
+        warp: number of this warp in its team.
+        team_warps: warps of a team.
+    """
+
+    def __init__(
+        self,
+        config: Sm100GemmConfig,
+        codes: Codes,
+        shared: Stages,
+        squares: cute.Tensor | None,
+        cta: Int32,
+        warp: Int32,
+        team_warps: int,
+    ):
+        self.codes = codes
+        self.squares = squares
+        self.kind, lane = codes.kind, cute.arch.lane_idx()
+        assert self.kind.fmt is not None and config.decoded_to is not None
+        self.values = values_of(self.kind.fmt, config.decoded_to.name)
+        self.is_m = codes.side == "m"
+        self.is_uniform = self.is_m == config.tile.swap_ab
+        self.cta_row = cta * codes.rows
+        #: Each warp has 32 rows, and as many chunks of each as there are warps for all rows.
+        row_groups = codes.rows // WARP_SIZE
+        self.sharers = team_warps // row_groups
+        self.chunk_k = _CHUNK_BYTES * 8 // self.kind.bits
+        self.chunks = _HALF_K // self.chunk_k // self.sharers
+        self.first_chunk = warp // row_groups * self.chunks
+        row_group = warp % row_groups
+        row = row_group * WARP_SIZE + lane
+        #: Addresses of the row's first chunk; those of others have other bits where it has none.
+        width = codes.row_bytes
+        swizzle = row * width // _ROW_BYTES % (width // _CHUNK_BYTES)
+        name = f"{codes.side}_codes"
+        source = getattr(shared, name).iterator.toint()
+        self.codes_at = source + row * width + swizzle * _CHUNK_BYTES
+        target = getattr(shared, codes.side).iterator.toint()
+        self.target_at = target + row * _ROW_BYTES + row % 8 * _CHUNK_BYTES
+        self.target_bytes = config.element_stage_bytes[0 if self.is_m else 1]
+        self.scales_at = Int32(0)
+        if codes.scales:
+            self.scales_at = getattr(shared, f"{name}_scales").iterator.toint()
+            self.scales_at += row * 4 if self.kind.has_row_scales else lane * 16 + row_group * 4
+
+    def first_row(self, tile: WorkTile) -> Int32:
+        """The first row in this CTA, in the order of the block scales."""
+        return (tile.m_sf_row if self.is_m else tile.n_sf_row) + self.cta_row
+
+    @cute.jit
+    def square(self, tile: WorkTile, at: Int32, count: Int32) -> Float32:
+        """The scale of the square of a tile's ``at``-th stage of codes; 1 where there is none."""
+        scale = Float32(1.0)
+        if cutlass.const_expr(self.squares is not None):
+            block = self.first_row(tile) // SF_TILE_ROWS
+            group = tile.group if cutlass.const_expr(self.is_uniform) else Int32(0)
+            if at < count and block < self.squares.shape[0]:
+                scale = self.squares[block, at, group]
+        return scale
+
+    def decode(
+        self, codes_stage: Int32, half: int, stage: Int32, tile: WorkTile, square: Float32
+    ) -> None:
+        """Decode this lane's part of half a stage of codes into a stage.
+
+        Args:
+            codes_stage: the stage of codes.
+            half: which half.
+            stage: the stage of what is multiplied.
+            tile: the tile.
+            square: the scale of all of it, where one square has it.
+        """
+        word = self.scales(codes_stage, half, tile)
+        source = self.codes_at + codes_stage * (self.codes.rows * self.codes.row_bytes)
+        target = self.target_at + stage * self.target_bytes
+        words_of_chunk = self.chunk_k // 8
+        for i in range(self.chunks):
+            chunk = self.first_chunk + i if self.sharers > 1 else i
+            at = source ^ ((half * (_HALF_K // self.chunk_k) + chunk) * _CHUNK_BYTES)
+            values = self.chunk_values(load_shared(at, 4), word, half, i, square)
+            for j in range(words_of_chunk):
+                place = target ^ ((chunk * words_of_chunk + j) * _CHUNK_BYTES)
+                store_shared(place, values[4 * j : 4 * j + 4])
+
+    def scales(self, codes_stage: Int32, half: int, tile: WorkTile) -> Any:
+        """The word of this lane's block scales of half a stage; None without.
+
+        Scales of a byte have those of the warp's first chunk lowest.
+        """
+        kind = self.kind
+        if not self.codes.scales:
+            return None
+        at = self.scales_at + codes_stage * self.codes.scale_bytes
+        if kind.has_row_scales:
+            return load_shared(at, 1)[0]
+        if self.codes.rows < SF_TILE_ROWS:
+            at += self.first_row(tile) % SF_TILE_ROWS // WARP_SIZE * 4
+        word = load_shared(at + half * _HALF_K // kind.scale_tile_k * SF_TILE_BYTES, 1)[0]
+        if self.sharers > 1:
+            word = word >> (self.first_chunk * self.chunk_k // kind.sf_vec_size * 8)
+        return word
+
+    def chunk_values(self, words: Any, word: Any, half: int, i: int, square: Float32) -> Any:
+        """The values of the warp's ``i``-th chunk of half a stage."""
+        kind, values = self.kind, self.values.values
+        if kind.has_row_scales:
+            return values(words, square if word is None else bits_as_f32(word))
+        if word is None:
+            return values(words, None)
+        blocks = max(1, self.chunk_k // kind.sf_vec_size)
+        first = (half * _HALF_K % kind.scale_tile_k + i * self.chunk_k) // kind.sf_vec_size
+        each, out = len(words) // blocks, []
+        for block in range(blocks):
+            factor = self.values.factor(word, first + block)
+            out += values(words[block * each : (block + 1) * each], factor)
+        return out
+
+
 class DecodeWarps:
     """The warps that decode.
 
@@ -53,7 +179,7 @@ class DecodeWarps:
         config: the kernel's configuration.
         warps: which warps those are.
         shared: the stages.
-        squares: fp32 scales of squares, (blocks along rows, along K, G); None without.
+        squares: fp32 scales of squares of operands M and N, see ``_Side``.
         cta: number of this CTA among those that share a tile.
         tiles: the tile records.
         codes_pipeline: the stages of codes.
@@ -65,47 +191,23 @@ class DecodeWarps:
         config: Sm100GemmConfig,
         warps: WarpSchedule,
         shared: Stages,
-        squares: cute.Tensor | None,
+        squares: tuple[cute.Tensor | None, ...],
         cta: Int32,
         tiles: TileReader,
         codes_pipeline: pipeline.PipelineTmaAsync,
         ab_pipeline: pipeline.PipelineTmaUmma,
     ):
-        self.config = config
-        self.squares = squares
-        self.cta = cta
+        self.num_ctas = config.tile.num_ctas
         self.tiles = tiles
         self.codes_pipeline = codes_pipeline
         self.ab_pipeline = ab_pipeline
-        kind, rows = config.b_kind, config.decoded_rows
-        assert kind.fmt is not None
-        self.values = values_of(kind.fmt, config.operand)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - warps.first_decode_warp_id
         self.team = warp // warps.team_warps
-        warp, lane = warp % warps.team_warps, cute.arch.lane_idx()
-        #: Each warp has 32 rows, and as many chunks of each as there are warps for all rows.
-        row_groups = rows // WARP_SIZE
-        sharers = warps.team_warps // row_groups
-        self.chunk_k = _CHUNK_BYTES * 8 // kind.bits
-        self.chunks = _HALF_K // self.chunk_k // sharers
-        self.first_chunk = warp // row_groups * self.chunks
-        self.is_shared = sharers > 1
-        self.row_group = warp % row_groups
-        row = self.row_group * WARP_SIZE + lane
-        #: Addresses of the row's first chunk; those of others have other bits where it has none.
-        width = config.codes_row_bytes
-        swizzle = row * width // _ROW_BYTES % (width // _CHUNK_BYTES)
-        self.codes_at = shared.codes.iterator.toint() + row * width + swizzle * _CHUNK_BYTES
-        side = 0 if config.tile.swap_ab else 1
-        target = (shared.m, shared.n)[side].iterator.toint()
-        self.target_at = target + row * _ROW_BYTES + row % 8 * _CHUNK_BYTES
-        self.target_bytes = config.element_stage_bytes[side]
-        self.scales_at = Int32(0)
-        self.codes_bytes = rows * width
-        self.scales_bytes = config.codes_stage_bytes - self.codes_bytes
-        if shared.codes_scales is not None:
-            self.scales_at = shared.codes_scales.iterator.toint()
-            self.scales_at += row * 4 if kind.has_row_scales else lane * 16 + self.row_group * 4
+        place = (cta, warp % warps.team_warps, warps.team_warps)
+        self.sides = [
+            _Side(config, codes, shared, squares[0 if codes.side == "m" else 1], *place)
+            for codes in config.codes
+        ]
 
     @cute.jit
     def run(self) -> None:
@@ -118,37 +220,27 @@ class DecodeWarps:
         )
         tile, tile_state = self.tiles.next(tile_state)
         while tile.group >= 0:
-            first_row = tile.m_row if cutlass.const_expr(self.config.tile.swap_ab) else tile.n_row
-            first_row += self.cta * self.config.decoded_rows
             halves = (tile.k_blocks + (K_BLOCKS - 1)) >> (K_BLOCKS.bit_length() - 1)
             count = (halves + (_HALVES - 1)) // _HALVES
-            square = self.square(tile, first_row, Int32(0), count)
+            squares = [side.square(tile, Int32(0), count) for side in self.sides]
             for at in cutlass.range(count, unroll=1):
-                following = self.square(tile, first_row, at + 1, count)
+                # They are on their way while those before are used.
+                following = [side.square(tile, at + 1, count) for side in self.sides]
                 self.codes_pipeline.consumer_wait(codes_state)
                 for half in cutlass.range_constexpr(_HALVES):
                     if at * _HALVES + half < halves:
                         if self.team == half:
                             self.ab_pipeline.sync_object_empty.wait(ab_state.index, ab_state.phase)
-                            self.decode(codes_state.index, half, ab_state.index, first_row, square)
+                            for side, square in zip(self.sides, squares, strict=True):
+                                side.decode(codes_state.index, half, ab_state.index, tile, square)
                             self.hand_over(ab_state)
                         ab_state.advance()
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     self.codes_pipeline.sync_object_empty.arrive(codes_state.index, None)
                 codes_state.advance()
-                square = following
+                squares = following
             tile, tile_state = self.tiles.next(tile_state)
-
-    @cute.jit
-    def square(self, tile: WorkTile, first_row: Int32, at: Int32, count: Int32) -> Float32:
-        """The scale of the square of a tile's ``at``-th stage of codes; 1 where there is none."""
-        scale = Float32(1.0)
-        if cutlass.const_expr(self.squares is not None):
-            block = first_row // SF_TILE_ROWS
-            if at < count and block < self.squares.shape[0]:
-                scale = self.squares[block, at, tile.group]
-        return scale
 
     def hand_over(self, state: pipeline.PipelineState) -> None:
         """Tell the MMA warp of the first CTA that this warp's part of a stage is there."""
@@ -156,68 +248,8 @@ class DecodeWarps:
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             barrier = self.ab_pipeline.sync_object_full.get_barrier(state.index)
-            if self.config.tile.num_ctas == 1:
+            if self.num_ctas == 1:
                 cute.arch.mbarrier_arrive(barrier)
             else:
                 scope = nvvm.MemScopeKind.CLUSTER
                 cute.arch.mbarrier_arrive(barrier, Int32(0), scope=scope)
-
-    def decode(
-        self, codes_stage: Int32, half: int, stage: Int32, first_row: Int32, square: Float32
-    ) -> None:
-        """Decode this warp's part of half a stage of codes into a stage.
-
-        Args:
-            codes_stage: the stage of codes.
-            half: which half.
-            stage: the stage of what is multiplied.
-            first_row: the first row of B in this CTA.
-            square: the scale of all of it, where one square has it.
-        """
-        word = self.scales(codes_stage, half, first_row)
-        source = self.codes_at + codes_stage * self.codes_bytes
-        target = self.target_at + stage * self.target_bytes
-        per_chunk = _HALF_K // self.chunk_k
-        words_of_chunk = self.chunk_k // 8
-        for i in range(self.chunks):
-            chunk = self.first_chunk + i if self.is_shared else i
-            at = source ^ ((half * per_chunk + chunk) * _CHUNK_BYTES)
-            words = load_shared(at, 4)
-            values = self.chunk_values(words, word, half, i, square)
-            for j in range(words_of_chunk):
-                place = target ^ ((chunk * words_of_chunk + j) * _CHUNK_BYTES)
-                store_shared(place, values[4 * j : 4 * j + 4])
-
-    def scales(self, codes_stage: Int32, half: int, first_row: Int32) -> Any:
-        """The word of this lane's block scales of half a stage; None without.
-
-        Scales of a byte have those of the warp's first chunk lowest.
-        """
-        config, kind = self.config, self.config.b_kind
-        if not config.codes_scales:
-            return None
-        at = self.scales_at + codes_stage * self.scales_bytes
-        if kind.has_row_scales:
-            return load_shared(at, 1)[0]
-        if config.decoded_rows < SF_TILE_ROWS:
-            at += first_row % SF_TILE_ROWS // WARP_SIZE * 4
-        word = load_shared(at + half * _HALF_K // kind.scale_tile_k * SF_TILE_BYTES, 1)[0]
-        if self.is_shared:
-            word = word >> (self.first_chunk * self.chunk_k // kind.sf_vec_size * 8)
-        return word
-
-    def chunk_values(self, words: Any, word: Any, half: int, i: int, square: Float32) -> Any:
-        """The values of the warp's ``i``-th chunk of half a stage."""
-        kind = self.config.b_kind
-        if kind.has_row_scales:
-            return self.values.values(words, square if word is None else bits_as_f32(word))
-        if word is None:
-            return self.values.values(words, None)
-        vec_size = kind.sf_vec_size
-        blocks = max(1, self.chunk_k // vec_size)
-        first = (half * _HALF_K % kind.scale_tile_k + i * self.chunk_k) // vec_size
-        each, out = len(words) // blocks, []
-        for block in range(blocks):
-            factor = self.values.factor(word, first + block)
-            out += self.values.values(words[block * each : (block + 1) * each], factor)
-        return out

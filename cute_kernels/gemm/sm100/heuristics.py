@@ -31,7 +31,7 @@ _FILL_CYCLES = 2000
 
 def estimated_cycles(config: Sm100GemmConfig, problem: GemmProblem, num_sms: int) -> float:
     """Cycles of one call on ``num_sms`` SMs, by the model of this module."""
-    tile, kind = config.tile, config.kind
+    tile, kind = config.tile, config.mma_kind
     tile_m, tile_n, tile_k = config.mma_tiler_mnk
     live = min(problem.groups, problem.rows)
     mean = ceil_div(problem.rows, live)
@@ -49,7 +49,7 @@ def estimated_cycles(config: Sm100GemmConfig, problem: GemmProblem, num_sms: int
     waves = max(1.0, tiles / clusters) if tiles > 4 * clusters else -(-tiles // clusters)
     macs = tile_m // tile.num_ctas * tile_n * tile_k
     loaded = config.loaded_bytes + config.codes_stage_bytes // 2
-    decoded = config.decoded_rows * tile_k * config.decodes_b
+    decoded = sum(codes.rows for codes in config.codes) * tile_k
     stage = max(
         macs * kind.bits / 4 / _FP4_MACS_PER_CYCLE,
         loaded / _LOAD_BYTES_PER_CYCLE,

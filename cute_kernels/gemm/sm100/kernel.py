@@ -20,8 +20,8 @@ tile, of a group's last rows, is multiplied with its operands swapped: the loads
 they are and only the instructions take B for operand M. N is then as small as the rows allow. The
 epilogue finds that tile transposed.
 
-Where B comes as codes beside a plain A, warps decode them into the stages that the MMA reads, and
-arrive at their barriers beside the load warp: see ``decode``.
+Codes that no instruction takes with the other operand are decoded by warps into the stages that the
+MMA reads; these arrive at their barriers beside the load warp: see ``decode``.
 """
 
 from __future__ import annotations
@@ -84,8 +84,10 @@ class Sources(NamedTuple):
         partial_m_scales: block scales of operand M of partial tiles with swapped operands.
         partial_n_scales: those of operand N.
         partial_boxes: elements of A of such tiles, by boxes of rows.
-        codes: codes of B where they are decoded.
-        codes_scales: their block scales; None without, and of squares.
+        m_codes: codes of operand M where they are decoded.
+        n_codes: those of operand N.
+        m_codes_scales: their block scales; None without, and of squares.
+        n_codes_scales: likewise.
     """
 
     m: Any
@@ -95,8 +97,10 @@ class Sources(NamedTuple):
     partial_m_scales: Any = None
     partial_n_scales: Any = None
     partial_boxes: Any = None
-    codes: Any = None
-    codes_scales: Any = None
+    m_codes: Any = None
+    n_codes: Any = None
+    m_codes_scales: Any = None
+    n_codes_scales: Any = None
 
     @classmethod
     def paired(cls, atoms: Sources, tensors: Sources) -> Sources:
@@ -130,7 +134,7 @@ class Sm100Gemm:
 
     def __init__(self, config: Sm100GemmConfig):
         self.config = config
-        self.warps = WarpSchedule(config.tile.num_ctas, config.decodes_b)
+        self.warps = WarpSchedule(config.tile.num_ctas, bool(config.codes))
 
     @staticmethod
     def fake_args(config: Sm100GemmConfig) -> tuple[Any, ...]:
@@ -182,7 +186,7 @@ class Sm100Gemm:
             m, n, m_scales, n_scales = b, a, b_scales, a_scales
         m = self.matrix(m, config.m_kind, config.mn_major[0])
         n = self.matrix(n, config.n_kind, config.mn_major[1])
-        if cutlass.const_expr(config.kind.is_block_scaled):
+        if cutlass.const_expr(config.mma_kind.is_block_scaled):
             m_scales = scales_view(m_scales, config.kind)
             n_scales = scales_view(n_scales, config.kind)
         if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
@@ -193,12 +197,10 @@ class Sm100Gemm:
         # B may be padded along K, A never is.
         size_k = (n if config.tile.swap_ab else m).shape[1]
         extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], size_k)))
-        squares = None
-        if cutlass.const_expr(config.decodes_b):
-            a_view = n if config.tile.swap_ab else m
-            sources = self.decoded_sources(layouts, a_view, b, b_scales)
-            if cutlass.const_expr(config.b_kind.has_squares):
-                squares = squares_view(b_scales)
+        squares = self.squares(m_scales, n_scales)
+        if cutlass.const_expr(config.codes):
+            codes = (b, a) if config.tile.swap_ab else (a, b)
+            sources = self.decoded_sources(layouts, (m, n), codes, (m_scales, n_scales))
         else:
             sources = self.sources(layouts, m, n, m_scales, n_scales)
         stores = self.stores(layouts, out)
@@ -243,43 +245,58 @@ class Sm100Gemm:
         """The TMA copies of one stage of each tensor."""
         staged = layouts.stages
         out = Sources(self.m_source(layouts, m, staged.m), self.n_source(layouts, n, staged.n))
-        if self.config.kind.is_block_scaled:
+        if self.config.mma_kind.is_block_scaled:
             out = out._replace(
                 m_scales=self.m_source(layouts, m_scales, staged.m_scales, is_scale=True),
                 n_scales=self.n_scales_source(layouts, n_scales),
             )
         if self.config.tile.swap_partial:
             out = out._replace(partial_boxes=self.box_source(layouts, m))
-        if self.config.tile.swap_partial and self.config.kind.is_block_scaled:
+        if self.config.tile.swap_partial and self.config.mma_kind.is_block_scaled:
             out = out._replace(
                 partial_m_scales=self.m_source(layouts, n_scales, staged.m_scales, is_scale=True),
                 partial_n_scales=self.n_scales_source(layouts, m_scales),
             )
         return out
 
+    def squares(self, *scales: cute.Tensor | None) -> tuple[cute.Tensor | None, ...]:
+        """Scales of squares of operands M and N that are decoded."""
+        decoded = {codes.side for codes in self.config.codes if codes.kind.has_squares}
+        sides = zip(("m", "n"), scales, strict=True)
+        return tuple(squares_view(x) if side in decoded else None for side, x in sides)
+
     def decoded_sources(
-        self, layouts: Layouts, a: cute.Tensor, b: cute.Tensor, scales: cute.Tensor | None
+        self,
+        layouts: Layouts,
+        views: tuple[cute.Tensor, cute.Tensor],
+        codes: tuple[cute.Tensor, cute.Tensor],
+        scales: tuple[cute.Tensor | None, cute.Tensor | None],
     ) -> Sources:
-        """Those of a plain A, and of B as codes."""
-        config, staged = self.config, layouts.stages
+        """Those of operands M and N where codes are decoded: as they are given, and views."""
+        config, staged, out = self.config, layouts.stages, Sources(None, None)
 
         def copy(tensor: cute.Tensor, stages: Any, tiler: tuple[int, ...]) -> TmaSource:
             stage = cute.slice_(stages, (*[None] * len(tiler), 0))
             op = cpasync.CopyBulkTensorTileG2SOp()
             return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, stage, tiler))
 
-        row = (config.decoded_rows, config.codes_row_bytes)
-        codes = copy(codes_view(b), staged.codes, row)
-        of_scales = None
-        if config.codes_scales:
-            view = row_scales_view if config.b_kind.has_row_scales else scale_words_view
-            of_scales = copy(view(scales), staged.codes_scales, config.codes_scales)
-        out = Sources(None, None, codes=codes, codes_scales=of_scales)
-        if config.tile.swap_partial:
-            out = out._replace(partial_boxes=self.box_source(layouts, a))
-        if config.tile.swap_ab:
-            return out._replace(n=self.n_source(layouts, a, staged.n))
-        return out._replace(m=self.m_source(layouts, a, staged.m))
+        decoded = {each.side: each for each in config.codes}
+        for i, side in enumerate(("m", "n")):
+            if side not in decoded:
+                source = (self.m_source, self.n_source)[i](layouts, views[i], staged[i])
+                out = out._replace(**{side: source})
+                continue
+            each, name = decoded[side], f"{side}_codes"
+            stages = getattr(staged, name)
+            made = {name: copy(codes_view(codes[i]), stages, (each.rows, each.row_bytes))}
+            if each.scales:
+                view = row_scales_view if each.kind.has_row_scales else scale_words_view
+                name += "_scales"
+                made[name] = copy(view(scales[i]), getattr(staged, name), each.scales)
+            out = out._replace(**made)
+        if config.tile.swap_partial and out.m is not None:
+            out = out._replace(partial_boxes=self.box_source(layouts, views[0]))
+        return out
 
     def m_source(
         self, layouts: Layouts, tensor: cute.Tensor, staged: Any, is_scale: bool = False
@@ -374,7 +391,7 @@ class Sm100Gemm:
         b_amax: cute.Tensor | None,
         alpha: cute.Tensor | None,
         bias: cute.Tensor | None,
-        squares: cute.Tensor | None,
+        squares: tuple[cute.Tensor | None, ...],
         offs: cute.Tensor,
         extents: Extents,
     ) -> None:
@@ -400,7 +417,7 @@ class Sm100Gemm:
             sources = Sources.paired(source_atoms, source_tensors)
             loads = StageLoads(layouts, tiled_mma, tiled_mma_sf, cta)
             self.load_warp(loads, sources, shared, tiles, ab_pipeline).run()
-        if cutlass.const_expr(config.decodes_b):
+        if cutlass.const_expr(config.codes):
             if warp == warps.codes_load_warp_id:
                 sources = Sources.paired(source_atoms, source_tensors)
                 self.codes_load_warp(sources, shared, tiles, cta, codes_pipeline).run()
@@ -450,22 +467,23 @@ class Sm100Gemm:
                 for x, dtype in zip(staged[:2], layouts.elements, strict=True)
             )
         )
-        if self.config.kind.is_block_scaled:
-            dtype = scale_type(self.config.kind)
+        if self.config.mma_kind.is_block_scaled:
+            dtype = scale_type(self.config.mma_kind)
             out = out._replace(
                 m_scales=smem.allocate_tensor(dtype, staged.m_scales, byte_alignment=128),
                 n_scales=smem.allocate_tensor(dtype, staged.n_scales, byte_alignment=128),
             )
-        if staged.codes is not None:
-            layout = staged.codes
-            codes = smem.allocate_tensor(
+        for codes in self.config.codes:
+            name = f"{codes.side}_codes"
+            layout, scales = getattr(staged, name), getattr(staged, f"{name}_scales")
+            made = smem.allocate_tensor(
                 cutlass.Uint8, layout.outer, byte_alignment=1024, swizzle=layout.inner
             )
-            out = out._replace(codes=codes)
-        if staged.codes_scales is not None:
-            dtype = Float32 if self.config.b_kind.has_row_scales else Int32
-            scales = smem.allocate_tensor(dtype, staged.codes_scales, byte_alignment=128)
-            out = out._replace(codes_scales=scales)
+            out = out._replace(**{name: made})
+            if scales is not None:
+                dtype = Float32 if codes.kind.has_row_scales else Int32
+                made = smem.allocate_tensor(dtype, scales, byte_alignment=128)
+                out = out._replace(**{f"{name}_scales": made})
         return out
 
     def allocate_output(
@@ -491,15 +509,15 @@ class Sm100Gemm:
         """The load warp, with how each tensor gets into shared memory."""
         operand_m = [] if sources.m is None else [loads.m(sources.m, shared.m)]
         operand_n = [] if sources.n is None else [loads.n(sources.n, shared.n)]
-        if self.config.kind.is_block_scaled:
+        if self.config.mma_kind.is_block_scaled:
             operand_m.append(loads.m(sources.m_scales, shared.m_scales, is_scale=True))
             operand_n.append(loads.n_scales(sources.n_scales, shared.n_scales))
         rest = (tuple(operand_m), tuple(operand_n), tiles, ab_pipeline)
-        if not self.config.tile.swap_partial:
+        if not self.config.tile.swap_partial or sources.m is None:
             return LoadWarp(self.config, *rest)
         boxes = cute.make_tensor(shared.m.iterator, loads.layouts.boxes.outer)
         partial = SwappedPartial(RowBoxes(sources.partial_boxes, boxes), loads.cta)
-        if self.config.kind.is_block_scaled:
+        if self.config.mma_kind.is_block_scaled:
             partial = partial._replace(
                 m_scales=loads.m(sources.partial_m_scales, shared.m_scales, is_scale=True),
                 n_scales=loads.n_scales(sources.partial_n_scales, shared.n_scales),
@@ -514,17 +532,23 @@ class Sm100Gemm:
         cta: Int32,
         codes_pipeline: pipeline.PipelineTmaAsync,
     ) -> LoadWarp:
-        """The load warp of codes of B and their block scales."""
-        config, kind = self.config, self.config.b_kind
-        rest = (cta * config.decoded_rows, Int32(0), 1)
-        tiler = (config.decoded_rows, config.codes_row_bytes)
-        loads = [StageLoad(sources.codes, shared.codes, tiler, 8 // kind.bits, *rest, False)]
-        if config.codes_scales:
-            source, stages, tiler = sources.codes_scales, shared.codes_scales, config.codes_scales
-            divisor = PIECE_K if kind.has_row_scales else kind.scale_tile_k
-            loads.append(StageLoad(source, stages, tiler, divisor, *rest, True))
-        sides = (tuple(loads), ()) if config.tile.swap_ab else ((), tuple(loads))
-        return CodesLoadWarp(config, *sides, tiles, codes_pipeline)
+        """The load warp of codes and their block scales."""
+        sides: dict[str, tuple[StageLoad, ...]] = {"m": (), "n": ()}
+        for codes in self.config.codes:
+            kind, name = codes.kind, f"{codes.side}_codes"
+
+            def load(
+                name: str, tiler: tuple[int, ...], divisor: int, is_scale: bool, rows: int
+            ) -> StageLoad:
+                parts = (getattr(sources, name), getattr(shared, name), tiler, divisor)
+                return StageLoad(*parts, cta * rows, Int32(0), 1, is_scale)
+
+            loads = [load(name, (codes.rows, codes.row_bytes), 8 // kind.bits, False, codes.rows)]
+            if codes.scales:
+                divisor = PIECE_K if kind.has_row_scales else kind.scale_tile_k
+                loads.append(load(f"{name}_scales", codes.scales, divisor, True, codes.rows))
+            sides[codes.side] = tuple(loads)
+        return CodesLoadWarp(self.config, *sides.values(), tiles, codes_pipeline)
 
     def instructions(self, layouts: Layouts, shared: Stages, tmem: cute.Pointer) -> StageMma:
         """How a stage is multiplied."""

@@ -17,7 +17,7 @@ from cute_kernels.gemm.views import DSL_TYPES, element_type, scale_type
 from cute_kernels.layout.shapes import SF_TILE_ROWS, round_up
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.sm100.config import Sm100GemmConfig
+    from cute_kernels.gemm.sm100.config import Codes, Sm100GemmConfig
 
 __all__ = ["Barriers", "Layouts", "Pipelines", "Stages", "make_pipelines"]
 
@@ -30,16 +30,20 @@ class Stages(NamedTuple):
         n: elements of operand N.
         m_scales: block scales of operand M; None without.
         n_scales: block scales of operand N; None without.
-        codes: codes of B, (rows, bytes, STAGE), where they are decoded.
-        codes_scales: their block scales, (*``codes_scales`` of the configuration, STAGE).
+        m_codes: codes of operand M, (rows, bytes, STAGE), where they are decoded.
+        n_codes: those of operand N.
+        m_codes_scales: their block scales, (*``Codes.scales``, STAGE).
+        n_codes_scales: likewise.
     """
 
     m: Any
     n: Any
     m_scales: Any = None
     n_scales: Any = None
-    codes: Any = None
-    codes_scales: Any = None
+    m_codes: Any = None
+    n_codes: Any = None
+    m_codes_scales: Any = None
+    n_codes_scales: Any = None
 
 
 class Layouts:
@@ -61,7 +65,7 @@ class Layouts:
 
     def __init__(self, config: Sm100GemmConfig):
         self.config = config
-        kind = config.kind
+        kind = config.mma_kind
         self.tiler = config.mma_tiler_mnk
         self.tiler_sf = (
             self.tiler[0] // config.tile.num_ctas,
@@ -86,8 +90,8 @@ class Layouts:
                 m_scales=blockscaled_layout.make_smem_layout_sfa(*scales),
                 n_scales=blockscaled_layout.make_smem_layout_sfb(*scales),
             )
-        if config.decodes_b:
-            self.stages = self.stages._replace(**self._codes())
+        for codes in config.codes:
+            self.stages = self.stages._replace(**self._codes(codes))
         swizzle = tcgen05.SmemLayoutAtomKind.K_SW128
         self.boxes = None
         if config.tile.swap_partial:
@@ -114,7 +118,7 @@ class Layouts:
             )
 
     def _make_mma(self, group: tcgen05.CtaGroup, shape_mn: tuple[int, int]) -> cute.TiledMma:
-        kind = self.config.kind
+        kind = self.config.mma_kind
         major = [OperandMajorMode.MN if mn else OperandMajorMode.K for mn in self.config.mn_major]
         if not kind.is_block_scaled:
             return blackwell_helpers.make_trivial_tiled_mma(
@@ -129,22 +133,19 @@ class Layouts:
             shape_mn,
         )
 
-    def _codes(self) -> dict[str, Any]:
+    def _codes(self, codes: Codes) -> dict[str, Any]:
         """Stages of codes, whose rows are one swizzle atom, and of their block scales."""
-        config = self.config
-        width, stages = config.codes_row_bytes, config.num_codes_stage
+        stages, scales = self.config.num_codes_stage, None
         kinds = tcgen05.SmemLayoutAtomKind
-        swizzle = {64: kinds.K_SW64, 128: kinds.K_SW128}[width]
+        swizzle = {64: kinds.K_SW64, 128: kinds.K_SW128}[codes.row_bytes]
         atom = tcgen05.make_smem_layout_atom(swizzle, cutlass.Uint8)
-        codes = cute.tile_to_shape(atom, (config.decoded_rows, width, stages), order=(0, 1, 2))
-        extents = config.codes_scales
-        scales = None
-        if extents:
-            order = (*reversed(range(len(extents))), len(extents))
-            if config.b_kind.has_row_scales:
-                order = (0, 1, 2)
-            scales = cute.make_ordered_layout((*extents, stages), order=order)
-        return {"codes": codes, "codes_scales": scales}
+        shape = (codes.rows, codes.row_bytes, stages)
+        if codes.scales:
+            # Words of tiles, or rows, are contiguous.
+            order = (0, 1, 2) if codes.kind.has_row_scales else (2, 1, 0, 3)
+            scales = cute.make_ordered_layout((*codes.scales, stages), order=order)
+        name = f"{codes.side}_codes"
+        return {name: cute.tile_to_shape(atom, shape, (0, 1, 2)), f"{name}_scales": scales}
 
     def acc_layout(self) -> cute.Layout:
         """Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE)."""
@@ -162,8 +163,8 @@ class Layouts:
     def stage_bytes(self) -> int:
         """Bytes that fill one stage of all CTAs that share a tile, without what is decoded."""
         staged = [*zip(self.stages[:2], self.elements, strict=True)]
-        if self.config.kind.is_block_scaled:
-            scales = scale_type(self.config.kind)
+        if self.config.mma_kind.is_block_scaled:
+            scales = scale_type(self.config.mma_kind)
             staged += [(self.stages.m_scales, scales), (self.stages.n_scales, scales)]
         total = 0
         for layout, dtype in staged:
@@ -198,7 +199,7 @@ class Barriers(NamedTuple):
         """Reserve them."""
         words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
         codes = None
-        if config.decodes_b:
+        if config.codes:
             codes = smem.allocate_array(Int64, 2 * config.num_codes_stage, byte_alignment=8)
         return Barriers(
             ab=smem.allocate_array(Int64, 2 * config.num_ab_stage, byte_alignment=8),
