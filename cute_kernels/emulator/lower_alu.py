@@ -79,6 +79,7 @@ def _prmt(op: Opcode, operands: list[str]) -> None:
 
 
 def _setp(op: Opcode, operands: list[str]) -> None:
+    op.refuse("f16x2", "bf16x2")
     first, second = op.builder.pair(operands[0])
     combine = 1 if op.has("and") else 2 if op.has("or") else 3 if op.has("xor") else 0
     op.emit(

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from cute_kernels import emulator
 from cute_kernels.reference import tensor_core
 from cute_kernels.reference.tensor_core import instruction_k, tensor_core_gemm, tensor_core_mma
-from tests.helpers import assert_same_bytes
+from tests.helpers import assert_same_bytes, each
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8
@@ -348,7 +348,7 @@ def test_arguments_are_left_alone():
     assert not acc.any()
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 16), (3, 0, 16), (3, 2, 0)])
+@each(("m", "n", "k"), [(0, 3, 16), (3, 0, 16), (3, 2, 0)])
 def test_empty(m, n, k):
     acc = torch.randn(m, n)
     got = tensor_core_gemm(
@@ -361,7 +361,7 @@ def zeros(rows, cols, dtype):
     return torch.zeros(rows, cols, dtype=torch.uint8).view(dtype)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "options", "message"),
     [
         (("sm_80", F16, F16), {}, "arch must be one of sm_90a, sm_100a, got 'sm_80'"),
