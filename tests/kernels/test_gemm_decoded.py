@@ -10,7 +10,7 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import DTYPES
-from tests.kernels.gemm_support import SHAPES, check_modes, check_zeroed_tails, m_grouped
+from tests.kernels.gemm_support import SHAPES, check_modes, check_zeroed_tails, m_grouped, quantize
 from tests.kernels.op_support import MODE_IDS, MODES, array_of, check_touched
 
 BF16, FP16 = (Sm100GemmConfig(dtype, b_operand="nvfp4") for dtype in ("bfloat16", "float16"))
@@ -85,7 +85,10 @@ def test_every_code_and_scale(name: str) -> None:
     product = m_grouped(config, [128], 264, 128)
     assert config.b_kind.fmt is not None
     generator = torch.Generator().manual_seed(3)
-    product.a.codes = torch.eye(128).to(DTYPES[config.operand])
+    if product.a.fmt is None:
+        product.a.codes = torch.eye(128).to(DTYPES[config.operand])
+    else:
+        product.a = quantize(torch.eye(128), product.offs, product.a.fmt)
     b = product.b
     if b.amax is not None:
         b.amax.fill_(1 / config.b_kind.level_factor)
@@ -102,7 +105,7 @@ def test_every_code_and_scale(name: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
-    names = ("nvfp4 256x256", "nvfp4 partial", "nvfp4 few rows", "fp8_block rows", "mxfp8")
+    names = ("nvfp4 256x256", "nvfp4 partial", "nvfp4 few rows", "mxfp8", "fp8 x nvfp4")
     products = [m_grouped(CONFIGS[name], [3, 0, 70], 392, 560, 1) for name in names]
     check_modes(mode, [(product, product.config.tile.num_ctas) for product in products])
 

@@ -35,7 +35,7 @@ def elements(x, text):
 
 
 def chain(core, a, b, acc=None, scales=None):
-    """Instructions of K 32 one after the other."""
+    """Instructions of K 32 one after the other, or two of K 16."""
     acc = torch.zeros(len(a), len(b)) if acc is None else acc
     for i, k in enumerate(range(0, a.shape[1], 32)):
         given = {} if scales is None else {"a_scales": scales[0][:, i : i + 1]}
@@ -213,13 +213,6 @@ def decoded(x, dtype):
     return torch.from_numpy(wide(x.codes) * wide(scales)).to(dtype)
 
 
-def chain_of_16(a, b):
-    acc = torch.zeros(len(a), len(b))
-    for k in range(0, a.shape[1], 16):
-        acc = tensor_core_mma("sm_100a", a[:, k : k + 16], b[:, k : k + 16], acc)
-    return acc
-
-
 @each_way
 @each("text", ["fp8:dtype=e5m2", "fp8_block", "fp8_block:block=128x128,pow2_scales=false", "mxfp8"])
 def test_w4a8(text, transpose_b):
@@ -231,7 +224,7 @@ def test_w4a8(text, transpose_b):
         levels = [torch.tensor(x.level) for x in (a, b) if x.level is not None]
         levels[-1] *= torch.tensor(RCP_2688)
         factor = levels[0] * levels[1] if len(levels) > 1 else levels[0]
-        assert_same_bytes(got[rows], scaled(chain_of_16(left, right), factor))
+        assert_same_bytes(got[rows], scaled(chain("sm_100a", left, right), factor))
         left, right = (decoded(x, torch.float64) for x in (a, b))
         assert_same_bytes(exact[rows], scaled((left @ right.T).float(), factor))
     with pytest.raises(UnsupportedError, match="no sm_90a kernel of grouped_gemm_w4a8"):
@@ -248,7 +241,7 @@ def test_weights_are_decoded_beside_plain_operands(pair, dtype):
     with backend("reference:sm_100a"):
         got = ops.m_grouped_gemm(*arguments)
     for _, rows, _, b in case.members():
-        acc = chain_of_16(x[rows], decoded(b, dtype))
+        acc = chain("sm_100a", x[rows], decoded(b, dtype))
         assert_same_bytes(got[rows], scaled(acc, b.level))
     with (
         backend("reference:sm_90a"),
