@@ -19,6 +19,7 @@ whose sums go to fp32 registers, times block scales if there are any (``promotio
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 from cute_kernels.gemm.operands import DTYPE_BYTES, OPERANDS, OperandKind
@@ -35,7 +36,7 @@ from cute_kernels.gemm.sm90.parts import parts_of
 from cute_kernels.layout.pieces import DECODED_SCALE
 from cute_kernels.layout.shapes import PIECE_K
 
-__all__ = ["SM90_TILES", "WARPGROUP_M", "Sm90GemmConfig", "Sm90Tile"]
+__all__ = ["SM90_TILES", "SQUARE_WORDS", "WARPGROUP_M", "Sm90GemmConfig", "Sm90Tile"]
 
 #: Bytes along K of one stage: one swizzle atom. Where operand M is decoded a stage has a piece that
 #: the lanes of a quad read at once, see ``decode``, and two of them in tiles of up to
@@ -49,10 +50,13 @@ _SHORT_N = 64
 _DECODED_N = 96
 #: Columns above which two warpgroups ping-pong: one multiplies while the other stores.
 _WIDE_N = 128
-#: Columns whose partial sums a warpgroup holds at a time, beside all sums in fp32.
-_PARTIAL_N = 128
+#: Columns whose partial sums a warpgroup holds at a time, beside all sums in fp32: all of them if
+#: they are few enough.
+_PARTIAL_N, _PARTIAL_MOST = 128, 192
 #: Row scales that TMA copies for a stage at least: 128 bytes, so that each stage's are aligned.
 _LEAST_SCALES = 32
+#: Rows and columns of a square, and words for the scales of squares in a stage.
+_SQUARE, SQUARE_WORDS = 128, 4
 #: Rows of M of one instruction, which a warpgroup issues.
 WARPGROUP_M = 64
 #: Bytes of output that a warpgroup stages at a time, by the number of consumer warpgroups, and of a
@@ -98,6 +102,8 @@ SM90_TILES = (
     Sm90Tile(128, 128),
     Sm90Tile(128, 256),
     Sm90Tile(128, 256, num_ctas=2),
+    Sm90Tile(128, 192),
+    Sm90Tile(128, 192, num_ctas=2),
 )
 
 
@@ -219,7 +225,7 @@ class Sm90GemmConfig(GemmConfig):
     @property
     def partial_n(self) -> int:
         """Columns of an instruction where sums are promoted."""
-        return min(self.tile.n, _PARTIAL_N)
+        return self.tile.n if self.tile.n <= _PARTIAL_MOST else _PARTIAL_N
 
     @property
     def row_scales(self) -> tuple[int, int]:
@@ -230,6 +236,18 @@ class Sm90GemmConfig(GemmConfig):
             for kind, rows in sides
         )
         return m, n
+
+    @property
+    def square_step(self) -> int:
+        """Rows of operand M, or columns, that certainly are of one square."""
+        return math.gcd(self.tile.m if self.m_kind.has_squares else self.tile.n, _SQUARE)
+
+    @property
+    def num_squares(self) -> int:
+        """Scales of squares of a stage: one for each ``square_step``."""
+        if not (self.kind.has_squares or self.b_kind.has_squares) or self.is_decoded:
+            return 0
+        return (self.tile.m if self.m_kind.has_squares else self.tile.n) // self.square_step
 
     @property
     def k_blocks(self) -> int:

@@ -154,16 +154,14 @@ class Consumer:
         """
         k_blocks = self.config.k_blocks
         k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
-        promoter: Any = self.promoter
-        promoter.read_squares(tile, Int32(0))
-        for k_tile in cutlass.range(k_tiles, unroll=1):
-            self.promote_stage(tile, state, k_tile)
+        for _ in cutlass.range(k_tiles, unroll=1):
+            self.promote_stage(state)
             state.advance()
         return state
 
     @cute.jit
-    def promote_stage(self, tile: WorkTile, state: Any, k_tile: Int32) -> None:
-        """Multiply a tile's ``k_tile``-th stage, promote its sums and free it."""
+    def promote_stage(self, state: Any) -> None:
+        """Multiply a stage, promote its sums and free it."""
         promoter: Any = self.promoter
         self.ab_pipeline.consumer_wait(state)
         scales = None
@@ -177,7 +175,6 @@ class Consumer:
             # Read while the products run.
             if cutlass.const_expr(part == 0):
                 scales = promoter.of_stage(state.index)
-                promoter.read_squares(tile, k_tile + 1)
             columns = promoter.first_columns(part, state.index)
             warpgroup.wait_group(0)
             is_read = part + 1 == len(self.parts)
