@@ -34,6 +34,9 @@ OPS = (
     "grouped_gemm",
     "grouped_gemm_w4a16",
     "delayed_scaling_update",
+    "compute_routing",
+    "moe_gather",
+    "moe_combine",
 )
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,6 +45,7 @@ _DTYPES = dict.fromkeys(OPS, _FLOATS) | {
     "compute_offsets": _INTEGERS,
     "grouped_gemm_w4a16": (torch.bfloat16, torch.float16),
     "delayed_scaling_update": (torch.float32,),
+    "compute_routing": _INTEGERS,
 }
 #: What runs: architectures by op and name of the format, None if plain.
 _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
@@ -49,6 +53,9 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_amax", None): ARCHITECTURES,
     ("grouped_dbias", None): ARCHITECTURES,
     ("grouped_gemm", None): ARCHITECTURES,
+    ("compute_routing", None): ARCHITECTURES,
+    ("moe_gather", None): ARCHITECTURES,
+    ("moe_combine", None): ARCHITECTURES,
     ("grouped_quantize", "nvfp4"): ARCHITECTURES,
     ("grouped_dequantize", "nvfp4"): ARCHITECTURES,
     ("grouped_quantize", "fp8"): ARCHITECTURES,
@@ -287,6 +294,7 @@ def markdown_table() -> str:
     """The support table of the README, in Markdown: formats that run alike share a row."""
     plain: dict[str, dict[str, torch.dtype]] = {
         "compute_offsets": {"int32, int64": torch.int32},
+        "compute_routing": {"int32, int64": torch.int32},
         "grouped_gemm": {"bf16, fp16": torch.bfloat16, "fp32": torch.float32},
     }
     floats = {"bf16, fp16, fp32": torch.float32}

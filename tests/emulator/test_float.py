@@ -33,11 +33,6 @@ def _equal(got: np.ndarray, want: np.ndarray) -> None:
     assert ((got.view(bits) == want.view(bits)) | nan).all()
 
 
-def test_subtraction_of_doubles():
-    a, b = _floats(2, np.float64)
-    _equal(elementwise("sub.rn.f64 %out, %a0, %a1;", a, b, out=np.float64), a - b)
-
-
 def test_fma_rounds_once():
     rng = np.random.default_rng(1)
     a, b, c = (rng.standard_normal(512).astype(np.float32) for _ in range(3))
@@ -104,13 +99,6 @@ def test_halves(op):
     np.testing.assert_allclose(_from_bf16(got), want, rtol=2**-8)
 
 
-@pytest.mark.parametrize(("op", "reference"), [("sin", np.sin), ("cos", np.cos)])
-def test_approximate(op, reference):
-    a = np.linspace(0.01, 20, 256, dtype=np.float32)
-    got = elementwise(f"{op}.approx.f32 %out, %a0;", a, out=np.float32)
-    np.testing.assert_allclose(got, reference(a.astype(np.float64)), rtol=1e-5, atol=1e-6)
-
-
 def test_unequal_or_unordered():
     a, b = _floats(2)
     b[::2] = a[::2]
@@ -126,17 +114,3 @@ def test_compare_packed_halves():
     selp.b32 %out, 1, 0, %p; selp.b32 %v, 2, 0, %q; or.b32 %out, %out, %v;"""
     got = elementwise(ptx, a.view(np.uint32)[:, 0], b.view(np.uint32)[:, 0])
     assert (got == (a < b)[:, 0] + 2 * (a < b)[:, 1]).all()
-
-
-def test_set_and_testp():
-    a, b = _floats(2)
-    got = elementwise("set.gt.f32.f32 %out, %a0, %a1;", a, b, out=np.float32)
-    assert (got == (a > b)).all()
-    for prop, want in {
-        "finite": np.isfinite(a),
-        "infinite": np.isinf(a),
-        "notanumber": np.isnan(a),
-        "subnormal": (a != 0) & (np.abs(a) < np.finfo(np.float32).tiny),
-    }.items():
-        got = elementwise(f".reg .pred %p; testp.{prop}.f32 %p, %a0; selp.b32 %out, 1, 0, %p;", a)
-        assert (got.astype(bool) == want).all()

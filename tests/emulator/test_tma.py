@@ -124,35 +124,6 @@ def test_store_drops_what_is_outside(mode):
     assert (target == want).all()
 
 
-@pytest.mark.parametrize(
-    ("op", "dtype"), [("add", np.int32), ("min", np.int32), ("max", np.uint32), ("or", np.uint32)]
-)
-def test_reduction(op, dtype):
-    target = _aligned((np.arange(64).reshape(8, 8) * 7 % 50).astype(dtype))
-    before = target.copy()
-    _store(
-        target, (8, 8), (0, 0),
-        STORE.replace("cp.async.bulk.tensor.2d", "cp.reduce.async.bulk.tensor.2d")
-        .replace(".tile.", f".{op}.tile."),
-    )  # fmt: skip
-    values = np.arange(64).reshape(8, 8).astype(dtype)
-    function = {"add": np.add, "min": np.minimum, "max": np.maximum, "or": np.bitwise_or}[op]
-    assert (target == function(before, values)).all()
-
-
-def test_float_reduction_of_a_bulk_copy():
-    target = _aligned(np.arange(32, dtype=np.float32))
-    body = (
-        SETUP.format(smem=128)
-        + """cvt.rn.f32.u32 %f0, %t; shl.b32 %r3, %t, 2; add.u32 %r4, %r0, %r3;
-    st.shared.f32 [%r4], %f0; fence.proxy.async.shared::cta; bar.sync 0;
-    @%q0 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%p0], [%r0], 128;
-    @%q0 cp.async.bulk.commit_group; @%q0 cp.async.bulk.wait_group 0;"""
-    )
-    run(body, target)
-    assert (target == 2 * np.arange(32)).all()
-
-
 def test_bulk_copy_there_and_back():
     source = _aligned(np.arange(256, dtype=np.uint32))
     target = _aligned(np.zeros(256, np.uint32))
@@ -196,87 +167,7 @@ def test_multicast(mode):
     assert (out == array).all()
 
 
-def test_copy_between_ctas():
-    out = np.zeros(64, np.uint32)
-    body = (
-        SETUP.format(smem=512)
-        + """mov.u32 %r2, %cluster_ctarank; shl.b32 %r3, %t, 2; add.u32 %r4, %r0, %r3;
-    mad.lo.u32 %r5, %r2, 100, %t; st.shared.b32 [%r4], %r5; fence.proxy.async.shared::cta;
-    @%q0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 128; bar.sync 0;
-    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned; xor.b32 %r6, %r2, 1;
-    add.u32 %r7, %r0, 256; mapa.shared::cluster.u32 %r8, %r7, %r6;
-    mapa.shared::cluster.u32 %r9, %r1, %r6;
-    @%q0 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes
-    [%r8], [%r0], 128, [%r9];"""
-        + WAIT
-        + """add.u32 %r10, %r4, 256; ld.shared.b32 %r11, [%r10];
-    mov.u32 %r12, %ctaid.x; mad.lo.u32 %r13, %r12, 32, %t; mul.wide.u32 %d0, %r13, 4;
-    add.u64 %d0, %p0, %d0; st.global.b32 [%d0], %r11;
-    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"""
-    )
-    with emulator.options(mode="chaos", seed=2, races=True):
-        run(body, out, grid=2, cluster=2)
-    assert (out.reshape(2, 32) == np.arange(32) + [[100], [0]]).all()
-
-
-def test_replaced_tensor_map():
-    """A map is changed in shared memory, copied to global memory, and used."""
-    first = _aligned(np.zeros((8, 8), np.float32))
-    second = _aligned(np.arange(128, dtype=np.float32).reshape(8, 16))
-    raw = _aligned(np.zeros(128, np.uint8))
-    out = np.zeros((8, 8), np.float32)
-    fields = """
-    tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%r0], %p2;
-    tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%r0], 0, 12;
-    tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%r0], 0, 64;"""
-    body = (
-        SETUP.format(smem=1024)
-        + """shl.b32 %r3, %t, 2; add.u32 %r4, %r0, %r3; cvt.u64.u32 %d0, %r3;
-    add.u64 %d1, %p0, %d0; ld.b32 %r5, [%d1]; st.shared.b32 [%r4], %r5; bar.sync 0;
-    @!%q0 bra SKIP; """
-        + fields
-        + """SKIP: bar.sync 0;
-    tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned
-    [%p3], [%r0], 128;
-    fence.proxy.tensormap::generic.acquire.gpu [%p3], 128; fence.proxy.async.shared::cta;
-    bar.sync 0;"""
-        + EXPECT.format(bytes=256)
-        + LOAD.format(rank=2, coordinates="8, 1").replace("%p0", "%p3")
-        + WAIT
-        + DUMP.format(words=64, to="%p1")
-    )
-    run(body, emulator.tensor_map(first, (8, 8)), out, second, raw)
-    assert (out == _box(second[:, :12], (8, 8), (8, 1))).all()
-
-
 # ---- faults
-
-
-def _replace(field: str, value: str) -> None:
-    """Change one field of a tensor map in shared memory."""
-    raw = np.frombuffer(emulator.tensor_map(_aligned(np.zeros((8, 8), np.float32)), (8, 8)), "u4")
-    stores = "".join(f"st.shared.b32 [%r0+{4 * i}], {word};" for i, word in enumerate(raw))
-    replace = f"tensormap.replace.tile.{field}.shared::cta.b1024.b64 [%r0], {value};"
-    run(SETUP.format(smem=128) + f"@%q0 bra DO; bra DONE; DO: {stores} {replace} DONE:")
-
-
-@pytest.mark.parametrize(
-    ("field", "good", "bad", "message"),
-    [
-        ("global_address", "0x10000", "0x10008", "global address 0x10008 is not a multiple of 16"),
-        ("global_stride", "0, 48", "0, 40", "stride 0 of 40 bytes is not a multiple of 16"),
-        ("global_stride", "3, 16", f"3, {1 << 40}", "stride 3 of .* below 2\\^40"),
-    ],
-)
-def test_replaced_fields_are_checked(field, good, bad, message):
-    _replace(field, good)
-    with fails(message):
-        _replace(field, bad)
-
-
-def test_a_replaced_field_is_one_of_the_format():
-    with fails("not modelled: tensormap.replace"):
-        _replace("global_stride", "4, 16")
 
 
 def test_a_misaligned_tensor_map_in_memory():

@@ -134,14 +134,6 @@ def test_microbatches():
             module.weight.mul_(2)
 
 
-def test_inference_mode():
-    module = MODULES["mlp"](recipe=RECIPES["row-scaled"])
-    function, _ = compiled(module)
-    x, offs = sample(40, K), boundaries(40)
-    with torch.no_grad():
-        assert_same_bytes(function(x, offs), module(x, offs))
-
-
 def test_a_quantized_weight():
     """Trained through its gradient, by an optimizer outside of the graph."""
     module = MODULES["linear"](recipe=RECIPES["row-scaled"])
@@ -262,14 +254,6 @@ def test_in_place_updates_inside_the_graph(fmt):
     q = nn.Parameter(p.clone(), requires_grad=False)
     assert_same_bytes(function(p, grad), update(q, grad))
     assert_same_tensor(p.data, q.data)
-
-
-def test_compute_offsets():
-    def offsets(splits):
-        return grouped.compute_offsets(splits, multiplier=2)
-
-    function, _ = compiled(offsets)
-    assert function(torch.tensor([3, 0, 5])).tolist() == [6, 6, 16]
 
 
 @each("recipe", ALL_RECIPES)

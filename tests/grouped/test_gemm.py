@@ -102,20 +102,6 @@ def test_products_of_the_decoded_members(trio, splits):
 
 
 @each_trio
-def test_groups_equal_tensors_of_their_own(trio):
-    splits = (130, 0, 7)
-    held = tensors(splits, tail=0)
-    got = products(*quantized(trio, splits, held))
-    for g, (start, end) in enumerate(spans(splits)):
-        if start == end:
-            continue
-        own = held[0][start:end], held[1][g : g + 1], held[2][start:end]
-        want = products(*quantized(trio, (end - start,), own))
-        for whole, part, rows in zip(got, want, (True, True, False), strict=True):
-            assert_same_bytes(whole[start:end] if rows else whole[g : g + 1], part)
-
-
-@each_trio
 def test_out_alpha_bias_and_accumulate(trio):
     splits = (20, 0, 12)
     x, w, dy = quantized(trio, splits, tensors(splits))
@@ -222,20 +208,6 @@ def test_plain_operands(dtype, form):
         close(y[start:end], x[start:end].double() @ w[g].double().T)
         close(dx[start:end], dy[start:end].double() @ w[g].double())
         close(dw[g], dy[start:end].double().T @ x[start:end].double())
-
-
-def test_plain_product_is_differentiable():
-    x, w = sample(20, 16, dtype=torch.float32), sample(2, 32, 16, dtype=torch.float32)
-    bias = torch.randn(2, 32)
-    leaves = [t.requires_grad_() for t in (x, w, bias)]
-    y = grouped.grouped_gemm(x, w, offs=[9, 17], bias=bias, out_dtype=torch.float32)
-    dy = torch.randn_like(y)
-    got = torch.autograd.grad(y, leaves, dy)
-    blocks = ((0, 9), (9, 17))
-    want_y = [x[a:b] @ w[g].T + bias[g] for g, (a, b) in enumerate(blocks)]
-    want = torch.autograd.grad(torch.cat(want_y), leaves, dy[:17])
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
 
 
 def test_a_product_of_quantized_parameters_has_no_derivative():

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.library import opcheck
 
 import grouped
 from grouped import recipes
@@ -110,18 +109,6 @@ def test_errors(change, error, match):
     }
     with pytest.raises(error, match=match):
         grouped.linear(**arguments | change)
-
-
-@pytest.mark.usefixtures("comparable")
-@each("recipe", ALL_RECIPES)
-def test_opcheck(recipe):
-    x, weight = sample(40, K).requires_grad_(), sample(3, N, K).requires_grad_()
-    bias = torch.randn(3, N, requires_grad=True) if recipe.is_quantized else None
-    opcheck(
-        torch.ops.grouped.linear.default,
-        (x, weight, bias, OFFS, *recipe.texts, False),
-        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
-    )
 
 
 # Torch.func

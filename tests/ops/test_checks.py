@@ -24,6 +24,7 @@ I32, F32, U8, BF16 = torch.int32, torch.float32, torch.uint8, torch.bfloat16
 OFFS = offsets((5, 3))
 X = torch.ones(8, 32)
 W = torch.ones(2, 16, 32)
+ROW = torch.zeros(3, 2, dtype=I32)
 META_OFFS = OFFS.to("meta")
 NVFP4, ROWS = "nvfp4", "nvfp4:row_scaled"
 Q = ops.grouped_quantize(X, NVFP4, OFFS, columnwise=True)
@@ -114,6 +115,18 @@ WRONG_TYPES = {
         ((torch.ones(3),), "splits must be int32 or int64, got float32"),
         ((torch.ones(3, dtype=I32), 1, F32), "dtype must be int32 or int64, got float32"),
     ],
+    "compute_routing": [((X, 4), "expert_ids must be int32 or int64, got float32")],
+    "moe_gather": [
+        ((X.int(), OFFS), "x must be bfloat16 or float16 or float32, got int32"),
+        ((X, OFFS.long()), "index must be int32, got int64"),
+        ((X, OFFS, X), "row must be int32, got float32"),
+    ],
+    "moe_combine": [
+        ((X.int(), ROW), "h must be bfloat16 or float16 or float32, got int32"),
+        ((X, ROW.long()), "row must be int32, got int64"),
+        ((X, ROW, ROW), "weight must be float32, got int32"),
+        ((X, ROW, None, I32), "out_dtype must be bfloat16 or float16 or float32, got int32"),
+    ],
     "grouped_amax": [
         ((X.int(), OFFS), "x must be bfloat16 or float16 or float32, got int"),
         ((X.double(), OFFS), "x must be bfloat16 or float16 or float32"),
@@ -156,6 +169,22 @@ WRONG_TYPES = {
 WRONG_VALUES = {
     "compute_offsets": [
         ((torch.ones(3, 1, dtype=I32),), "splits must have 1 dimensions, got shape (3, 1)")
+    ],
+    "compute_routing": [
+        ((OFFS, 4), "expert_ids must have 2 dimensions, got shape (2,)"),
+        ((ROW, 0), "num_experts must be positive, got 0"),
+    ],
+    "moe_gather": [
+        ((W, OFFS), "x must have 2 dimensions, got shape (2, 16, 32)"),
+        ((X, ROW), "index must have 1 dimensions, got shape (3, 2)"),
+        ((X, OFFS, ROW), "row must have size 8 in dimension 0, got shape (3, 2)"),
+        ((X, META_OFFS), "index must be on the device of x"),
+    ],
+    "moe_combine": [
+        ((W, ROW), "h must have 2 dimensions, got shape (2, 16, 32)"),
+        ((X, OFFS), "row must have 2 dimensions, got shape (2,)"),
+        ((X, ROW, X), "weight must have size 3 in dimension 0, got shape (8, 32)"),
+        ((X, ROW.to("meta")), "row must be on the device of h"),
     ],
     "grouped_amax": [
         ((X,), "x must have 3 dimensions, got shape (8, 32)"),

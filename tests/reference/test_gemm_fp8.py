@@ -26,7 +26,7 @@ from tests.helpers import (
 )
 from tests.reference import fp8_oracle
 from tests.reference.oracle import RCP_2688
-from tests.reference.test_gemm import GARBAGE, SPLITS_OF_GEMM, assert_within_bound
+from tests.reference.test_gemm import SPLITS_OF_GEMM, assert_within_bound
 
 F32 = torch.float32
 #: Formats of A and B (m_grouped), by what they are there to catch.
@@ -191,23 +191,13 @@ def scaled(acc, factor, alpha=None):
     return acc if factor is None else acc * factor
 
 
-def check_against_fp64(case, dtype=F32):
+def check_against_fp64(case):
     a, b = case.decoded()
-    got = case.run(None, None, dtype)
-    assert got.dtype == dtype
+    got = case.run()
     for g, (start, end) in enumerate(spans(case.splits)):
         want, size = a[start:end] @ b[g].T, a[start:end].abs() @ b[g].T.abs()
-        fits = want.abs() < torch.finfo(dtype).max
-        assert_within_bound(got[start:end][fits], want[fits], size[fits], case.depth)
-        assert got[start:end][~fits].isinf().all()
+        assert_within_bound(got[start:end], want, size, case.depth)
     assert not got[sum(case.splits) :].any()
-
-
-@each_way
-@each_pair
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_m_grouped_against_fp64(pair, transpose_b, dtype):
-    check_against_fp64(Product(pair, (37, 0, 130, 1), transpose_b=transpose_b), dtype)
 
 
 @each_kind
@@ -288,16 +278,6 @@ def test_groups_equal_calls_of_their_own(pair, transpose_b):
         b = quantized(case.w[one], pair[1], columnwise=transpose_b)
         want = multiply(pair, a, b, whole, bias[one], alpha[one], transpose_b)
         assert_same_bytes(got[start:end], want)
-
-
-@each_kind
-def test_wgrad_groups_equal_calls_of_their_own(pair):
-    case = Wgrad(pair, (130, 0, 7, 64), tail=0)
-    got = case.run()
-    for g, (start, end) in enumerate(spans(case.splits)):
-        whole = ends(end - start)
-        copies = columnwise(pair, [x[start:end] for x in case.tensors], whole)
-        assert_same_bytes(got[g : g + 1], wgrad_of(pair, copies, whole))
 
 
 @each_kind
@@ -435,18 +415,6 @@ def test_delayed_scales_meet_current_ones():
     for g, rows, a, b in case.members():
         assert a.level == 1 / scale[g].numpy()
         assert_same_bytes(got[rows], scaled(*acc_and_factor(a, b)))
-
-
-@each_kind
-@pytest.mark.parametrize("rows", GARBAGE, ids=str)
-def test_garbage_offsets_act_as_their_clamped_values(pair, rows):
-    x, w = sample(40, 32), sample(2, 32, 32)
-    given = ends(*rows)
-    legal = given.clamp(0, 40).cummax(0).values.int()
-    a, b = quantized(x, pair[0], legal), quantized(w, pair[1])
-    copies = columnwise(pair, (x, x), legal)
-    assert_same_bytes(multiply(pair, a, b, given), multiply(pair, a, b, legal))
-    assert_same_bytes(wgrad_of(pair, copies, given), wgrad_of(pair, copies, legal))
 
 
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)

@@ -160,9 +160,3 @@ def test_nvfp4_gemm():
     total = torch.ones(1, 1, dtype=torch.bfloat16)
     ops.m_grouped_gemm_out(*arguments(), out=total, accumulate=True)
     assert total.tolist() == [[290.0]]
-
-
-def test_offsets():
-    splits = torch.tensor([3, 0, 5])
-    assert ops.compute_offsets(splits).tolist() == [3, 3, 8]
-    assert ops.compute_offsets(splits, 16, torch.int64).tolist() == [48, 48, 128]

@@ -250,34 +250,6 @@ def test_dequantize_uniform(rows, text):
         assert_same_bytes(ops.grouped_dequantize(*arguments), want[values])
 
 
-@pytest.mark.parametrize("text", [t for t in TEXTS if parse(t).is_2d])
-def test_square_blocks_hold_the_same_values_in_both_directions(text):
-    x, offs = weird_values(333, 160, torch.bfloat16), offsets((33, 0, 300))
-    buffers = quantize(x, text, offs)
-    rowwise, columnwise = (
-        ops.grouped_dequantize(*decoded(buffers, text, way, 333, torch.float32, offs))
-        for way in (False, True)
-    )
-    assert_same_bytes(rowwise, columnwise)
-
-
-@pytest.mark.parametrize("text", RULES)
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
-def test_buffers_that_are_no_copy_of_the_format_are_refused(columnwise, text):
-    x, offs = sample(40, 160), offsets((10, 30))
-    codes, scales, *rest = decoded(quantize(x, text, offs), text, columnwise, 40, x.dtype, offs)
-    name = "scales_t" if columnwise else "scales"
-    for wrong in (scales[0][..., :-1], scales[0][:-1], scales[0].unsqueeze(0)):
-        with pytest.raises(ValueError, match=rf"scales\[0\], the {name} of {text}, must have"):
-            ops.grouped_dequantize(codes, [wrong], *rest)
-    with pytest.raises(TypeError, match=rf"scales\[0\], the {name} of {text}, must be"):
-        ops.grouped_dequantize(codes, [scales[0].to(torch.int64)], *rest)
-    with pytest.raises(ValueError, match=f"must be {name} of {text}, got 2 tensors"):
-        ops.grouped_dequantize(codes, [*scales, torch.ones(2)], *rest)
-    with pytest.raises(TypeError, match="codes must be float8"):
-        ops.grouped_dequantize(codes.view(torch.uint8), scales, *rest)
-
-
 # --------------------------------------------------------------------------------------- NVFP4
 
 

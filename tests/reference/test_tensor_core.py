@@ -295,51 +295,6 @@ def test_equals_the_emulator(kind, sort):
             assert_same_bytes(got, emulated(kind, a, b, options))
 
 
-# ------------------------------------------------------------------------------ by hand, errors
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("acc", [F32, F16])
-def test_nan_has_one_pattern(arch, acc):
-    inf, nan = math.inf, math.nan
-    rows = torch.tensor([[nan, 0.0], [inf, 0.0], [inf, inf], [inf, -inf]], dtype=F16)
-    out = tensor_core_gemm(
-        arch, rows, torch.tensor([[1.0, 1.0], [0.0, 1.0]], dtype=F16), acc_dtype=acc
-    )
-    bits = out.view(torch.int32 if acc == F32 else torch.int16)
-    assert (bits == NAN[acc]).tolist() == [[True, True], [False, True], [False, True], [True, True]]
-    assert out[1:3, 0].tolist() == [inf, inf]
-
-
-def test_sign_of_zero():
-    def sign(arch, a, acc):
-        rows, held = (torch.tensor([[v]], dtype=F16) for v in (a, acc))
-        tiny = torch.tensor([[2.0**-14]], dtype=F16)
-        return math.copysign(1.0, tensor_core_gemm(arch, rows, tiny, acc=held).item())
-
-    for arch in ("sm_90a", "sm_100a"):
-        assert sign(arch, -0.0, -0.0) == 1
-    assert sign("sm_90a", -(2.0**-14), 0.0) == 1
-    assert sign("sm_100a", -(2.0**-14), 0.0) == -1
-
-
-def with_zeros(x, cols):
-    """``x`` with zero bytes to its right, up to ``cols`` columns."""
-    codes = x.view(torch.uint8)
-    missing = cols * x.itemsize - codes.shape[1]
-    return torch.nn.functional.pad(codes, (0, missing)).view(x.dtype)
-
-
-@every_kind
-def test_k_is_filled_up_with_zeros(kind):
-    a, b, options = arguments(kind, 3, 2, kind.k + kind.k // 2, "near")
-    wide = [with_zeros(x, 2 * kind.k * width(kind.a) // (8 * x.itemsize)) for x in (a, b)]
-    filled = {
-        name: x if name == "acc" else with_zeros(x, 2 * kind.k // kind.block)
-        for name, x in options.items()
-    }
-    want = tensor_core_gemm(kind.arch, *wide, **filled)
-    assert_same_bytes(tensor_core_gemm(kind.arch, a, b, **options), want)
-
-
 @given(st.data())
 @settings(max_examples=40)
 def test_bits_do_not_depend_on_the_cut(data):

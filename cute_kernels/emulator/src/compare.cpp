@@ -1,4 +1,4 @@
-// setp, set, testp.
+// setp.
 #include "alu.h"
 #include "numbers.h"
 
@@ -27,14 +27,10 @@ static bool compare_integers(u8 comparison, T x, T y) {
   switch (comparison) {
     case CMP_EQ: return x == y;
     case CMP_NE: return x != y;
-    case CMP_LT:
-    case CMP_LO: return x < y;
-    case CMP_LE:
-    case CMP_LS: return x <= y;
-    case CMP_GT:
-    case CMP_HI: return x > y;
-    case CMP_GE:
-    case CMP_HS: return x >= y;
+    case CMP_LT: return x < y;
+    case CMP_LE: return x <= y;
+    case CMP_GT: return x > y;
+    case CMP_GE: return x >= y;
   }
   fail("comparison %d of integers", comparison);
 }
@@ -82,29 +78,3 @@ void set_predicate(Warp& w, const Instruction& in, u32 mask) {
   }
 }
 
-// set: type is that of the sources, type2 that of the destination.
-void set_value(Warp& w, const Instruction& in, u32 mask) {
-  if (in.type2 != T_F32 && in.type2 != T_U32 && in.type2 != T_S32)
-    fail("set with a result of type %d is not modelled", in.type2);
-  if (in.type == T_F16X2 || in.type == T_BF16X2) fail("set of packed halves is not modelled");
-  const u64 yes = in.type2 == T_F32 ? float_bits(1.f) : 0xffffffffu;
-  each_lane(w, in, mask,
-            [&](u64 a, u64 b) { return compare(in, in.type, a, b) ? yes : 0; });
-}
-
-// The properties are in the order of isa.py.
-void test_property(Warp& w, const Instruction& in, u32 mask) {
-  each_lane(w, in, mask, [&](u64 a) -> u64 {
-    const double x = number_of(in.type, a);
-    const int kind = in.type == T_F32 ? std::fpclassify((float)x) : std::fpclassify(x);
-    switch (in.sub) {
-      case 0: return std::isfinite(x);
-      case 1: return std::isinf(x);
-      case 2: return x == x;
-      case 3: return x != x;
-      case 4: return kind == FP_NORMAL;
-      case 5: return kind == FP_SUBNORMAL;
-    }
-    fail("testp property %d", in.sub);
-  });
-}

@@ -12,7 +12,6 @@ double number_of(u8 type, u64 v) {
     case T_BF16: return bf16_to_float(v);
     case T_F32:
     case T_TF32: return bits_float(v);
-    case T_F64: return bits_double(v);
   }
   fail("type %d is not a scalar float", type);
 }
@@ -37,26 +36,16 @@ static u64 integer_to_float(const Instruction& in, u8 to, u8 from, u64 v) {
   const bool with_sign = is_signed(from);
   const i64 s = sign_extend(v, type_bits(from));
   const u64 u = zero_extend(v, type_bits(from));
-  if (to == T_F32 || to == T_F64) {
+  if (to == T_F32) {
     RoundingScope scope(directed(in.rounding) ? in.rounding : (u8)RN);
     volatile i64 vs = s;
     volatile u64 vu = u;
-    if (to == T_F32) {
-      volatile float r = with_sign ? (float)vs : (float)vu;
-      return float_bits(r);
-    }
-    volatile double r = with_sign ? (double)vs : (double)vu;
-    return double_bits(r);
+    volatile float r = with_sign ? (float)vs : (float)vu;
+    return float_bits(r);
   }
   const double x = with_sign ? (double)s : (double)u;
   const i128 exact = with_sign ? (i128)s : (i128)u;
   return round_to_16(to == T_F16, x, (double)(exact - (i128)x), in.rounding);
-}
-
-// What a NaN becomes: 0, or 1 << (bits - 1) where the source or the destination has 64 bits.
-static u64 nan_as_integer(u8 to, u8 from) {
-  const int bits = type_bits(to);
-  return from == T_F64 || bits == 64 ? 1ull << (bits - 1) : 0;
 }
 
 static double to_integral(double x, u8 rounding) {
@@ -73,10 +62,10 @@ static double to_integral(double x, u8 rounding) {
   fail("rounding mode %d of a conversion is not modelled", rounding);
 }
 
-static u64 float_to_integer(const Instruction& in, u8 to, u8 from, double x) {
-  if (x != x) return nan_as_integer(to, from);
-  x = to_integral(x, in.rounding);
+static u64 float_to_integer(const Instruction& in, u8 to, double x) {
   const int bits = type_bits(to);
+  if (x != x) return bits == 64 ? 1ull << 63 : 0;
+  x = to_integral(x, in.rounding);
   if (!is_signed(to))
     return x >= std::ldexp(1.0, bits) ? zero_extend(~0ull, bits) : x < 0 ? 0 : (u64)x;
   const i128 low = -((i128)1 << (bits - 1)), high = ((i128)1 << (bits - 1)) - 1;
@@ -107,7 +96,6 @@ static u64 float_to_float(const Instruction& in, u8 to, u8 from, u64 bits, doubl
   if (in.flags & F_SAT) x = x != x ? 0 : std::min(1.0, std::max(0.0, x));
   x = relu(in, x);
   switch (to) {
-    case T_F64: return double_bits(x);
     case T_F32: {
       RoundingScope scope(directed(in.rounding) ? in.rounding : (u8)RN);
       volatile double vx = x;
@@ -131,7 +119,7 @@ static u64 convert_scalar(const Instruction& in, u8 to, u8 from, u64 v) {
     return to_float ? integer_to_float(in, to, from, v) : integer_to_integer(in, to, from, v);
   double x = number_of(from, v);
   if ((in.flags & F_FTZ) && from == T_F32) x = flush_subnormal((float)x);
-  return to_float ? float_to_float(in, to, from, v, x) : float_to_integer(in, to, from, x);
+  return to_float ? float_to_float(in, to, from, v, x) : float_to_integer(in, to, x);
 }
 
 // The element of a packed narrow type, and how many there are; T_NONE for other types.

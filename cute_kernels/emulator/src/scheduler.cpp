@@ -24,8 +24,6 @@ Category category_of(u16 op) {
     case CLUSTER_WAIT:
     case FENCE:
     case SETMAXNREG:
-    case CLC_TRY:
-    case CLC_QUERY:
     case UNSUPPORTED: return SYNC_CLASS;
   }
   if (op >= MBAR_INIT && op <= STMATRIX) return MEMORY_CLASS;

@@ -49,8 +49,6 @@ def _add_integer_arithmetic() -> None:
         _add(f"rem.{t}", f"or.b32 %t, %b, 1; rem.{t} %r, %a, %t;")
         _add(f"shr.{t}", f"shr.{t} %r, %a, %b;")
         _add(f"bfe.{t}", f"bfe.{t} %r, %a, %b, %c;")
-        _add(f"bfind.{t}", f"bfind.{t} %r, %a;")
-        _add(f"sad.{t}", f"sad.{t} %r, %a, %b, %c;")
         for cmp in ("lt", "le", "gt", "ge", "eq", "ne"):
             _add(f"setp.{cmp}.{t}", f"setp.{cmp}.{t} %p, %a, %b; selp.b32 %r, 1, 0, %p;")
     _add("abs.s32", "abs.s32 %r, %a;")
@@ -66,18 +64,13 @@ def _add_bits() -> None:
     for shift in ("l.wrap", "r.clamp", "r.wrap"):
         _add(f"shf.{shift}", f"shf.{shift}.b32 %r, %a, %b, %c;")
     _add("prmt", "prmt.b32 %r, %a, %b, %c;")
-    _add("prmt.f4e", "prmt.b32.f4e %r, %a, %b, %c;")
     for table in (0x96, 0xE8, 0x1B, 0xCA):
         _add(f"lop3.{table:02x}", f"lop3.b32 %r, %a, %b, %c, {table};")
-    _add("add.cc", "add.cc.u32 %t, %a, %b; addc.u32 %r, %c, 0;")
     _add("mul64", "mul.lo.u64 %R, %A, %B;", 64)
     _add("mulhi64", "mul.hi.u64 %R, %A, %B;", 64)
     _add("shr.s64", "and.b32 %t, %c, 63; shr.s64 %R, %A, %t;", 64)
     _add("min.s64", "min.s64 %R, %A, %B;", 64)
-    _add("dp4a", "dp4a.s32.s32 %r, %a, %b, %c;")
     _add("mul24", "mul.lo.u32 %r, %a, %b;")
-    _add("szext", "szext.wrap.s32 %r, %a, %b;")
-    _add("bmsk", "bmsk.wrap.b32 %r, %a, %b;")
 
 
 _ROUNDINGS = ("rn", "rz", "rm", "rp")
@@ -99,7 +92,6 @@ def _add_float_arithmetic() -> None:
             _add_float(f"{op}{mod}.f32", f"{op}{mod}.f32 %fr, %fa, %fb;")
     _add_float("abs.f32", "abs.f32 %fr, %fa;")
     _add_float("neg.f32", "neg.f32 %fr, %fa;")
-    _add_float("copysign", "copysign.f32 %fr, %fa, %fb;")
     for cmp in ("lt", "le", "gt", "ge", "eq", "ne", "ltu", "geu", "num", "nan"):
         _add(f"setp.{cmp}.f32", f"setp.{cmp}.f32 %p, %fa, %fb; selp.b32 %r, 1, 0, %p;")
 
@@ -150,16 +142,6 @@ def _add_packed_halves() -> None:
     _add("mul.ftz.f16x2", "mul.rn.ftz.f16x2 %r, %a, %b;")
 
 
-def _add_doubles() -> None:
-    load, store = "mov.b64 %da, %A; mov.b64 %db, %B;", "mov.b64 %R, %dr;"
-    for op in ("add", "mul"):
-        _add(f"{op}.f64", f"{load} {op}.rn.f64 %dr, %da, %db; {store}", 64)
-    _add("fma.f64", f"{load} fma.rn.f64 %dr, %da, %db, %da; {store}", 64)
-    _add("div.f64", f"{load} div.rn.f64 %dr, %da, %db; {store}", 64)
-    _add_float("cvt.rn.f32.f64", "mov.b64 %da, %A; cvt.rn.f32.f64 %fr, %da;")
-    _add("cvt.f64.f32", f"cvt.f64.f32 %dr, %fa; {store}", 64)
-
-
 def _add_exchanges() -> None:
     # The predicate goes into bit 16 of the result.
     inside = "selp.b32 %t, 65536, 0, %p; xor.b32 %r, %r, %t;"
@@ -202,7 +184,6 @@ def snippets() -> dict[str, Snippet]:
         _add_float_arithmetic()
         _add_conversions()
         _add_packed_halves()
-        _add_doubles()
         _add_exchanges()
         _add_approximations()
     return _snippets
@@ -214,7 +195,7 @@ def ptx() -> str:
         f"""
 .visible .entry k{i}(.param .u64 pin, .param .u64 pout) {{
   .reg .pred %p; .reg .b16 %h; .reg .b32 %a, %b, %c, %d, %r, %t, %u, %x, %y;
-  .reg .f32 %fa, %fb, %fc, %fr; .reg .b64 %A, %B, %R, %i, %o, %q; .reg .f64 %da, %db, %dr;
+  .reg .f32 %fa, %fb, %fc, %fr; .reg .b64 %A, %B, %R, %i, %o, %q;
   ld.param.u64 %i, [pin]; ld.param.u64 %o, [pout];
   mov.u32 %x, %ctaid.x; mov.u32 %y, %ntid.x; mul.lo.u32 %x, %x, %y;
   mov.u32 %y, %tid.x; add.u32 %x, %x, %y;
