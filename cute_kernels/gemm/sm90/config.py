@@ -50,9 +50,9 @@ _SHORT_N = 64
 _DECODED_N = 96
 #: Columns above which two warpgroups ping-pong: one multiplies while the other stores.
 _WIDE_N = 128
-#: Columns whose partial sums a warpgroup holds at a time, beside all sums in fp32: all of them if
-#: they are few enough.
-_PARTIAL_N, _PARTIAL_MOST = 128, 192
+#: Columns whose partial sums a warpgroup holds at a time, beside all sums in fp32; and the columns of
+#: a tile of which there is room for both halves.
+_PARTIAL_N, _HALVED_N = 128, 192
 #: Row scales that TMA copies for a stage at least: 128 bytes, so that each stage's are aligned.
 _LEAST_SCALES = 32
 #: Rows and columns of a square, and words for the scales of squares in a stage.
@@ -225,7 +225,12 @@ class Sm90GemmConfig(GemmConfig):
     @property
     def partial_n(self) -> int:
         """Columns of an instruction where sums are promoted."""
-        return self.tile.n if self.tile.n <= _PARTIAL_MOST else _PARTIAL_N
+        return self.tile.n // 2 if self.promotes_in_turn else min(self.tile.n, _PARTIAL_N)
+
+    @property
+    def promotes_in_turn(self) -> bool:
+        """Whether a warpgroup promotes one half of its columns while the other is multiplied."""
+        return self.promotes and self.tile.n == _HALVED_N
 
     @property
     def row_scales(self) -> tuple[int, int]:

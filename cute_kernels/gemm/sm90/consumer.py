@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Consumer"]
 
+#: Stages of a turn of a loop that promotes one half of the columns while the other is multiplied.
+_TURN_STAGES = 2
+
 
 class Product(NamedTuple):
     """What a product of one width needs beside operand M.
@@ -78,8 +81,10 @@ class Consumer:
         if promoter is not None:
             shape = (config.tile.m, config.partial_n)
             shape = self.mma(config.partial_n).partition_shape_C(shape)
-            self.partial = cute.make_rmem_tensor(shape, Float32)
-            self.parts = [self.part(i) for i in range(config.tile.n // config.partial_n)]
+            count = config.tile.n // config.partial_n
+            buffers = count if config.promotes_in_turn else 1
+            partial = [cute.make_rmem_tensor(shape, Float32) for _ in range(buffers)]
+            self.parts = [self.part(i, partial[i % buffers]) for i in range(count)]
         if config.is_decoded:
             self.decoder = FragmentDecoder(config, stages.m, stages.m_scales)
             width = config.stage_k // config.k_groups
@@ -92,11 +97,11 @@ class Consumer:
         """This warpgroup's part of the MMA for ``width`` columns."""
         return self.layouts.mma_of(width).get_slice(self.thread)
 
-    def part(self, part: int) -> Product:
-        """The product of the ``part``-th ``partial_n`` columns of a tile, of which partial sums."""
+    def part(self, part: int, partial: cute.Tensor) -> Product:
+        """The product of the ``part``-th ``partial_n`` columns of a tile, into partial sums."""
         width = self.config.partial_n
         product = self.product(width, part)
-        return product._replace(acc=self.partial, fresh=self.layouts.mma_of(width))
+        return product._replace(acc=partial, fresh=self.layouts.mma_of(width))
 
     def product(self, width: int, part: int = 0) -> Product:
         """The product of the ``part``-th ``width`` columns of a tile."""
@@ -121,7 +126,9 @@ class Consumer:
         while tile.group >= 0:
             self.acc.fill(0.0)
             factors = self.epilogue.load_factors(tile)
-            if cutlass.const_expr(self.config.promotes):
+            if cutlass.const_expr(self.config.promotes_in_turn):
+                ab_state = self.multiply_in_turn(tile, ab_state)
+            elif cutlass.const_expr(self.config.promotes):
                 ab_state = self.multiply_promoted(tile, ab_state)
             else:
                 ab_state = self.multiply_fitted(tile, ab_state, 0)
@@ -160,18 +167,67 @@ class Consumer:
         return state
 
     @cute.jit
+    def multiply_in_turn(self, tile: WorkTile, state: Any) -> Any:
+        """``multiply_promoted`` that promotes one half of the columns while the other is multiplied.
+
+        ptxas lets no sums be read in a turn of a loop that come from the turn before; so a turn has
+        several stages.
+        """
+        k_blocks = self.config.k_blocks
+        k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
+        for _ in cutlass.range(k_tiles // _TURN_STAGES, unroll=1):
+            state = self.promote_stages(state, _TURN_STAGES)
+        for _ in cutlass.range(k_tiles % _TURN_STAGES, unroll=1):
+            state = self.promote_stages(state, 1)
+        return state
+
+    def promote_stages(self, state: Any, count: int) -> Any:
+        """Multiply stages, promote their sums and free them; the next state of the stages."""
+        promoter: Any = self.promoter
+        self.ab_pipeline.consumer_wait(state)
+        self.start(0, state)
+        for i in range(count):
+            done = state.clone()
+            state.advance()
+            scales = promoter.of_stage(done.index)
+            self.start(1, done)
+            warpgroup.wait_group(1)
+            self.promote(0, done, scales)
+            if i + 1 < count:
+                self.ab_pipeline.consumer_wait(state)
+                self.start(0, state)
+            warpgroup.wait_group(int(i + 1 < count))
+            if not promoter.reads_last:
+                self.ab_pipeline.consumer_release(done)
+            self.promote(1, done, scales)
+            if promoter.reads_last:
+                self.ab_pipeline.consumer_release(done)
+        return state
+
+    def start(self, part: int, state: Any) -> None:
+        """Start the products of a stage's part."""
+        product = self.parts[part]
+        warpgroup.fence()
+        for block in range(self.config.k_blocks):
+            at = (None, None, block, state.index)
+            mma = product.fresh if block == 0 else product.tiled_mma
+            cute.gemm(mma, product.acc, self.m[at], product.n[at], product.acc)
+        warpgroup.commit_group()
+
+    def promote(self, part: int, state: Any, scales: Any) -> None:
+        """Promote the sums of a stage's part, which are complete."""
+        promoter: Any = self.promoter
+        columns = promoter.first_columns(part, state.index)
+        promoter.promote(self.acc, self.parts[part].acc, part, state.index, scales, columns)
+
+    @cute.jit
     def promote_stage(self, state: Any) -> None:
         """Multiply a stage, promote its sums and free it."""
         promoter: Any = self.promoter
         self.ab_pipeline.consumer_wait(state)
         scales = None
         for part, product in enumerate(self.parts):
-            warpgroup.fence()
-            for block in cutlass.range_constexpr(self.config.k_blocks):
-                at = (None, None, block, state.index)
-                mma = product.fresh if block == 0 else product.tiled_mma
-                cute.gemm(mma, product.acc, self.m[at], product.n[at], product.acc)
-            warpgroup.commit_group()
+            self.start(part, state)
             # Read while the products run.
             if cutlass.const_expr(part == 0):
                 scales = promoter.of_stage(state.index)

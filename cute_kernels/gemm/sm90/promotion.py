@@ -39,16 +39,10 @@ __all__ = ["Promoter", "StageScales"]
 _AHEAD = 4
 
 
-def _mul(a: Float32, b: Float32) -> Float32:
-    return asm("mul.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
-
-
-def _add(a: Float32, b: Float32) -> Float32:
-    return asm("add.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
-
-
-def _fma(a: Float32, b: Float32, c: Float32) -> Float32:
-    return asm("fma.rn.f32 $0, $1, $2, $3;", [Float32], [a, b, c])  # type: ignore[no-any-return]
+def _f32(text: str, *operands: Float32, is_ordered: bool = False) -> Float32:
+    names = ", ".join(f"${i}" for i in range(len(operands) + 1))
+    result: Float32 = asm(f"{text}.rn.f32 {names};", [Float32], operands, is_ordered)
+    return result
 
 
 class StageScales(NamedTuple):
@@ -165,7 +159,7 @@ class Promoter:
                 at = part * size + j * 4 + i
                 value, total = partial[j * 4 + i], acc[at]
                 if scales is None:
-                    acc[at] = _add(total, value)
+                    acc[at] = _f32("add", total, value, is_ordered=True)
                     continue
                 if scales.n is None:
                     n = columns[j][i % 2]
@@ -175,7 +169,8 @@ class Promoter:
 
     def scaled(self, value: Float32, m: Float32, n: Float32, total: Float32) -> Float32:
         """``total`` plus a partial sum times both scales."""
+        # Ordered: only what waits for products knows when their sums are complete.
         if self.folds:
-            return _fma(value, _mul(m, n), total)
+            return _f32("fma", value, _f32("mul", m, n), total, is_ordered=True)
         first, second = (m, n) if self.m_is_first else (n, m)
-        return _fma(_mul(value, first), second, total)
+        return _f32("fma", _f32("mul", value, first, is_ordered=True), second, total)
