@@ -66,9 +66,9 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_quantize", "mxfp8"): ARCHITECTURES,
     ("grouped_dequantize", "mxfp8"): ARCHITECTURES,
     ("grouped_gemm", "nvfp4"): ARCHITECTURES,
-    ("grouped_gemm", "fp8"): ("reference", "sm_90a"),
+    ("grouped_gemm", "fp8"): ARCHITECTURES,
     ("grouped_gemm", "fp8_block"): ("reference", "sm_90a"),
-    ("grouped_gemm", "mxfp8"): ("reference",),
+    ("grouped_gemm", "mxfp8"): ("reference", "sm_100a"),
     ("grouped_gemm_w4a16", "nvfp4"): ("reference", "sm_90a"),
     ("grouped_gemm_w4a16", "fp8"): ("reference",),
     ("grouped_gemm_w4a16", "fp8_block"): ("reference",),
@@ -76,7 +76,8 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
 }
 #: Ops and formats that the reference backend adds like a tensor core that has no kernel of them.
 _ADDED_ALIKE: dict[tuple[str, str | None], tuple[str, ...]] = {
-    ("grouped_gemm", name): ARCHITECTURES[1:] for name in ("fp8", "fp8_block", "mxfp8")
+    ("grouped_gemm", "fp8_block"): ("sm_100a",),
+    ("grouped_gemm", "mxfp8"): ("sm_90a",),
 }
 #: The ops that a tensor core adds in.
 _GEMMS = ("grouped_gemm", "grouped_gemm_w4a16")
@@ -86,7 +87,7 @@ _ADDS_LIKE = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
 _COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
 #: Values of a record's fields that the reference alone runs, by the name of the format.
 _REFERENCE_ONLY: dict[str, dict[str, object]] = {
-    "nvfp4": {"hadamard": True, "stochastic_rounding": True, "four_over_six": True},
+    "nvfp4": {"hadamard": True, "four_over_six": True},
 }
 #: Ops on the scales that formats take from the caller.
 _OF_SCALES = ("delayed_scaling_update",)

@@ -146,14 +146,6 @@ def test_batches_come_from_the_seed_alone(monkeypatch):
     assert (first == other).all(-1).flatten().tolist() == [True, False, False]
 
 
-def test_learns():
-    corpus = load_corpus()
-    config = TrainConfig(steps=120, batch=8)
-    run = training.train("BF16", corpus, dataclasses.replace(SMALL, context=32), config)
-    assert run.end_loss is not None
-    assert run.end_loss < unigram_entropy(corpus.held_out) - 0.2
-
-
 def assert_refused(capsys, message, *arguments):
     with pytest.raises(SystemExit) as stop:
         command.main([*TINY, *arguments])

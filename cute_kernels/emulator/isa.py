@@ -69,7 +69,6 @@ class Flag(enum.IntFlag):
     READ = 1 << 17
     TRANS = 1 << 19
     EXPECT_TX = 1 << 20
-    PACK16 = 1 << 23
     BLOCKSCALE = 1 << 24
     ATMEM = 1 << 25
     RELAXED = 1 << 26
@@ -120,5 +119,5 @@ SPECIAL_IDS = {f"%{name}": i for i, name in enumerate(SPECIAL_REGISTERS)}
 SPECIAL_IDS |= {f"%{alias}": SPECIAL_IDS[f"%{name}"] for alias, name in _SPECIAL_ALIASES.items()}
 TYPE_BYTES = {
     "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2,
-    "b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16,
+    "b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8,
 }  # fmt: skip

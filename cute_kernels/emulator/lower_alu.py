@@ -47,10 +47,7 @@ def _mov(op: Opcode, operands: list[str]) -> None:
     d, s = b.value(to), b.value(source)
     if s[0] in (Kind.SHARED_SYM, Kind.LOCAL_SYM):
         return op.emit("MOV", [d, s], type=b.types["b64"])
-    op.emit("MOV", [d, s], type=b.types["b64"] if op.types[:1] == ["b128"] else op.type_id(0))
-    if op.types[:1] == ["b128"]:  # lives in two consecutive registers
-        high = [(d[0], 0, 0, d[3] + 1, 0), (s[0], 0, 0, s[3] + 1, 0)]
-        op.emit("MOV", high, type=b.types["b64"])
+    op.emit("MOV", [d, s])
 
 
 def _cvta(op: Opcode, operands: list[str]) -> None:
@@ -63,6 +60,8 @@ def _arithmetic(op: Opcode, operands: list[str]) -> None:
     if op.name in ("add", "sub", "fma") and len(op.types) > 1 and op.types[0] == "f32":
         raise NotModelledError("mixed-precision arithmetic")
     op.refuse("cc")
+    if op.name not in ("min", "max"):
+        op.refuse("u16x2", "s16x2")
     _plain(op, operands)
 
 

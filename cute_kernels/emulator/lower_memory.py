@@ -44,7 +44,7 @@ def _store(op: Opcode, operands: list[str]) -> None:
 
 def _atomic(op: Opcode, operands: list[str]) -> None:
     b = op.builder
-    op.refuse("async", "b128")
+    op.refuse("async")
     sub = op.choose(REDUCTIONS)
     has_result = op.name == "atom"
     result = [b.value(operands[0])] if has_result else []

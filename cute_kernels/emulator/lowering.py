@@ -26,5 +26,5 @@ def lower(builder: KernelBuilder, opcode: str, operands: list[str]) -> None:
         KeyError, ValueError, IndexError, StopIteration: The opcode or its operands are not known.
     """
     op = Opcode(builder, opcode)
-    op.refuse("f64")
+    op.refuse("f64", "b128")
     _LOWERINGS[op.name](op, operands)

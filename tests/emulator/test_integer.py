@@ -90,12 +90,8 @@ def test_unary(bits):
 
 @pytest.mark.parametrize("bits", [32, 64])
 def test_counting(bits):
-    def reverse(a: int) -> int:
-        return int(f"{a:0{bits}b}"[::-1], 2)
-
     _check(f"popc.b{bits} %out, %a0;", bits, lambda a: a.bit_count(), 1, 32)
     _check(f"clz.b{bits} %out, %a0;", bits, lambda a: bits - a.bit_length(), 1, 32)
-    _check(f"brev.b{bits} %out, %a0;", bits, reverse, 1)
 
 
 @pytest.mark.parametrize("op", ["and", "or", "xor"])
@@ -122,35 +118,6 @@ def test_shifts_clamp(bits):
     _check(f"{shift} shl.b{bits} %out, %a0, %n;", bits, lambda a, b: a << amount(b))
     _check(f"{shift} shr.u{bits} %out, %a0, %n;", bits, lambda a, b: a >> amount(b))
     _check(f"{shift} shr.s{bits} %out, %a0, %n;", bits, lambda a, b: _signed(a, bits) >> amount(b))
-
-
-@pytest.mark.parametrize("kind", ["s", "u"])
-@pytest.mark.parametrize("bits", [32, 64])
-def test_bit_field_extract(kind, bits):
-    def reference(a: int, b: int, c: int) -> int:
-        """The definition of the PTX ISA, bit by bit."""
-        position, length, top = b & 0xFF, c & 0xFF, bits - 1
-        sign = a >> min(position + length - 1, top) & 1 if kind == "s" and length else 0
-        result = 0
-        for i in range(bits):
-            bit = a >> position + i & 1 if i < length and position + i <= top else sign
-            result |= bit << i
-        return result
-
-    low = "" if bits == 32 else "cvt.u32.u64 %p, %a1; cvt.u32.u64 %n, %a2;"
-    p, n = ("%a1", "%a2") if bits == 32 else ("%p", "%n")
-    _check(f".reg .b32 %p, %n; {low} bfe.{kind}{bits} %out, %a0, {p}, {n};", bits, reference, 3)
-
-
-def test_bit_field_insert():
-    def reference(a: int, base: int, b: int, c: int) -> int:
-        position, length = b & 0xFF, c & 0xFF
-        for i in range(length):
-            if position + i <= 31:
-                base = base & ~(1 << position + i) | (a >> i & 1) << position + i
-        return base
-
-    _check("bfi.b32 %out, %a0, %a1, %a2, %a3;", 32, reference, 4)
 
 
 @pytest.mark.parametrize("op", ["min", "max"])

@@ -239,16 +239,6 @@ def test_matrices(transposed):
     assert (got == (tiles.transpose(0, 2, 1) if transposed else tiles)).all()
 
 
-def test_128_bit_registers():
-    source = RNG.integers(0, 1 << 63, (32, 2), dtype=np.uint64)
-    body = """mul.wide.u32 %d0, %t, 16; add.u64 %d1, %p0, %d0; add.u64 %d2, %p1, %d0;
-    ld.global.b128 %x0, [%d1]; mov.b128 {%d3, %d4}, %x0; mov.b128 %x1, {%d4, %d3};
-    mov.b128 %x2, %x1; st.global.b128 [%d2], %x2;"""
-    target = _aligned(np.zeros_like(source))
-    run(body, _aligned(source), target)
-    assert (target == source[:, ::-1]).all()
-
-
 def test_generic_addresses():
     out = np.zeros((32, 1), np.uint32)
     body = """.shared .align 4 .b8 s[128]; mov.u64 %d0, s; cvta.shared.u64 %d1, %d0;

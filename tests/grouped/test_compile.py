@@ -179,22 +179,6 @@ def test_functions_that_make_and_return_grouped_tensors(fmt):
     assert len(frames) == 1
 
 
-def test_functions_that_take_grouped_tensors():
-    def product(xq, wq, bias):
-        y = grouped.grouped_gemm(xq, wq, bias=bias)
-        return y, xq.detach(), wq.dequantize(direction="columnwise")
-
-    function, _ = compiled(product)
-    wq = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, columnwise=True)
-    bias = torch.randn(3, N)
-    for tokens in (40, 41, 130):
-        xq = grouped.quantize(sample(tokens, K), FORMATS["row-scaled"], offs=boundaries(tokens))
-        got, want = function(xq, wq, bias), product(xq, wq, bias)
-        assert_same_bytes(got[0], want[0])
-        assert_same_tensor(got[1], xq)
-        assert_same_bytes(got[2], want[2])
-
-
 def test_products_into_given_buffers():
     def accumulate(dyq, xq, wq, main_grad, y):
         grouped.grouped_gemm(dyq, xq, out=main_grad, accumulate=True)

@@ -229,14 +229,6 @@ def test_to_another_dtype_keeps_the_bytes(fmt, dtype):
             x.to(refused)
 
 
-@every_format
-def test_to_meta(fmt):
-    got = make(fmt).to("meta")
-    assert type(got) is GroupedTensor and got.device.type == "meta"
-    assert got.rowwise.codes.is_meta and got.offs.is_meta and got.shape == (36, 64)
-    assert got.dequantize().shape == (36, 64)
-
-
 NEW = {
     "zeros_like": (torch.zeros_like, (3, 48, 64)),
     "empty_like": (torch.empty_like, (3, 48, 64)),

@@ -324,24 +324,6 @@ def test_the_function_without_the_dispatcher_is_the_op(name, make):
     assert_all_same(tensors(got), tensors(want))
 
 
-@each("text", NVFP4_TEXTS)
-@each(("rowwise", "columnwise"), [(True, False), (False, True), (True, True)])
-def test_a_list_of_outputs_has_what_is_asked_and_no_more(text, rowwise, columnwise):
-    data = x(48)
-    got = ops.grouped_quantize(data, text, OFFS, None, rowwise, columnwise)
-    both = ops.grouped_quantize(data, text, OFFS, *BOTH)
-    want = both[:3] * rowwise + both[3:] * columnwise
-    assert isinstance(got, list)
-    assert_all_same(got, want)
-
-
-def test_rows_of_codes_are_16_bytes_apart():
-    codes = ops.grouped_quantize(x(48), "nvfp4", OFFS)[0]
-    assert codes.shape == (ROWS, 24) and codes.stride() == (32, 1)
-    codes = ops.grouped_quantize(w(2, 5, 16), "nvfp4")[0]
-    assert codes.shape == (2, 5, 8) and codes.stride() == (80, 16, 1)
-
-
 def test_out_form_takes_any_pitch():
     data = x(48)
     want = ops.grouped_quantize(data, "nvfp4", OFFS)

@@ -166,47 +166,6 @@ def test_gradients_against_fp64(act):
     assert ((got - want).abs() <= 8 * 2.0**-24 * size).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "slopes"),
-    [
-        # of -Inf, Inf, NaN, -FMAX, FMAX, -0.0
-        ("relu", (0.0, INF, NAN, 0.0, FMAX, 0.0), (0.0, 1.0, NAN, 0.0, 1.0, 0.0)),
-        ("srelu", (0.0, INF, NAN, 0.0, INF, 0.0), (0.0, INF, NAN, 0.0, INF, 0.0)),
-        ("silu", (-0.0, INF, NAN, -0.0, FMAX, -0.0), (0.0, 1.0, NAN, 0.0, 1.0, 0.5)),
-        ("qgelu", (-0.0, INF, NAN, -0.0, FMAX, -0.0), (0.0, 1.0, NAN, 0.0, 1.0, 0.5)),
-        ("gelu", (-0.0, INF, NAN, -0.0, FMAX, -0.0), (0.0, 1.0, NAN, 0.0, 1.0, 0.5)),
-    ],
-)
-def test_ends_of_curves(name, values, slopes):
-    x = torch.tensor([-INF, INF, NAN, -FMAX, FMAX, -0.0])
-    act = Activation(name)
-    assert_same_bytes(activate(x, act), torch.tensor(values), any_nan=True)
-    assert_same_bytes(activate_gradient(x, torch.ones(6), act), torch.tensor(slopes), any_nan=True)
-
-
-def test_the_clamp():
-    act, limit = Activation("clamped_swiglu"), 7.0
-    above = np.nextafter(np.float32(limit), np.float32(INF)).item()
-    a = torch.tensor([limit, above, INF, -INF, NAN, -1e30, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-    b = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, limit, -limit, above, -above, INF, NAN])
-    x = torch.stack([a, b], 1)
-    f = Activation("qgelu")  # the same curve below the limit
-    top, one = (activate(torch.tensor([v]), f).item() for v in (limit, 1.0))
-    value = activate(x, act).squeeze(1)
-    want = torch.tensor(
-        [2 * top, 2 * top, 2 * top, -0.0, NAN, -0.0]
-        + [8 * one, -6 * one, 8 * one, -6 * one, 8 * one, NAN]
-    )
-    torch.testing.assert_close(value, want, rtol=1e-6, atol=0, equal_nan=True)
-    grad = activate_gradient(x, torch.ones(12, 1), act)
-    slope = activate_gradient(torch.tensor([limit]), torch.ones(1), f).item()
-    # At the limit the gradient passes, above it does not.
-    assert grad[:3, 0].tolist() == [2 * slope, 0.0, 0.0]
-    assert grad[3, 0] == 0.0 and grad[4, 0].isnan() and grad[5, 0] == 0.0
-    of_b = torch.tensor([one, one, 0.0, 0.0, 0.0])
-    assert_same_bytes(grad[6:11, 1].contiguous(), of_b)
-
-
 def test_views_and_odd_widths():
     for act in EVERY:
         whole = moderate(7, 2 * 26)

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.helpers import (
-    NVFP4_TEXTS,
     assert_same_bytes,
     dequantize_arguments,
     k_grouped_arguments,
@@ -19,53 +16,7 @@ from tests.helpers import (
     offsets,
     ops,
     sample,
-    weird_values,
 )
-
-splits_of_rows = st.lists(st.integers(0, 140), min_size=1, max_size=5).map(tuple)
-widths = st.sampled_from([16, 48, 80])
-kinds = st.sampled_from(list(NVFP4_TEXTS))
-slow = settings(max_examples=25)
-
-
-def quantize(x, splits, kind):
-    return ops.grouped_quantize(x, NVFP4_TEXTS[kind], offsets(splits), columnwise=True)
-
-
-def columnwise_pieces(q, splits):
-    """The parts of the columnwise buffers that belong to each group."""
-    start = 0
-    for g, rows in enumerate(splits):
-        tiles = slice(start // 128 + g, start // 128 + g + -(-rows // 128))
-        codes = q[3].unflatten(1, (-1, 64))[:, tiles]
-        yield codes, q[4].unflatten(1, (-1, 2))[:, tiles]
-        start += rows
-
-
-def rowwise_pieces(q, splits):
-    start = 0
-    for g, rows in enumerate(splits):
-        tiles = slice(start // 128 + g, start // 128 + g + -(-rows // 128))
-        yield q[0][start : start + rows], q[1][tiles]
-        start += rows
-
-
-@slow
-@given(splits_of_rows, widths, kinds)
-def test_grouped_is_each_member_alone(splits, cols, kind):
-    x = weird_values(sum(splits), cols, torch.bfloat16)
-    q = quantize(x, splits, kind)
-    for g, part in enumerate(x.split(splits)):
-        alone = (part.shape[0],)
-        member = quantize(part, alone, kind)
-        for pieces in (rowwise_pieces, columnwise_pieces):
-            got, want = list(pieces(q, splits))[g], next(pieces(member, alone))
-            for a, b in zip(got, want, strict=True):
-                assert_same_bytes(a, b)
-        assert_same_bytes(q[5][g : g + 1], member[5])
-        start = sum(splits[:g])
-        mine = slice(start, start + splits[g]) if kind == "row-scaled" else slice(g, g + 1)
-        assert_same_bytes(q[2][mine], member[2])
 
 
 def every_result(x, w, offs):

@@ -295,6 +295,18 @@ def test_equals_the_emulator(kind, sort):
             assert_same_bytes(got, emulated(kind, a, b, options))
 
 
+def test_sign_of_zero():
+    def sign(arch, a, acc):
+        rows, held = (torch.tensor([[v]], dtype=F16) for v in (a, acc))
+        tiny = torch.tensor([[2.0**-14]], dtype=F16)
+        return math.copysign(1.0, tensor_core_gemm(arch, rows, tiny, acc=held).item())
+
+    for arch in ("sm_90a", "sm_100a"):
+        assert sign(arch, -0.0, -0.0) == 1
+    assert sign("sm_90a", -(2.0**-14), 0.0) == 1
+    assert sign("sm_100a", -(2.0**-14), 0.0) == -1
+
+
 @given(st.data())
 @settings(max_examples=40)
 def test_bits_do_not_depend_on_the_cut(data):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-import grouped
 from cute_kernels import reference
 from cute_kernels.formats import parse
 from cute_kernels.layout.slots import uniform_tiles
@@ -15,11 +14,9 @@ from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.hadamard import transform
 from tests.helpers import (
     SPLITS,
-    assert_same_buffers,
     assert_same_bytes,
     dequantize_arguments,
     ends,
-    many_groups,
     offsets,
     ops,
     poisoned,
@@ -257,38 +254,6 @@ def test_missing_rows_of_the_last_chunk_come_back_too():
         )
     assert_same_bytes(found[0], found[1][:5])
     assert (found[0] - x.float()).norm() < 0.2 * x.float().norm()
-
-
-@pytest.mark.parametrize("name", ["hadamard", "both", "stochastic squares", "4over6 squares"])
-def test_many_groups(name):
-    """Members of over a thousand groups are what each alone is, by the bytes of its place."""
-    variant, offs = VARIANTS[name], many_groups()
-    fmt, total = parse(variant.text), int(offs[-1])
-    x = sample(total, 16)
-    whole = grouped.quantize(x, fmt, offs=offs, columnwise=True, seed=variant.seed)
-    keyed = None if variant.seed is None else reference.KeyedDraws(variant.seed, 16)
-    names = fmt.buffer_names(False) + fmt.buffer_names(True)
-    for g in (0, 1, 2, 699, 700, 1399, 1400, 1450, 1499):
-        end, start = int(offs[g]), int(offs[g - 1]) if g else 0
-        rows, groups = x[start:end], Groups.ragged(ends(end - start), end - start)
-        draws = None
-        if keyed is not None:
-            tile = start // 128 + g
-            tiles = keyed.tiles(torch.arange(tile, tile + groups.num_tiles))
-            slots = tiles.movedim(-1, 2).reshape(-1, 16)
-            draws = reference.GivenDraws(keyed.rows(torch.arange(start, end)), slots)
-        like = ops.grouped_quantize(
-            rows, variant.text, ends(end - start), None, True, True, None, variant.seed
-        )
-        out = dict(zip(names, like, strict=True))
-        given = reference.Given(draws=draws)
-        reference.quantize(reference.Elements(rows), groups, fmt, out, given)
-        alone = grouped.quantize(
-            rows, fmt, offs=ends(end - start), columnwise=True, seed=variant.seed
-        )
-        for name in names:
-            getattr(alone, f"_{name}").copy_(out[name])
-        assert_same_buffers(vars(whole.member(g)), vars(alone.member(0)))
 
 
 def test_non_contiguous_views():

@@ -16,36 +16,30 @@ static void convert_address(Warp& w, const Instruction& in, u32 mask) {
             [=](u64 a) { return from_generic ? a - window : a + window; });
 }
 
-// mov.bN d, {a, b, ...}.  128-bit values live in two consecutive registers.
+// mov.bN d, {a, b, ...}.
 static void pack(Warp& w, const Instruction& in, u32 mask) {
   const Operand& parts = operand(in, 1);
   const int bits = type_bits(in.type) / parts.count;
   u64* d = w.reg(operand(in, 0).reg);
-  u64 packed[2][32] = {};
+  u64 packed[32] = {};
   for (int i = 0; i < parts.count; i++) {
     u64 scratch[32];
     const Source s = source(w, element(parts, i), scratch);
     FOR_LANES (lane, mask)
-      packed[i * bits / 64][lane] |= zero_extend(s[lane], bits) << (i * bits % 64);
+      packed[lane] |= zero_extend(s[lane], bits) << (i * bits);
   }
-  FOR_LANES (lane, mask) {
-    d[lane] = packed[0][lane];
-    if (in.type == T_B128) d[32 + lane] = packed[1][lane];
-  }
+  FOR_LANES (lane, mask) d[lane] = packed[lane];
 }
 static void unpack(Warp& w, const Instruction& in, u32 mask) {
   const Operand& parts = operand(in, 0);
   const int bits = type_bits(in.type) / parts.count;
-  u64 scratch[32], packed[2][32] = {};
+  u64 scratch[32], packed[32] = {};
   const Source s = source(w, operand(in, 1), scratch);
-  FOR_LANES (lane, mask) {
-    packed[0][lane] = s[lane];
-    if (in.type == T_B128) packed[1][lane] = w.reg(operand(in, 1).reg + 1)[lane];
-  }
+  FOR_LANES (lane, mask) packed[lane] = s[lane];  // a part may be the source
   for (int i = 0; i < parts.count; i++)
     if (u64* d = target(w, element(parts, i)))
       FOR_LANES (lane, mask)
-        d[lane] = zero_extend(packed[i * bits / 64][lane] >> (i * bits % 64), bits);
+        d[lane] = zero_extend(packed[lane] >> (i * bits), bits);
 }
 
 static void select(Warp& w, const Instruction& in, u32 mask) {

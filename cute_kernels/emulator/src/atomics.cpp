@@ -39,7 +39,7 @@ static u64 result_of(const Instruction& in, u64 old, u64 value, u64 swap) {
 void atomics(Warp& w, const Instruction& in, u32 mask) {
   const int first = in.op == ATOM ? 1 : 0;
   const u32 bytes = type_bytes(in.type);
-  if (bytes > 8 || in.vec > 1) fail("128-bit and vector atomics are not modelled");
+  if (in.vec > 1) fail("vector atomics are not modelled");
   u64 scratch[2][32] = {};
   const Source value = source(w, operand(in, first + 1), scratch[0]);
   const bool swaps = in.num_operands > first + 2;

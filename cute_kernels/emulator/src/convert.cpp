@@ -10,8 +10,7 @@ double number_of(u8 type, u64 v) {
   switch (type) {
     case T_F16: return half_to_float(v);
     case T_BF16: return bf16_to_float(v);
-    case T_F32:
-    case T_TF32: return bits_float(v);
+    case T_F32: return bits_float(v);
   }
   fail("type %d is not a scalar float", type);
 }
@@ -73,24 +72,11 @@ static u64 float_to_integer(const Instruction& in, u8 to, double x) {
   return zero_extend((u64)r, std::max(32, bits));
 }
 
-static u32 to_tf32(const Instruction& in, u32 bits) {
-  if ((bits >> 23 & 0xff) == 0xff) return bits & 0xffffe000;
-  switch (in.rounding) {
-    case RNA: bits += 0x1000; break;
-    case RN: bits += 0xfff + ((bits >> 13) & 1); break;
-    case RZ: break;
-    default: fail("rounding mode %d to tf32 is not modelled", in.rounding);
-  }
-  if ((in.flags & F_SATFINITE) && (bits >> 23 & 0xff) == 0xff)
-    bits = (bits & 0x80000000) | 0x7f7fffff;
-  return bits & 0xffffe000;
-}
-
 static double relu(const Instruction& in, double x) {
   return (in.flags & F_RELU) && !(x > 0) && x == x ? 0.0 : x;
 }
 
-static u64 float_to_float(const Instruction& in, u8 to, u8 from, u64 bits, double x) {
+static u64 float_to_float(const Instruction& in, u8 to, double x) {
   const bool integral = in.rounding >= RNI && in.rounding <= RPI;
   if (integral) x = to_integral(x, in.rounding);
   if (in.flags & F_SAT) x = x != x ? 0 : std::min(1.0, std::max(0.0, x));
@@ -106,9 +92,6 @@ static u64 float_to_float(const Instruction& in, u8 to, u8 from, u64 bits, doubl
     case T_BF16:
       return round_to_16(to == T_F16, x, 0, integral ? (u8)RN : in.rounding,
                          in.flags & F_SATFINITE);
-    case T_TF32:
-      if (from != T_F32) break;
-      return to_tf32(in, (in.flags & F_RELU) ? float_bits((float)x) : (u32)bits);
   }
   fail("conversion to type %d is not modelled", to);
 }
@@ -119,7 +102,7 @@ static u64 convert_scalar(const Instruction& in, u8 to, u8 from, u64 v) {
     return to_float ? integer_to_float(in, to, from, v) : integer_to_integer(in, to, from, v);
   double x = number_of(from, v);
   if ((in.flags & F_FTZ) && from == T_F32) x = flush_subnormal((float)x);
-  return to_float ? float_to_float(in, to, from, v, x) : float_to_integer(in, to, x);
+  return to_float ? float_to_float(in, to, x) : float_to_integer(in, to, x);
 }
 
 // The element of a packed narrow type, and how many there are; T_NONE for other types.

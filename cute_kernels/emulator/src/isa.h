@@ -38,7 +38,7 @@ enum Opcode : u16 {
 
 // clang-format off
 #define TYPES(X) \
-  X(NONE) X(PRED) X(B8) X(B16) X(B32) X(B64) X(B128) X(U8) X(U16) X(U32) X(U64) X(S8) X(S16) \
+  X(NONE) X(PRED) X(B8) X(B16) X(B32) X(B64) X(U8) X(U16) X(U32) X(U64) X(S8) X(S16) \
   X(S32) X(S64) X(F16) X(BF16) X(F32) X(TF32) X(F16X2) X(BF16X2) X(F32X2) X(U16X2) X(S16X2) \
   X(E4M3) X(E5M2) X(E2M1) X(E2M3) X(E3M2) X(UE8M0) X(E4M3X2) X(E5M2X2) X(E2M1X2) X(E2M3X2) \
   X(E3M2X2) X(UE8M0X2) X(E4M3X4) X(E5M2X4) X(E2M1X4) X(E2M3X4) X(E3M2X4)
@@ -82,7 +82,6 @@ enum Flag : u32 {
   F_READ = 1 << 17,
   F_TRANS = 1 << 19,
   F_EXPECT_TX = 1 << 20,
-  F_PACK16 = 1 << 23,
   F_BLOCKSCALE = 1 << 24,
   F_ATMEM = 1 << 25,
   F_RELAXED = 1 << 26,
@@ -160,7 +159,6 @@ inline int type_bits(u8 type) {
     case T_U64:
     case T_S64:
     case T_F32X2: return 64;
-    case T_B128: return 128;
     default: return 32;
   }
 }

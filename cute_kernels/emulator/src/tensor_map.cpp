@@ -6,7 +6,7 @@
 #include "memory.h"
 
 namespace {
-constexpr u32 MAP_BYTES = 128, MAP_ALIGNMENT = 64, MAP_KIND = 2;
+constexpr u32 MAP_BYTES = 128, MAP_KIND = 2;
 constexpr u32 TYPE_SHIFT = 7, SWIZZLE_SHIFT = 13, OTHER_FLAGS = 0x240000;
 constexpr u8 FIRST_UNPACKED_TYPE = 13;
 constexpr u32 MAX_BOX = 256;
@@ -14,8 +14,6 @@ constexpr u64 ADDRESS_ALIGNMENT = 16, STRIDE_LIMIT = 1ull << 40;
 constexpr u32 SWIZZLE_SPAN[] = {1u << 30, 32, 64, 128};
 // By hardware code: u8 u16 u32 s32 u64 s64 f16 f32 f32.ftz f64 bf16 u4 tf32 u4-in-u8 u6-in-u8
 constexpr u8 ELEMENT_BITS[16] = {8, 16, 32, 32, 64, 64, 16, 32, 32, 64, 16, 4, 32, 4, 6, 32};
-// CUtensorMapDataType, to the hardware's codes
-constexpr u8 DRIVER_TYPE[] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 12, 12, 11, 13, 14};
 }  // namespace
 
 u32 TensorMap::element_bits() const { return ELEMENT_BITS[type]; }
@@ -85,8 +83,8 @@ TensorMap tensor_map_at(Warp& w, u64 address) {
   return map;
 }
 
-// A kernel that makes a tensor map by itself keeps the address bits that the format has room for, by
-// an AND (see lower_alu.py).  What it drops would be read from elsewhere without a word.
+// A kernel that makes a tensor map by itself keeps the address bits that the format has room for,
+// by an AND (see lower_alu.py).  What it drops would be read from elsewhere without a word.
 void tensor_map_address(Warp& w, const Instruction& in, u32 mask) {
   FOR_LANES (lane, mask) {
     const u64 address = value_of(w, operand(in, 1), lane);
@@ -95,28 +93,22 @@ void tensor_map_address(Warp& w, const Instruction& in, u32 mask) {
   }
 }
 
-// What cuTensorMapEncodeTiled does.  Returns null, or why the map is invalid or not modelled.
+// What cuTensorMapEncodeTiled does, of the hardware's element type and swizzle.  Returns null, or
+// why the map is invalid.
 extern "C" const char* emu_tensor_map_encode(void* out, int type, u32 rank, u64 address,
                                              const u64* dims, const u64* strides, const u32* box,
-                                             const u32* element_strides, int interleave,
-                                             int swizzle, int fill) {
+                                             int swizzle) {
   if (rank < 1 || rank > 5) return "the rank must be 1..5";
-  if (type < 0 || type > 15) return "unknown element type";
-  if (interleave) return "interleaved layouts are not modelled";
-  if (swizzle < 0 || swizzle > 3) return "this swizzle mode is not modelled";
-  if (fill) return "NaN fill is not modelled";
   if (address % ADDRESS_ALIGNMENT) return "the global address must be 16-byte aligned";
-  if ((u64)out % MAP_ALIGNMENT) return "the tensor map must be 64-byte aligned";
   TensorMap map;
   map.address = address;
   map.rank = rank;
-  map.type = DRIVER_TYPE[type];
+  map.type = type;
   map.swizzle = swizzle;
   for (u32 i = 0; i < 5; i++) map.box[i] = 1;
   for (u32 i = 0; i < rank; i++) {
     if (dims[i] < 1 || dims[i] > (1ull << 32)) return "dimensions must be 1..2^32";
     if (box[i] < 1 || box[i] > MAX_BOX) return "box dimensions must be 1..256";
-    if (element_strides[i] != 1) return "element strides other than 1 are not modelled";
     map.last[i] = (u32)(dims[i] - 1);
     map.box[i] = box[i];
     if (i == 0) continue;
@@ -126,7 +118,7 @@ extern "C" const char* emu_tensor_map_encode(void* out, int type, u32 rank, u64 
   }
   const u32 inner_bits = box[0] * map.element_bits();
   if (inner_bits % 128) return "the inner box must be a multiple of 16 bytes";
-  if (map.type < FIRST_UNPACKED_TYPE && inner_bits / 8 > SWIZZLE_SPAN[swizzle])
+  if (inner_bits / 8 > SWIZZLE_SPAN[swizzle])
     return "the inner box is wider than the swizzle";
   tensor_map_encode(map, out);
   return nullptr;

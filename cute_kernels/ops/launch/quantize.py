@@ -166,7 +166,7 @@ def _tiles(op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: L
         x, offs = readable(op.x), dense(op.offs)
         row_amax = _flat(amax) if by_row else None
         group_amax = amax_t if by_row or amax is None else amax
-        seen = None
+        seen, seed = None, dense(op.seed)
         if op.scale is not None:
             group_amax, seen = dense(op.scale), amax
         elif op.amax is not None:
@@ -174,7 +174,7 @@ def _tiles(op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: L
         if row_kernel is not None:
             row_kernel(x, offs, row_amax, None, launch.num_sms)
         buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
-        kernel(x, offs, row_amax, group_amax, *buffers, seen, launch.num_sms)
+        kernel(x, offs, row_amax, group_amax, *buffers, seen, None, seed, launch.num_sms)
         if amax_t is not None and group_amax is not None and amax_t is not group_amax:
             amax_t.copy_(group_amax)
 

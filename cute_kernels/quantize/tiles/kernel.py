@@ -36,6 +36,7 @@ from cute_kernels.device.codecs import Level, codec_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping
 from cute_kernels.device.memory import store_shared
+from cute_kernels.device.philox import seed_of
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
 from cute_kernels.layout.shapes import SF_TILE_BYTES, scale_tiles
 from cute_kernels.layout.slots import TILE_ROWS
@@ -45,6 +46,7 @@ from cute_kernels.quantize.levels import LevelWriter
 from cute_kernels.quantize.tiles.bytes import ByteTiles
 from cute_kernels.quantize.tiles.geometry import (
     Descriptor,
+    Encoding,
     SharedMemory,
     TileGeometry,
     TilePlaces,
@@ -107,6 +109,8 @@ class TileQuantizer(AmaxKernels):
             fake.codes_t() if config.columnwise else None,
             fake.scales_t() if config.columnwise else None,
             *fake.results(),
+            None,
+            fake.seed() if config.is_stochastic else None,
             Int32(1),
             env_stream(),
         )
@@ -125,6 +129,8 @@ class TileQuantizer(AmaxKernels):
         scale_inv: cute.Tensor | None,
         scale: cute.Tensor | None,
         amax: cute.Tensor | None,
+        column_amax: cute.Tensor | None,
+        seed: cute.Tensor | None,
         num_sms: Int32,
         stream: Any,
     ) -> None:
@@ -166,6 +172,8 @@ class TileQuantizer(AmaxKernels):
             scale_inv,
             scale,
             amax,
+            column_amax,
+            seed,
         ).launch(
             grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
@@ -190,6 +198,8 @@ class TileQuantizer(AmaxKernels):
         scale_inv: cute.Tensor | None,
         scale: cute.Tensor | None,
         amax: cute.Tensor | None,
+        column_amax: cute.Tensor | None,
+        seed: cute.Tensor | None,
     ) -> None:
         config = self.config
         smem = cutlass.memory.SmemAllocator()
@@ -228,7 +238,7 @@ class TileQuantizer(AmaxKernels):
                 step = cute.arch.grid_dim()[0] * threads
                 self.levels.write(group_amax, scale_inv, scale, thread, step)
             out = Copies(codes, scales, codes_t, scales_t)
-            self.compute(groups, cols, row_amax, out, amax, warp, shared)
+            self.compute(groups, cols, row_amax, out, amax, seed, warp, shared)
 
     @cute.jit
     def compute(
@@ -238,6 +248,7 @@ class TileQuantizer(AmaxKernels):
         row_amax: cute.Tensor | None,
         out: Copies,
         amax: cute.Tensor | None,
+        seed: cute.Tensor | None,
         warp: Int32,
         shared: SharedMemory,
     ) -> None:
@@ -251,6 +262,9 @@ class TileQuantizer(AmaxKernels):
         table = factors_at if self.has_table else None
         level, level_of = self.codec.zero_level(), Int32(-1)
         seen, seen_of = Uint32(0), Int32(0)
+        seeds = (None, None)
+        if cutlass.const_expr(config.is_stochastic):
+            seeds = (seed_of(seed, False), seed_of(seed, not config.is_2d))
         while count > 0:
             cute.arch.mbarrier_wait(shared.full + (team * 2 + copy), phase)
             what = self.loader.read_descriptor(shared, stage)
@@ -273,10 +287,10 @@ class TileQuantizer(AmaxKernels):
                     scales=shared.scales.toint() + team * self.scales_bytes,
                     scales_t=scales_at,
                     squares=shared.squares.toint() + buffer * self.squares_bytes,
-                    table=table,
                 )
+                by = (Encoding(level, table, seeds[0]), Encoding(level, table, seeds[1]))
                 where = (what, team, part, places)
-                seen = self.tiles.convert(groups, cols, level, row_amax, out, *where, seen)
+                seen = self.tiles.convert(groups, cols, by, row_amax, out, *where, seen)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(shared.empty + stage)

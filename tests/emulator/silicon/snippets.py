@@ -70,7 +70,7 @@ def _add_bits() -> None:
     _add("mulhi64", "mul.hi.u64 %R, %A, %B;", 64)
     _add("shr.s64", "and.b32 %t, %c, 63; shr.s64 %R, %A, %t;", 64)
     _add("min.s64", "min.s64 %R, %A, %B;", 64)
-    _add("mul24", "mul.lo.u32 %r, %a, %b;")
+    _add("mul.lo.u32", "mul.lo.u32 %r, %a, %b;")
 
 
 _ROUNDINGS = ("rn", "rz", "rm", "rp")
@@ -118,7 +118,6 @@ def _add_conversions() -> None:
             _add(f"cvt.{rnd}.relu.{t}.f32", f"cvt.{rnd}.relu.{t}.f32 %r, %fa, %fb;")
     for t in ("f16", "bf16"):
         _add_float(f"cvt.f32.{t}", f"cvt.u16.u32 %h, %a; cvt.f32.{t} %fr, %h;")
-    _add("cvt.rna.tf32", "cvt.rna.tf32.f32 %r, %fa;")
     for t in ("e4m3x2", "e5m2x2"):
         narrow = f"cvt.rn.satfinite.{t}"
         _add(f"cvt.{t}.f32", f"{narrow}.f32 %h, %fa, %fb; cvt.u32.u16 %r, %h;")
