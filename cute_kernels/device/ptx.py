@@ -24,16 +24,13 @@ def _constraints(results: Sequence[type], operands: Sequence[Any]) -> list[str]:
     return out + [_CONSTRAINTS[type(v)] for v in operands]
 
 
-def asm(
-    text: str, results: Sequence[type], operands: Sequence[Any], is_ordered: bool = False
-) -> Any:
+def asm(text: str, results: Sequence[type], operands: Sequence[Any]) -> Any:
     """PTX without side effects: results are ``$0``, ``$1``, ...; operands follow.
 
     Args:
         text: the PTX; braces open a scope for its own registers.
         results: DSL types of the results.
         operands: DSL scalars.
-        is_ordered: it stays where it is among PTX with side effects.
 
     Returns:
         The result, or a tuple when there are several.
@@ -45,7 +42,7 @@ def asm(
         values,
         text,
         ",".join(_constraints(results, operands)),
-        has_side_effects=is_ordered,
+        has_side_effects=False,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )

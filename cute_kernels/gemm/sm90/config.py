@@ -36,7 +36,7 @@ from cute_kernels.gemm.sm90.parts import parts_of
 from cute_kernels.layout.pieces import DECODED_SCALE
 from cute_kernels.layout.shapes import PIECE_K
 
-__all__ = ["SM90_TILES", "SQUARE_WORDS", "WARPGROUP_M", "Sm90GemmConfig", "Sm90Tile"]
+__all__ = ["SM90_TILES", "WARPGROUP_M", "Sm90GemmConfig", "Sm90Tile"]
 
 #: Bytes along K of one stage: one swizzle atom. Where operand M is decoded a stage has a piece that
 #: the lanes of a quad read at once, see ``decode``, and two of them in tiles of up to
@@ -55,8 +55,8 @@ _WIDE_N = 128
 _PARTIAL_N, _HALVED_N = 128, 192
 #: Row scales that TMA copies for a stage at least: 128 bytes, so that each stage's are aligned.
 _LEAST_SCALES = 32
-#: Rows and columns of a square, and words for the scales of squares in a stage.
-_SQUARE, SQUARE_WORDS = 128, 4
+#: Rows and columns of a square.
+_SQUARE = 128
 #: Rows of M of one instruction, which a warpgroup issues.
 WARPGROUP_M = 64
 #: Bytes of output that a warpgroup stages at a time, by the number of consumer warpgroups, and of a
@@ -236,15 +236,8 @@ class Sm90GemmConfig(GemmConfig):
 
     @property
     def square_step(self) -> int:
-        """Rows of operand M, or columns, that certainly are of one square."""
-        return math.gcd(self.tile.m if self.m_kind.has_squares else self.tile.n, _SQUARE)
-
-    @property
-    def num_squares(self) -> int:
-        """Scales of squares of a stage: one for each ``square_step``."""
-        if not (self.kind.has_squares or self.b_kind.has_squares) or self.is_decoded:
-            return 0
-        return (self.tile.m if self.m_kind.has_squares else self.tile.n) // self.square_step
+        """Columns that certainly are of one square."""
+        return math.gcd(self.tile.n, _SQUARE)
 
     @property
     def k_blocks(self) -> int:

@@ -126,9 +126,7 @@ class Consumer:
         while tile.group >= 0:
             self.acc.fill(0.0)
             factors = self.epilogue.load_factors(tile)
-            if cutlass.const_expr(self.config.promotes_in_turn):
-                ab_state = self.multiply_in_turn(tile, ab_state)
-            elif cutlass.const_expr(self.config.promotes):
+            if cutlass.const_expr(self.config.promotes):
                 ab_state = self.multiply_promoted(tile, ab_state)
             else:
                 ab_state = self.multiply_fitted(tile, ab_state, 0)
@@ -161,28 +159,26 @@ class Consumer:
         """
         k_blocks = self.config.k_blocks
         k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
-        for _ in cutlass.range(k_tiles, unroll=1):
-            self.promote_stage(state)
-            state.advance()
+        promoter: Any = self.promoter
+        promoter.read_squares(tile, Int32(0))
+        if cutlass.const_expr(self.config.promotes_in_turn):
+            turns = k_tiles // _TURN_STAGES
+            for turn in cutlass.range(turns, unroll=1):
+                state = self.promote_in_turn(tile, state, turn * _TURN_STAGES, _TURN_STAGES)
+            for k_tile in cutlass.range(turns * _TURN_STAGES, k_tiles, unroll=1):
+                state = self.promote_in_turn(tile, state, k_tile, 1)
+        else:
+            for k_tile in cutlass.range(k_tiles, unroll=1):
+                self.promote_stage(tile, state, k_tile)
+                state.advance()
         return state
 
-    @cute.jit
-    def multiply_in_turn(self, tile: WorkTile, state: Any) -> Any:
-        """``multiply_promoted`` that promotes one half of the columns while the other is multiplied.
+    def promote_in_turn(self, tile: WorkTile, state: Any, k_tile: Int32, count: int) -> Any:
+        """Multiply stages from the ``k_tile``-th on, promote their sums and free them.
 
-        ptxas lets no sums be read in a turn of a loop that come from the turn before; so a turn has
-        several stages.
+        One half of the columns is promoted while the other is multiplied. ptxas lets no sums be
+        read in a turn of a loop that come from the turn before; so a turn has several stages.
         """
-        k_blocks = self.config.k_blocks
-        k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
-        for _ in cutlass.range(k_tiles // _TURN_STAGES, unroll=1):
-            state = self.promote_stages(state, _TURN_STAGES)
-        for _ in cutlass.range(k_tiles % _TURN_STAGES, unroll=1):
-            state = self.promote_stages(state, 1)
-        return state
-
-    def promote_stages(self, state: Any, count: int) -> Any:
-        """Multiply stages, promote their sums and free them; the next state of the stages."""
         promoter: Any = self.promoter
         self.ab_pipeline.consumer_wait(state)
         self.start(0, state)
@@ -191,6 +187,7 @@ class Consumer:
             state.advance()
             scales = promoter.of_stage(done.index)
             self.start(1, done)
+            promoter.read_squares(tile, k_tile + (i + 1))
             warpgroup.wait_group(1)
             self.promote(0, done, scales)
             if i + 1 < count:
@@ -221,8 +218,8 @@ class Consumer:
         promoter.promote(self.acc, self.parts[part].acc, part, state.index, scales, columns)
 
     @cute.jit
-    def promote_stage(self, state: Any) -> None:
-        """Multiply a stage, promote its sums and free it."""
+    def promote_stage(self, tile: WorkTile, state: Any, k_tile: Int32) -> None:
+        """Multiply a tile's ``k_tile``-th stage, promote its sums and free it."""
         promoter: Any = self.promoter
         self.ab_pipeline.consumer_wait(state)
         scales = None
@@ -231,6 +228,7 @@ class Consumer:
             # Read while the products run.
             if cutlass.const_expr(part == 0):
                 scales = promoter.of_stage(state.index)
+                promoter.read_squares(tile, k_tile + 1)
             columns = promoter.first_columns(part, state.index)
             warpgroup.wait_group(0)
             is_read = part + 1 == len(self.parts)

@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.gemm.fakes import FakeArguments, fake_stream
-from cute_kernels.gemm.loader import TmaSource
+from cute_kernels.gemm.loader import LoadWarp, TmaSource
 from cute_kernels.gemm.operands import OPERANDS
 from cute_kernels.gemm.output import EpilogueTensors
 from cute_kernels.gemm.problem import Extents
@@ -27,7 +27,7 @@ from cute_kernels.gemm.scheduler import TileReader, TileScheduler
 from cute_kernels.gemm.sm90.consumer import Consumer
 from cute_kernels.gemm.sm90.epilogue import Epilogue
 from cute_kernels.gemm.sm90.fp4.operand import codes_view, scale_words_view
-from cute_kernels.gemm.sm90.loader import Sm90LoadWarp, SquareLoad, StageLoad
+from cute_kernels.gemm.sm90.loader import StageLoad
 from cute_kernels.gemm.sm90.promotion import Promoter
 from cute_kernels.gemm.sm90.storage import Barriers, Layouts, Stages, make_pipelines
 from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
@@ -142,7 +142,7 @@ class Sm90Gemm:
             words = scale_words_view(m_scales)
             scales = self.source(words, layouts.stages.m_scales, layouts.tilers.m_scales)
             sources = sources._replace(m_scales=scales)
-        squares = None
+        squares = (None, None)
         if cutlass.const_expr(config.kind.has_row_scales):
             rows, squares = self.row_scales(layouts, m_scales, n_scales)
             sources = sources._replace(m_scales=rows[0], n_scales=rows[1])
@@ -182,21 +182,20 @@ class Sm90Gemm:
 
     def row_scales(
         self, layouts: Layouts, m_scales: cute.Tensor, n_scales: cute.Tensor
-    ) -> tuple[list[TmaSource | None], cute.Tensor | None]:
+    ) -> tuple[list[TmaSource | None], tuple[cute.Tensor | None, ...]]:
         """Copies of the fp32 scales of single rows of operands M and N; those of squares."""
         rows: list[TmaSource | None] = []
-        squares = None
+        squares: list[cute.Tensor | None] = []
         sides = (
             (m_scales, layouts.stages.m_scales, layouts.tilers.m_scales),
             (n_scales, layouts.stages.n_scales, layouts.tilers.n_scales),
         )
         for scales, stages, tiler in sides:
-            if tiler is None:
-                squares = squares_view(scales)
-                rows.append(None)
-            else:
-                rows.append(self.source(row_scales_view(scales), stages, tiler))
-        return rows, squares
+            is_square = tiler is None
+            squares.append(squares_view(scales) if is_square else None)
+            view = None if is_square else row_scales_view(scales)
+            rows.append(None if is_square else self.source(view, stages, tiler))
+        return rows, tuple(squares)
 
     def source(
         self, tensor: cute.Tensor, staged: Any, tiler: tuple[int, ...], sharers: int = 1
@@ -213,7 +212,7 @@ class Sm90Gemm:
         self,
         atoms: Sources,
         tensors: Sources,
-        squares: cute.Tensor | None,
+        squares: tuple[cute.Tensor | None, ...],
         epilogue_tensors: EpilogueTensors,
         offs: cute.Tensor,
         extents: Extents,
@@ -241,7 +240,7 @@ class Sm90Gemm:
             epilogue = Epilogue(config, epilogue_tensors, *buffers, cta)
             promoter = None
             if cutlass.const_expr(config.promotes):
-                promoter = Promoter(config, shared)
+                promoter = Promoter(config, shared, squares, cta)
             Consumer(config, layouts, shared, tiles, ab_pipeline, epilogue, promoter).run()
         else:
             cute.arch.setmaxregister_decrease(other_registers)
@@ -250,10 +249,7 @@ class Sm90Gemm:
             if warp == warps.load_warp_id:
                 sources = Sources.paired(atoms, tensors)
                 loads = self.stage_loads(layouts, sources, shared, cta)
-                square_load = None
-                if cutlass.const_expr(squares is not None):
-                    square_load = SquareLoad(config, squares, shared.squares, cta * config.tile.m)
-                Sm90LoadWarp(config, *loads, tiles, ab_pipeline, squares=square_load).run()
+                LoadWarp(config, *loads, tiles, ab_pipeline).run()
             if cutlass.const_expr(config.rows_taken.follows):
                 # Parts write rows of their own. But who waits for this one waits for all before it.
                 if warp == warps.scheduler_warp_id and cute.arch.block_idx()[0] == 0:
@@ -275,7 +271,7 @@ class Sm90Gemm:
         staged, (m_element, n_element) = layouts.stages, layouts.elements
         if not self.config.is_decoded:
             m, n = swizzled(staged.m, m_element), swizzled(staged.n, n_element)
-            return Stages(m, n, *(scales(layout) for layout in staged[2:]))
+            return Stages(m, n, scales(staged.m_scales), scales(staged.n_scales))
         return Stages(
             m=smem.allocate_tensor(Uint8, staged.m, byte_alignment=1024),
             n=swizzled(staged.n, n_element),

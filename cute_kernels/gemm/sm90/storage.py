@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.gemm.scheduler import TILE_WORDS
-from cute_kernels.gemm.sm90.config import SQUARE_WORDS, WARPGROUP_M
+from cute_kernels.gemm.sm90.config import WARPGROUP_M
 from cute_kernels.gemm.sm90.fp4.operand import codes_stages, scale_stages
 from cute_kernels.gemm.views import DSL_TYPES, element_type
 
@@ -36,14 +36,12 @@ class Stages(NamedTuple):
         m_scales: operand M's block scales, (row tiles, K tiles, words, STAGE) if it is decoded, and
             (rows, 1, STAGE) of single rows; None without.
         n_scales: operand N's, of single rows; None without.
-        squares: scales of squares, (``SQUARE_WORDS``, STAGE); None without.
     """
 
     m: Any
     n: Any
     m_scales: Any = None
     n_scales: Any = None
-    squares: Any = None
 
 
 class Layouts:
@@ -76,10 +74,7 @@ class Layouts:
             m = self._staged(0, m_tiler, m_major)
             rows = config.row_scales
             self.tilers = Stages(m_tiler, n_tiler, *((r, 1) if r else None for r in rows))
-            scales = [self._scales(r) if r else None for r in rows]
-            stages = (SQUARE_WORDS, config.num_ab_stage)
-            squares = cute.make_layout(stages) if config.num_squares else None
-            self.stages = Stages(m, n, *scales, squares)
+            self.stages = Stages(m, n, *(self._scales(r) if r else None for r in rows))
 
     def mma_of(self, width: int) -> cute.TiledMma:
         """The MMA of all consumer warpgroups for ``width`` columns."""
@@ -162,8 +157,7 @@ def make_pipelines(config: Sm90GemmConfig, warps: WarpSchedule, barriers: Barrie
     ab_pipeline = pipeline.PipelineTmaAsync.create(
         barrier_storage=barriers.ab,
         num_stages=config.num_ab_stage,
-        # The load warp: its copies, and the scales of squares.
-        producer_group=threads(2 if config.num_squares else 1),
+        producer_group=threads(1),
         # A stage that several CTAs write is free when the consumers of all of them are done.
         consumer_group=threads(warps.num_consumer_warps * config.tile.num_ctas),
         tx_count=config.stage_bytes,
