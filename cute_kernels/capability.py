@@ -87,7 +87,7 @@ _ADDS_LIKE = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
 _COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
 #: Values of a record's fields that the reference alone runs, by the name of the format.
 _REFERENCE_ONLY: dict[str, dict[str, object]] = {
-    "nvfp4": {"hadamard": True, "four_over_six": True},
+    "nvfp4": {"four_over_six": True},
 }
 #: Ops on the scales that formats take from the caller.
 _OF_SCALES = ("delayed_scaling_update",)

@@ -202,8 +202,7 @@ class BF16(_Named):
 class NVFP4(_Named):
     """NVFP4 operands: 1x16 blocks for activations and gradients, 16x16 for weights.
 
-    Both options are on in NVIDIA's recipe for pretraining and off here, for no kernel runs them
-    yet: on a GPU they need the reference backend.
+    Both options are on in NVIDIA's recipe for pretraining and off here: they take instructions.
 
     Args:
         propagate_nonfinite: as in ``Recipe``.

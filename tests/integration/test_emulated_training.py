@@ -1,5 +1,6 @@
 """A training step on the emulated GPU: the kernels under the modules, forward and backward."""
 
+import functools
 import itertools
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("cutlass")
 
 OFFS = torch.tensor([40, 40, 57, 96], dtype=torch.int32)
 BOTH = [grouped.recipes.BF16, grouped.recipes.NVFP4, grouped.recipes.NVFP4RowScaled]
+BOTH += [functools.partial(grouped.recipes.NVFP4, hadamard=True, stochastic_rounding=True)]
 FP8 = [grouped.recipes.FP8Block, grouped.recipes.FP8Current, grouped.recipes.MXFP8]
 ALL = itertools.product(["sm_90a", "sm_100a"], BOTH + FP8)
 STEPS = [
