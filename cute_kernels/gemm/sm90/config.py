@@ -19,7 +19,6 @@ whose sums go to fp32 registers, times block scales if there are any (``promotio
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import ClassVar
 
 from cute_kernels.gemm.operands import DTYPE_BYTES, OPERANDS
@@ -50,13 +49,10 @@ _SHORT_N = 64
 _DECODED_N = 96
 #: Columns above which two warpgroups ping-pong: one multiplies while the other stores.
 _WIDE_N = 128
-#: Columns whose partial sums a warpgroup holds at a time, beside all sums in fp32; and the columns of
-#: a tile of which there is room for both halves.
-_PARTIAL_N, _HALVED_N = 128, 192
+#: Columns whose partial sums a warpgroup holds at a time, beside all sums in fp32.
+_PARTIAL_N = 128
 #: Row scales that TMA copies for a stage at least: 128 bytes, so that each stage's are aligned.
 _LEAST_SCALES = 32
-#: Rows and columns of a square.
-_SQUARE = 128
 #: Rows of M of one instruction, which a warpgroup issues.
 WARPGROUP_M = 64
 #: Bytes of output that a warpgroup stages at a time, by the number of consumer warpgroups, and of a
@@ -102,8 +98,6 @@ SM90_TILES = (
     Sm90Tile(128, 128),
     Sm90Tile(128, 256),
     Sm90Tile(128, 256, num_ctas=2),
-    Sm90Tile(128, 192),
-    Sm90Tile(128, 192, num_ctas=2),
 )
 
 
@@ -217,12 +211,7 @@ class Sm90GemmConfig(GemmConfig):
     @property
     def partial_n(self) -> int:
         """Columns of an instruction where sums are promoted."""
-        return self.tile.n // 2 if self.promotes_in_turn else min(self.tile.n, _PARTIAL_N)
-
-    @property
-    def promotes_in_turn(self) -> bool:
-        """Whether a warpgroup promotes one half of its columns while the other is multiplied."""
-        return self.promotes and self.tile.n == _HALVED_N
+        return min(self.tile.n, _PARTIAL_N)
 
     @property
     def row_scales(self) -> tuple[int, int]:
@@ -233,11 +222,6 @@ class Sm90GemmConfig(GemmConfig):
             for kind, rows in sides
         )
         return m, n
-
-    @property
-    def square_step(self) -> int:
-        """Columns that certainly are of one square."""
-        return math.gcd(self.tile.n, _SQUARE)
 
     @property
     def k_blocks(self) -> int:

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Consumer"]
 
-#: Stages of a turn of a loop that promotes one half of the columns while the other is multiplied.
-_TURN_STAGES = 2
-
 
 class Product(NamedTuple):
     """What a product of one width needs beside operand M.
@@ -81,10 +78,8 @@ class Consumer:
         if promoter is not None:
             shape = (config.tile.m, config.partial_n)
             shape = self.mma(config.partial_n).partition_shape_C(shape)
-            count = config.tile.n // config.partial_n
-            buffers = count if config.promotes_in_turn else 1
-            partial = [cute.make_rmem_tensor(shape, Float32) for _ in range(buffers)]
-            self.parts = [self.part(i, partial[i % buffers]) for i in range(count)]
+            self.partial = cute.make_rmem_tensor(shape, Float32)
+            self.parts = [self.part(i) for i in range(config.tile.n // config.partial_n)]
         if config.is_decoded:
             self.decoder = FragmentDecoder(config, stages.m, stages.m_scales)
             width = config.stage_k // config.k_groups
@@ -97,11 +92,11 @@ class Consumer:
         """This warpgroup's part of the MMA for ``width`` columns."""
         return self.layouts.mma_of(width).get_slice(self.thread)
 
-    def part(self, part: int, partial: cute.Tensor) -> Product:
-        """The product of the ``part``-th ``partial_n`` columns of a tile, into partial sums."""
+    def part(self, part: int) -> Product:
+        """The product of the ``part``-th ``partial_n`` columns of a tile, of which partial sums."""
         width = self.config.partial_n
         product = self.product(width, part)
-        return product._replace(acc=partial, fresh=self.layouts.mma_of(width))
+        return product._replace(acc=self.partial, fresh=self.layouts.mma_of(width))
 
     def product(self, width: int, part: int = 0) -> Product:
         """The product of the ``part``-th ``width`` columns of a tile."""
@@ -161,61 +156,10 @@ class Consumer:
         k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
         promoter: Any = self.promoter
         promoter.read_squares(tile, Int32(0))
-        if cutlass.const_expr(self.config.promotes_in_turn):
-            turns = k_tiles // _TURN_STAGES
-            for turn in cutlass.range(turns, unroll=1):
-                state = self.promote_in_turn(tile, state, turn * _TURN_STAGES, _TURN_STAGES)
-            for k_tile in cutlass.range(turns * _TURN_STAGES, k_tiles, unroll=1):
-                state = self.promote_in_turn(tile, state, k_tile, 1)
-        else:
-            for k_tile in cutlass.range(k_tiles, unroll=1):
-                self.promote_stage(tile, state, k_tile)
-                state.advance()
-        return state
-
-    def promote_in_turn(self, tile: WorkTile, state: Any, k_tile: Int32, count: int) -> Any:
-        """Multiply stages from the ``k_tile``-th on, promote their sums and free them.
-
-        One half of the columns is promoted while the other is multiplied. ptxas lets no sums be
-        read in a turn of a loop that come from the turn before; so a turn has several stages.
-        """
-        promoter: Any = self.promoter
-        self.ab_pipeline.consumer_wait(state)
-        self.start(0, state)
-        for i in range(count):
-            done = state.clone()
+        for k_tile in cutlass.range(k_tiles, unroll=1):
+            self.promote_stage(tile, state, k_tile)
             state.advance()
-            scales = promoter.of_stage(done.index)
-            self.start(1, done)
-            promoter.read_squares(tile, k_tile + (i + 1))
-            warpgroup.wait_group(1)
-            self.promote(0, done, scales)
-            if i + 1 < count:
-                self.ab_pipeline.consumer_wait(state)
-                self.start(0, state)
-            warpgroup.wait_group(int(i + 1 < count))
-            if not promoter.reads_last:
-                self.ab_pipeline.consumer_release(done)
-            self.promote(1, done, scales)
-            if promoter.reads_last:
-                self.ab_pipeline.consumer_release(done)
         return state
-
-    def start(self, part: int, state: Any) -> None:
-        """Start the products of a stage's part."""
-        product = self.parts[part]
-        warpgroup.fence()
-        for block in range(self.config.k_blocks):
-            at = (None, None, block, state.index)
-            mma = product.fresh if block == 0 else product.tiled_mma
-            cute.gemm(mma, product.acc, self.m[at], product.n[at], product.acc)
-        warpgroup.commit_group()
-
-    def promote(self, part: int, state: Any, scales: Any) -> None:
-        """Promote the sums of a stage's part, which are complete."""
-        promoter: Any = self.promoter
-        columns = promoter.first_columns(part, state.index)
-        promoter.promote(self.acc, self.parts[part].acc, part, state.index, scales, columns)
 
     @cute.jit
     def promote_stage(self, tile: WorkTile, state: Any, k_tile: Int32) -> None:
@@ -224,7 +168,12 @@ class Consumer:
         self.ab_pipeline.consumer_wait(state)
         scales = None
         for part, product in enumerate(self.parts):
-            self.start(part, state)
+            warpgroup.fence()
+            for block in cutlass.range_constexpr(self.config.k_blocks):
+                at = (None, None, block, state.index)
+                mma = product.fresh if block == 0 else product.tiled_mma
+                cute.gemm(mma, product.acc, self.m[at], product.n[at], product.acc)
+            warpgroup.commit_group()
             # Read while the products run.
             if cutlass.const_expr(part == 0):
                 scales = promoter.of_stage(state.index)

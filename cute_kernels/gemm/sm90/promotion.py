@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Promoter", "StageScales"]
 
+#: Rows and columns of a square.
+_SQUARE = 128
 #: Eights of columns whose scales are read before the products of a stage are complete: as many as
 #: there are registers for. Shared memory is busy with operands.
 _AHEAD = 4
@@ -58,8 +60,7 @@ class StageScales(NamedTuple):
 
     Attributes:
         m: of its two rows of operand M.
-        n: of operand N's squares, one for each ``square_step`` columns; None where columns have
-            scales of their own.
+        n: of operand N's square of each part; None where columns have scales of their own.
     """
 
     m: tuple[Any, Any]
@@ -102,7 +103,7 @@ class Promoter:
             self.n_rows = stages.n_scales.iterator.toint() + lane % 4 * 8
         self.num_squares = int(self.m_squares is not None)
         if self.n_squares is not None:
-            self.num_squares += config.tile.n // config.square_step
+            self.num_squares += max(1, config.tile.n // _SQUARE)
         self.squares = cute.make_rmem_tensor(max(1, self.num_squares), Float32)
         self.has_columns = config.row_scales[1] > 0
         #: Whether s * t is multiplied first.
@@ -139,7 +140,7 @@ class Promoter:
                 squares, row = self.m_squares, tile.m_sf_row + self.first_m
                 is_ragged = k_grouped or not swapped
             else:
-                squares, row = self.n_squares, tile.n_sf_row + i * self.config.square_step
+                squares, row = self.n_squares, tile.n_sf_row + i * _SQUARE
                 is_ragged = k_grouped or swapped
             self.squares[i] = self.square(squares, row, block, is_ragged, tile.group)
 
@@ -200,7 +201,7 @@ class Promoter:
                 if scales.n is None:
                     n = columns[j][i % 2]
                 else:
-                    n = scales.n[(part * self.config.partial_n + j * 8) // self.config.square_step]
+                    n = scales.n[part * self.config.partial_n // _SQUARE]
                 acc[at] = self.scaled(value, scales.m[i // 2], n, total)
 
     def scaled(self, value: Float32, m: Float32, n: Float32, total: Float32) -> Float32:
