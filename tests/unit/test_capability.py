@@ -116,8 +116,7 @@ def test_columnwise_copies_may_run_on_fewer_architectures(op, rowwise_only):
         status = support(op, NVFP4(), arch, columnwise=True)
         assert not status
         assert status.reason == f"no {arch} kernel of {op} for the columnwise copy yet"
-    runs = op != "grouped_gemm_w4a16"
-    assert bool(support(op, NVFP4(), "sm_100a", columnwise=True)) == runs
+    assert support(op, NVFP4(), "sm_100a", columnwise=True)
 
 
 def test_the_printed_table_says_where_only_the_rowwise_copy_runs(rowwise_only):
