@@ -40,17 +40,17 @@ def arguments(config: Any, x: torch.Tensor, offs: torch.Tensor) -> tuple[Any, ..
     row_amax, group_amax = x.float().abs().amax(1), torch.full((len(offs),), float(x.abs().max()))
     if isinstance(config, RowsConfig):
         amax = row_amax if config.computes_amax else group_amax
-        return x, offs, amax, out["codes"], out["scales"], None, None, NUM_SMS
+        return x, None, offs, amax, out["codes"], out["scales"], None, None, NUM_SMS
     if isinstance(config, AmaxConfig):
         amaxes = (row_amax if config.per_row else None, group_amax if config.per_group else None)
-        return x, offs, *amaxes, NUM_SMS
+        return x, None, offs, *amaxes, NUM_SMS
     rowwise = (out["codes"], out["scales"]) if config.rowwise else (None, None)
     columnwise = (out["codes_t"], out["scales_t"]) if config.columnwise else (None, None)
     amaxes = (
         row_amax if config.uses_row_amax else None,
         group_amax if config.uses_group_amax else None,
     )
-    return x, offs, *amaxes, *rowwise, *columnwise, None, None, None, NUM_SMS
+    return x, None, offs, *amaxes, *rowwise, *columnwise, None, None, None, NUM_SMS
 
 
 def count(config: Any, arch: str, x: torch.Tensor, offs: torch.Tensor) -> Counts:

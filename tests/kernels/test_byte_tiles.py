@@ -88,7 +88,7 @@ def quantize(
     if isinstance(config, RowsConfig):
         out = buffers_of(problem, fmt, True, False)
         copy = (out["codes"], out["scales"])
-        compiled(config)(problem.x, problem.offs, None, *copy, None, None, num_sms)
+        compiled(config)(*problem.inputs, None, *copy, None, None, num_sms)
         return out
     out = buffers_of(problem, fmt, config.rowwise, config.columnwise)
     given, amax = scales_of(problem, fmt), None
@@ -99,7 +99,7 @@ def quantize(
         out["amax"] = given
     names = ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale")
     copies = map(out.get, names)
-    compiled(config)(problem.x, problem.offs, None, given, *copies, amax, num_sms)
+    compiled(config)(*problem.inputs, None, given, *copies, amax, num_sms)
     return out
 
 

@@ -106,7 +106,7 @@ def quantize(
         copy = (None, out["amax"], out["codes"], None, None, None)
     if isinstance(config, TileConfig):
         results = (*results, None)
-    kernel(problem.x, problem.offs, *copy, *results, NUM_SMS)
+    kernel(*problem.inputs, *copy, *results, NUM_SMS)
     return out
 
 
