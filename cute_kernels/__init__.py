@@ -9,7 +9,10 @@ import importlib.util
 
 from cute_kernels import emulator
 
-__all__ = ["emulator"]
+__all__ = ["__version__", "emulator"]
+
+#: pyproject.toml takes it from here.
+__version__ = "0.1.0"
 
 if importlib.util.find_spec("torch") is not None:
     from cute_kernels import ops

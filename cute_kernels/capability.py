@@ -34,6 +34,9 @@ OPS = (
     "grouped_gemm",
     "grouped_gemm_w4a16",
     "delayed_scaling_update",
+    "compute_routing",
+    "moe_gather",
+    "moe_combine",
 )
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,6 +45,7 @@ _DTYPES = dict.fromkeys(OPS, _FLOATS) | {
     "compute_offsets": _INTEGERS,
     "grouped_gemm_w4a16": (torch.bfloat16, torch.float16),
     "delayed_scaling_update": (torch.float32,),
+    "compute_routing": _INTEGERS,
 }
 #: What runs: architectures by op and name of the format, None if plain.
 _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
@@ -49,6 +53,9 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_amax", None): ARCHITECTURES,
     ("grouped_dbias", None): ARCHITECTURES,
     ("grouped_gemm", None): ARCHITECTURES,
+    ("compute_routing", None): ARCHITECTURES,
+    ("moe_gather", None): ARCHITECTURES,
+    ("moe_combine", None): ARCHITECTURES,
     ("grouped_quantize", "nvfp4"): ARCHITECTURES,
     ("grouped_dequantize", "nvfp4"): ARCHITECTURES,
     ("grouped_quantize", "fp8"): ARCHITECTURES,
@@ -59,9 +66,9 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_quantize", "mxfp8"): ARCHITECTURES,
     ("grouped_dequantize", "mxfp8"): ARCHITECTURES,
     ("grouped_gemm", "nvfp4"): ARCHITECTURES,
-    ("grouped_gemm", "fp8"): ("reference", "sm_90a"),
+    ("grouped_gemm", "fp8"): ARCHITECTURES,
     ("grouped_gemm", "fp8_block"): ("reference", "sm_90a"),
-    ("grouped_gemm", "mxfp8"): ("reference",),
+    ("grouped_gemm", "mxfp8"): ("reference", "sm_100a"),
     ("grouped_gemm_w4a16", "nvfp4"): ("reference", "sm_90a"),
     ("grouped_gemm_w4a16", "fp8"): ("reference",),
     ("grouped_gemm_w4a16", "fp8_block"): ("reference",),
@@ -69,7 +76,8 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
 }
 #: Ops and formats that the reference backend adds like a tensor core that has no kernel of them.
 _ADDED_ALIKE: dict[tuple[str, str | None], tuple[str, ...]] = {
-    ("grouped_gemm", name): ARCHITECTURES[1:] for name in ("fp8", "fp8_block", "mxfp8")
+    ("grouped_gemm", "fp8_block"): ("sm_100a",),
+    ("grouped_gemm", "mxfp8"): ("sm_90a",),
 }
 #: The ops that a tensor core adds in.
 _GEMMS = ("grouped_gemm", "grouped_gemm_w4a16")
@@ -79,7 +87,7 @@ _ADDS_LIKE = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
 _COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
 #: Values of a record's fields that the reference alone runs, by the name of the format.
 _REFERENCE_ONLY: dict[str, dict[str, object]] = {
-    "nvfp4": {"hadamard": True, "stochastic_rounding": True, "four_over_six": True},
+    "nvfp4": {"hadamard": True, "four_over_six": True},
 }
 #: Ops on the scales that formats take from the caller.
 _OF_SCALES = ("delayed_scaling_update",)
@@ -285,6 +293,7 @@ def markdown_table() -> str:
     """The support table of the README, in Markdown: formats that run alike share a row."""
     plain: dict[str, dict[str, torch.dtype]] = {
         "compute_offsets": {"int32, int64": torch.int32},
+        "compute_routing": {"int32, int64": torch.int32},
         "grouped_gemm": {"bf16, fp16": torch.bfloat16, "fp32": torch.float32},
     }
     floats = {"bf16, fp16, fp32": torch.float32}
@@ -325,6 +334,6 @@ def markdown_table() -> str:
                 titles.setdefault(cells(op, fmt, prepacked=prepacked), []).append(title)
         if op in _ACTIVATES:
             one = None if (op, None) in _RUNS else NVFP4()
-            titles.setdefault(cells(op, one, activation=True), []).append("any with an activation")
+            titles.setdefault(cells(op, one, activation=True), []).append("each with an activation")
         rows += [f"| `{op}` | {', '.join(names)} | {key} |" for key, names in titles.items()]
     return "\n".join(rows)

@@ -4,6 +4,7 @@ A grouped tensor holds many 2D members in one buffer: the tokens of each expert 
 gives the end row of each group) or the weights of each expert (uniform: (G, N, K)).
 """
 
+from cute_kernels import __version__
 from cute_kernels.activations import Activation
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from grouped import debug, nn, recipes
@@ -24,6 +25,7 @@ __all__ = [
     "GroupedMember",
     "GroupedTensor",
     "QuantizedCopy",
+    "__version__",
     "compute_offsets",
     "debug",
     "delayed_scaling_update",

@@ -263,9 +263,10 @@ def launch(
             raise EmulatorError(message)
 
 
-_DRIVER_TYPES = {
+#: The hardware's codes.
+_TYPES = {
     "uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "uint64": 4, "int64": 5,
-    "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
+    "float16": 6, "float32": 7, "float64": 9, "bfloat16": 10,
 }  # fmt: skip
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
@@ -292,16 +293,13 @@ def tensor_map(array: Any, box: Sequence[int], *, swizzle: int = 0) -> bytes:
     aligned = ctypes.addressof(raw) + 63 & ~63
     error: bytes | None = library().emu_tensor_map_encode(
         ctypes.c_void_p(aligned),
-        _DRIVER_TYPES[type_name],
+        _TYPES[type_name],
         rank,
         ctypes.c_uint64(address),
         (ctypes.c_uint64 * rank)(*reversed(array.shape)),
         (ctypes.c_uint64 * rank)(*reversed(strides[:-1])),
         (ctypes.c_uint32 * rank)(*reversed(box)),
-        (ctypes.c_uint32 * rank)(*[1] * rank),
-        0,
         _SWIZZLES[swizzle],
-        0,
     )
     if error is not None:
         raise ValueError(f"no such tensor map: {error.decode()}")

@@ -115,11 +115,6 @@ def literal(text: str) -> int | None:
     return None
 
 
-def is_decimal(text: str) -> bool:
-    """Whether the text is a decimal float, whose width the text does not say."""
-    return _DECIMAL.fullmatch(text) is not None
-
-
 def literals(text: str) -> list[int]:
     """All literals of an initialiser."""
     pattern = r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|-?0x[0-9a-fA-F]+|-?\d+"

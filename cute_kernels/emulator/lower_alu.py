@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING
 
 from cute_kernels.emulator.isa import (
     COMPARISONS,
-    PERMUTE_MODES,
     REDUCTIONS,
     SPACES,
-    TEST_PROPERTIES,
     Flag,
     Kind,
 )
@@ -49,10 +47,7 @@ def _mov(op: Opcode, operands: list[str]) -> None:
     d, s = b.value(to), b.value(source)
     if s[0] in (Kind.SHARED_SYM, Kind.LOCAL_SYM):
         return op.emit("MOV", [d, s], type=b.types["b64"])
-    op.emit("MOV", [d, s], type=b.types["b64"] if op.types[:1] == ["b128"] else op.type_id(0))
-    if op.types[:1] == ["b128"]:  # lives in two consecutive registers
-        high = [(d[0], 0, 0, d[3] + 1, 0), (s[0], 0, 0, s[3] + 1, 0)]
-        op.emit("MOV", high, type=b.types["b64"])
+    op.emit("MOV", [d, s])
 
 
 def _cvta(op: Opcode, operands: list[str]) -> None:
@@ -64,11 +59,10 @@ def _cvta(op: Opcode, operands: list[str]) -> None:
 def _arithmetic(op: Opcode, operands: list[str]) -> None:
     if op.name in ("add", "sub", "fma") and len(op.types) > 1 and op.types[0] == "f32":
         raise NotModelledError("mixed-precision arithmetic")
-    carry_in = op.name in ("addc", "subc", "madc")
-    name = op.name[:-1] if carry_in else op.name
-    op.emit(
-        name.upper(), _values(op, operands), flags=op.flags | (Flag.CIN if carry_in else Flag(0))
-    )
+    op.refuse("cc")
+    if op.name not in ("min", "max"):
+        op.refuse("u16x2", "s16x2")
+    _plain(op, operands)
 
 
 def _lop3(op: Opcode, operands: list[str]) -> None:
@@ -80,11 +74,12 @@ def _lop3(op: Opcode, operands: list[str]) -> None:
 
 
 def _prmt(op: Opcode, operands: list[str]) -> None:
-    mode = next((i + 1 for i, name in enumerate(PERMUTE_MODES) if op.has(name)), 0)
-    op.emit("PRMT", _values(op, operands), sub=mode)
+    op.refuse("f4e", "b4e", "rc8", "ecl", "ecr", "rc16")
+    _plain(op, operands)
 
 
 def _setp(op: Opcode, operands: list[str]) -> None:
+    op.refuse("f16x2", "bf16x2")
     first, second = op.builder.pair(operands[0])
     combine = 1 if op.has("and") else 2 if op.has("or") else 3 if op.has("xor") else 0
     op.emit(
@@ -92,17 +87,6 @@ def _setp(op: Opcode, operands: list[str]) -> None:
         [first, second, *_values(op, operands[1:])],
         sub=op.choose(COMPARISONS),
         aux=combine,
-    )
-
-
-def _set(op: Opcode, operands: list[str]) -> None:
-    op.refuse("and", "or", "xor")
-    op.emit(
-        "SET",
-        _values(op, operands),
-        type=op.type_id(1),
-        type2=op.type_id(0),
-        sub=op.choose(COMPARISONS),
     )
 
 
@@ -139,12 +123,12 @@ def _redux(op: Opcode, operands: list[str]) -> None:
 
 
 _ARITHMETIC = (
-    "add", "sub", "mul", "div", "rem", "abs", "neg", "min", "max", "sad", "mad", "fma", "addc",
-    "subc", "madc", "rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh", "copysign",
+    "add", "sub", "mul", "div", "rem", "abs", "neg", "min", "max", "mad", "fma", "rcp", "sqrt",
+    "rsqrt", "ex2", "lg2", "tanh",
 )  # fmt: skip
 _PLAIN = (
-    "or", "xor", "not", "cnot", "shl", "shr", "popc", "clz", "brev", "bfe", "bfi", "dp4a",
-    "selp", "slct", "mapa", "getctarank", "isspacep", "activemask",
+    "or", "xor", "not", "shl", "shr", "popc", "clz", "brev", "bfe", "bfi", "selp", "mapa",
+    "activemask",
 )  # fmt: skip
 ALU: dict[str, Lowering] = {
     "and": _and,
@@ -153,20 +137,13 @@ ALU: dict[str, Lowering] = {
     "lop3": _lop3,
     "prmt": _prmt,
     "setp": _setp,
-    "set": _set,
     "cvt": _cvt,
     "shfl": _shfl,
     "vote": _vote,
     "match": _match,
     "elect": _elect,
     "redux": _redux,
-    "bfind": lambda op, a: op.emit("BFIND", _values(op, a), sub=int(op.has("shiftamt"))),
     "shf": lambda op, a: op.emit("SHF", _values(op, a), flags=op.flags | op.flag("l", Flag.LEFT)),
-    "testp": lambda op, a: op.emit("TESTP", _values(op, a), sub=op.choose(TEST_PROPERTIES)),
 }
 ALU |= dict.fromkeys(_ARITHMETIC, _arithmetic)
 ALU |= dict.fromkeys(_PLAIN, _plain)
-ALU |= {
-    name: lambda op, a: op.emit(op.name.upper(), _values(op, a), sub=int(op.has("wrap")))
-    for name in ("bmsk", "szext")
-}

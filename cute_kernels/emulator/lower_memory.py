@@ -12,7 +12,6 @@ from cute_kernels.emulator.program import immediate
 
 if TYPE_CHECKING:
     from cute_kernels.emulator.opcode import Lowering, Opcode
-    from cute_kernels.emulator.program import Operand
 
 _NAME_IN_ADDRESS = re.compile(r"\[\s*([\w$]+)")
 
@@ -45,7 +44,7 @@ def _store(op: Opcode, operands: list[str]) -> None:
 
 def _atomic(op: Opcode, operands: list[str]) -> None:
     b = op.builder
-    op.refuse("async", "b128")
+    op.refuse("async")
     sub = op.choose(REDUCTIONS)
     has_result = op.name == "atom"
     result = [b.value(operands[0])] if has_result else []
@@ -97,7 +96,7 @@ def _wait_group(op: Opcode, operands: list[str]) -> int:
     return groups
 
 
-def _tensor_copy(op: Opcode, operands: list[str], to_shared: bool, flags: Flag, sub: int) -> None:
+def _tensor_copy(op: Opcode, operands: list[str], to_shared: bool, flags: Flag) -> None:
     b = op.builder
     if any(m.startswith(("im2col", "tile::gather4", "tile::scatter4")) for m in op.modifiers):
         raise NotModelledError("im2col and gather TMA")
@@ -107,27 +106,24 @@ def _tensor_copy(op: Opcode, operands: list[str], to_shared: bool, flags: Flag, 
         loads = [b.address(operands[0]), tensor_map, coordinates, b.address(operands[2]), *mask]
         return op.emit("TMA_G2S", loads, flags=flags)
     tensor_map, coordinates = b.tensor_address(operands[0])
-    op.emit("TMA_S2G", [tensor_map, coordinates, b.address(operands[1])], flags=flags, sub=sub)
+    op.emit("TMA_S2G", [tensor_map, coordinates, b.address(operands[1])], flags=flags)
 
 
 def _contiguous_copy(
-    op: Opcode, operands: list[str], to_shared: bool, from_global: bool, flags: Flag, sub: int
+    op: Opcode, operands: list[str], to_shared: bool, from_global: bool, flags: Flag
 ) -> None:
     b = op.builder
     op.refuse("cp_mask", "ignore_oob")
     head = [b.address(operands[0]), b.address(operands[1]), b.value(operands[2])]
     if not to_shared:
-        return op.emit("BULK_S2G", head, flags=flags, sub=sub)
-    head.append(b.address(operands[3]))
-    if from_global:
-        mask = [b.value(operands[4])] if flags & Flag.MULTICAST else []
-        return op.emit("BULK_G2S", head + mask, flags=flags)
-    if flags & Flag.REDUCE:
-        raise NotModelledError("cp.reduce.async.bulk to shared memory")
-    op.emit("BULK_S2S", head, flags=flags)
+        return op.emit("BULK_S2G", head)
+    if not from_global:
+        raise NotModelledError("a bulk copy between CTAs")
+    mask = [b.value(operands[4])] if flags & Flag.MULTICAST else []
+    op.emit("BULK_G2S", [*head, b.address(operands[3]), *mask], flags=flags)
 
 
-def _bulk(op: Opcode, operands: list[str], modifiers: list[str], reduce: bool) -> None:
+def _bulk(op: Opcode, operands: list[str], modifiers: list[str]) -> None:
     """``modifiers`` are those behind ``cp.async.bulk``."""
     if modifiers[0] == "commit_group":
         return op.emit("BULK_COMMIT")
@@ -135,27 +131,21 @@ def _bulk(op: Opcode, operands: list[str], modifiers: list[str], reduce: bool) -
         return op.emit("BULK_WAIT", aux=_wait_group(op, operands), flags=op.flag("read", Flag.READ))
     if "prefetch" in modifiers[:3]:
         return op.emit("NOP")
-    flags = (
-        op.flag("multicast::cluster", Flag.MULTICAST)
-        | op.flag("cta_group::2", Flag.CTA2)
-        | (Flag.REDUCE if reduce else Flag(0))
-    )
-    sub = op.choose(REDUCTIONS) if reduce else 0
+    flags = op.flag("multicast::cluster", Flag.MULTICAST) | op.flag("cta_group::2", Flag.CTA2)
     tensor = modifiers[0] == "tensor"
     destination, source = modifiers[2:4] if tensor else modifiers[:2]
     to_shared = destination.startswith("shared")
     if tensor:
-        return _tensor_copy(op, operands, to_shared, flags, sub)
-    _contiguous_copy(op, operands, to_shared, source.startswith("global"), flags, sub)
+        return _tensor_copy(op, operands, to_shared, flags)
+    _contiguous_copy(op, operands, to_shared, source.startswith("global"), flags)
 
 
 def _cp(op: Opcode, operands: list[str]) -> None:
-    reduce = op.modifiers[0] == "reduce"
-    kind, *modifiers = op.modifiers[1:] if reduce else op.modifiers
+    kind, *modifiers = op.modifiers
     if kind != "async":
         raise ValueError(kind)
     if modifiers[0] == "bulk":
-        return _bulk(op, operands, modifiers[1:], reduce)
+        return _bulk(op, operands, modifiers[1:])
     if modifiers[0] == "commit_group":
         return op.emit("CP_ASYNC_COMMIT")
     if modifiers[0] == "wait_group":
@@ -167,35 +157,6 @@ def _cp(op: Opcode, operands: list[str]) -> None:
     _copy_async(op, operands)
 
 
-_REPLACED_FIELDS = [
-    "global_address", "rank", "box_dim", "global_dim", "global_stride", "element_stride",
-    "elemtype", "interleave_layout", "swizzle_mode", "fill_mode",
-]  # fmt: skip
-#: Fields of one value for each dimension, and how many there are.
-_INDEXED_FIELDS = {"box_dim": 5, "global_dim": 5, "global_stride": 4, "element_stride": 5}
-
-
-def _tensormap(op: Opcode, operands: list[str]) -> None:
-    b = op.builder
-    if op.modifiers[0] == "cp_fenceproxy":
-        return op.emit("TMAP_CP", [b.address(operands[0]), b.address(operands[1])])
-    op.refuse("swizzle_atomicity")
-    sub = op.choose(_REPLACED_FIELDS)
-    shared = any(m.startswith("shared") for m in op.modifiers)
-    count = _INDEXED_FIELDS.get(_REPLACED_FIELDS[sub])
-    index = 0 if count is None else literal(operands[1])
-    if index is None or not 0 <= index < (count or 1):
-        raise ValueError(f"{_REPLACED_FIELDS[sub]} has no index {operands[1]}")
-    fields: list[Operand] = [b.address(operands[0]), b.value(operands[-1])]
-    op.emit(
-        "TMAP_REPLACE",
-        fields,
-        sub=sub,
-        aux=index,
-        space=SPACES["shared" if shared else "global"],
-    )
-
-
 MEMORY: dict[str, Lowering] = {
     "ld": _load,
     "ldu": _load,
@@ -205,7 +166,6 @@ MEMORY: dict[str, Lowering] = {
     "ldmatrix": _matrix,
     "stmatrix": _matrix,
     "cp": _cp,
-    "tensormap": _tensormap,
     # A cache policy decides nothing here.
     "createpolicy": lambda op, a: op.emit(
         "MOV", [op.builder.value(a[0]), immediate(0)], type=op.builder.types["b64"]

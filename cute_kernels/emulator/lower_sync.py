@@ -40,13 +40,9 @@ def _bar(op: Opcode, operands: list[str]) -> None:
         return op.emit("BARWARP", [b.value(operands[0])])
     if op.modifiers[0] == "cluster":
         return op.emit("CLUSTER_ARRIVE" if op.modifiers[1] == "arrive" else "CLUSTER_WAIT")
+    op.refuse("red")
     values = [b.value(text) for text in operands]
-    if op.has("red"):
-        sub = 2 if op.has("popc") else 3 if op.has("and") else 4
-        count = values[2] if len(values) > 3 else NO_OPERAND
-        return op.emit("BAR", [values[0], values[1], count, values[-1]], sub=sub)
-    count = values[1] if len(values) > 1 else NO_OPERAND
-    op.emit("BAR", [NO_OPERAND, values[0], count], sub=int(op.has("arrive")))
+    op.emit("BAR", [values[0], *(values[1:] or [NO_OPERAND])], sub=int(op.has("arrive")))
 
 
 def _fence(op: Opcode, operands: list[str]) -> None:
@@ -58,12 +54,8 @@ def _fence(op: Opcode, operands: list[str]) -> None:
 
 def _mbarrier_arrive(op: Opcode, operands: list[str]) -> None:
     b = op.builder
-    flags = (
-        op.flags
-        | op.flag("expect_tx", Flag.EXPECT_TX)
-        | op.flag("noComplete", Flag.NOCOMPLETE)
-        | op.flag("arrive_drop", Flag.DROP)
-    )
+    op.refuse("noComplete")
+    flags = op.flags | op.flag("expect_tx", Flag.EXPECT_TX)
     has_state = not operands[0].startswith("[")
     state = b.value(operands[0]) if has_state else NO_OPERAND
     address, *count = operands[1:] if has_state else operands
@@ -72,35 +64,15 @@ def _mbarrier_arrive(op: Opcode, operands: list[str]) -> None:
 
 def _mbarrier(op: Opcode, operands: list[str]) -> None:
     b, kind = op.builder, op.modifiers[0]
-    if kind in ("arrive", "arrive_drop"):
+    if kind == "arrive":
         return _mbarrier_arrive(op, operands)
-    if kind in ("init", "expect_tx", "complete_tx"):
+    if kind in ("init", "expect_tx"):
         return op.emit(f"MBAR_{kind.upper()}", [b.address(operands[0]), b.value(operands[1])])
-    if kind == "inval":
-        return op.emit("MBAR_INVAL", [b.address(operands[0])])
     if kind in ("try_wait", "test_wait"):
-        flags = op.flags | op.flag("parity", Flag.PARITY) | op.flag("try_wait", Flag.TRY)
+        flags = op.flags | op.flag("try_wait", Flag.TRY)
         values = [b.value(operands[0]), b.address(operands[1]), b.value(operands[2])]
         return op.emit("MBAR_WAIT", values, flags=flags)
-    if kind == "pending_count":
-        return op.emit("MBAR_PENDING", [b.value(text) for text in operands])
     raise ValueError(kind)
-
-
-def _cluster_launch_control(op: Opcode, operands: list[str]) -> None:
-    b = op.builder
-    if op.modifiers[0] == "try_cancel":
-        flags = op.flags | op.flag("multicast::cluster::all", Flag.MULTICAST)
-        return op.emit("CLC_TRY", [b.address(text) for text in operands], flags=flags)
-    values = [b.value(text) for text in operands]
-    if op.has("is_canceled"):
-        sub = 0
-    elif op.has("v4"):
-        sub = 4
-    else:
-        axis = next(m for m in op.modifiers if m.startswith("get_first_ctaid::"))[-1]
-        sub = 1 + "xyz".index(axis)
-    op.emit("CLC_QUERY", values, sub=sub)
 
 
 SYNC: dict[str, Lowering] = {
@@ -112,7 +84,6 @@ SYNC: dict[str, Lowering] = {
     "membar": _fence,
     "fence": _fence,
     "mbarrier": _mbarrier,
-    "clusterlaunchcontrol": _cluster_launch_control,
     "ret": lambda op, _: op.emit("EXIT"),
     "exit": lambda op, _: op.emit("EXIT"),
     "trap": lambda op, _: op.emit("TRAP"),

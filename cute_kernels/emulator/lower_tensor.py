@@ -59,7 +59,7 @@ def _dealloc(op: Opcode, operands: list[str]) -> None:
 
 def _load_store(op: Opcode, operands: list[str]) -> None:
     b, load = op.builder, op.modifiers[0] == "ld"
-    op.refuse("red", "spp")
+    op.refuse("red", "spp", "pack::16b", "unpack::16b")
     repetitions = next(int(m[1:]) for m in op.modifiers if re.fullmatch(r"x\d+", m))
     values, address = operands if load else reversed(operands)
     pair = [b.value(values), b.address(address)]
@@ -68,7 +68,6 @@ def _load_store(op: Opcode, operands: list[str]) -> None:
         pair if load else pair[::-1],
         sub=op.choose(_LOAD_SHAPES),
         aux=repetitions,
-        flags=op.flag("pack::16b", Flag.PACK16) | op.flag("unpack::16b", Flag.PACK16),
     )
 
 
@@ -119,11 +118,9 @@ def _mma(op: Opcode, operands: list[str]) -> None:
             flags=flags | Flag.BLOCKSCALE,
             aux=_scale_block(op, kind),
         )
-    rest = operands[4:]
-    lanes = [b.vector(rest.pop(0))] if rest[0].startswith("{") else []  # to leave alone
-    if len(rest) > 1:
-        raise NotModelledError("scale-input-d")
-    op.emit("TC_MMA", [*head, b.value(rest[0]), *lanes], sub=_KINDS.index(kind), flags=flags)
+    if len(operands) > 5:
+        raise NotModelledError("disable-output-lane and scale-input-d")
+    op.emit("TC_MMA", [*head, b.value(operands[4])], sub=_KINDS.index(kind), flags=flags)
 
 
 _TCGEN05: dict[str, Lowering] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cute_kernels.emulator.lexer import is_decimal
 from cute_kernels.emulator.lower_alu import ALU
 from cute_kernels.emulator.lower_memory import MEMORY
 from cute_kernels.emulator.lower_sync import SYNC
@@ -27,6 +26,5 @@ def lower(builder: KernelBuilder, opcode: str, operands: list[str]) -> None:
         KeyError, ValueError, IndexError, StopIteration: The opcode or its operands are not known.
     """
     op = Opcode(builder, opcode)
-    if "f64" in op.types and any(map(is_decimal, operands)):
-        raise NotModelledError("a decimal literal of type f64")
+    op.refuse("f64", "b128")
     _LOWERINGS[op.name](op, operands)

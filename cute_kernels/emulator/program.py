@@ -67,7 +67,6 @@ class Register:
 
     base: int
     count: int
-    width: int  # in 64-bit registers
     type: str
 
 
@@ -135,13 +134,12 @@ class KernelBuilder:
 
     def declare_registers(self, type_name: str, names: str) -> None:
         """``.reg .type a, b<n>``."""
-        width = 2 if type_name == "b128" else 1
         for name in (n.strip() for n in names.split(",")):
             m = _REGISTER_RANGE.fullmatch(name)
             count = int(m.group(2)) if m else 1
             key = f"{m.group(1)}<>" if m else name
-            self._scopes[-1][key] = Register(self.num_regs, count, width, type_name)
-            self.num_regs += count * width
+            self._scopes[-1][key] = Register(self.num_regs, count, type_name)
+            self.num_regs += count
 
     def _find_register(self, name: str) -> tuple[int, Register] | None:
         m = _NUMBERED.fullmatch(name)
@@ -151,7 +149,7 @@ class KernelBuilder:
             if m and (numbered := scope.get(f"{m.group(1)}<>")):
                 index = int(m.group(2))
                 if index < numbered.count:
-                    return numbered.base + index * numbered.width, numbered
+                    return numbered.base + index, numbered
         return None
 
     def register(self, name: str) -> int | None:

@@ -116,6 +116,14 @@ class NVFP4(Format):
         return {"e4m3_max": _E4M3_MAX[self.four_over_six]}
 
     @property
+    def as_decoded(self) -> NVFP4:
+        """See ``Format``: how codes are chosen is not asked for, but the bound of the scales is."""
+        fields: dict[str, object] = {"four_over_six_error": "mae"}
+        if self.e4m3_max == _E4M3_MAX[False]:
+            fields |= {"four_over_six": False, "stochastic_rounding": False, "e4m3_max": None}
+        return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
+
+    @property
     def is_stochastic(self) -> bool:
         """Whether codes are rounded by random bits."""
         return self.stochastic_rounding

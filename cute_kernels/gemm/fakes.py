@@ -54,12 +54,14 @@ class FakeArguments:
     def codes(self) -> tuple[Any, Any]:
         """Codes of quantized operands."""
         a, b = (codes_type(kind) for kind in (self.config.kind, self.config.b_kind))
-        if self.is_k_grouped:
-            width = cute.sym_int(divisibility=TILE_ROWS * self.config.kind.bits // a.width)
-            return _pitched(a, self.m, width), _pitched(b, self.n, width)
         # A columnwise copy is padded along K, so B may be wider than A.
         width = cute.sym_int(divisibility=N_ALIGN)
-        return _pitched(a, self.rows, self.k), _pitched(b, self.groups, self.n, width)
+        if self.is_k_grouped:
+            width = cute.sym_int(divisibility=TILE_ROWS * self.config.kind.bits // a.width)
+            turn = 1 if self.config.kind.is_transposed else -1
+            return _pitched(a, *(self.m, width)[::turn]), _pitched(b, *(self.n, width)[::turn])
+        turn = -1 if self.config.transpose_b else 1
+        return _pitched(a, self.rows, self.k), _pitched(b, self.groups, *(self.n, width)[::turn])
 
     def scales(self) -> tuple[Any, Any]:
         """Block scales of both; None without."""

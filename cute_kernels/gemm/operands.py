@@ -1,10 +1,10 @@
 """What a tensor core needs to know of its operands: one kind for each pair of element and scale.
 
 Kernels and configurations ask a kind, never a format: the kind of a format is found by what its
-record says. A new one is a record among ``_FORMATS``, the DSL's names of its types, and, where
-kernels write its instructions out themselves, a row of ``_TCGEN05``. All instructions, of sm_100a
-and sm_90a, contract 32 bytes of K. Both operands of a product have codes of one width and the same
-block scales; E4M3 may meet E5M2, and scales of rows those of squares.
+record says. A new one is a record among ``_FORMATS``, the DSL's names of its types, and a row of
+``_TCGEN05`` for sm_100a. All instructions, of sm_100a and sm_90a, contract 32 bytes of K. Both
+operands of a product have codes of one width and the same block scales; E4M3 may meet E5M2, and
+scales of rows those of squares.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 from typing import Literal
 
 from cute_kernels.capability import UnsupportedError
-from cute_kernels.formats import FP8, NVFP4, BlockScale, Format, FP8Block
+from cute_kernels.formats import FP8, MXFP8, NVFP4, BlockScale, Format, FP8Block
 from cute_kernels.formats.base import FP8_ELEMENTS
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_COLS
 
@@ -27,17 +27,17 @@ _INSTRUCTION_BYTES = 32
 
 @dataclasses.dataclass(frozen=True)
 class Tcgen05Kind:
-    """Block-scaled instructions of sm_100a, which kernels write out themselves.
+    """Instructions of sm_100a that kernels write out themselves.
 
     Attributes:
         qualifiers: the kind and what follows it.
         element: number of the elements' type in the descriptor of an instruction.
-        scale: number of the block scales' type there.
+        scale: number of the block scales' type there; None without.
     """
 
     qualifiers: str
     element: int
-    scale: int
+    scale: int | None = None
 
 
 #: Formats whose codes tensor cores multiply, or kernels decode on the way to them.
@@ -45,6 +45,7 @@ _FORMATS: tuple[Format, ...] = (
     NVFP4(),
     *(FP8(dtype) for dtype in FP8_ELEMENTS),
     *(FP8Block(block, dtype) for block in FP8Block.blocks for dtype in FP8_ELEMENTS),
+    *(MXFP8(dtype) for dtype in FP8_ELEMENTS),
 )
 _PLAIN = ("bfloat16", "float16")
 #: The DSL's names of types of elements and scales.
@@ -52,13 +53,21 @@ _DSL_TYPES = {
     "e2m1": "Float4E2M1FN",
     "e4m3": "Float8E4M3FN",
     "e5m2": "Float8E5M2",
+    "e8m0": "Float8E8M0FNU",
     "f32": "Float32",
     "bfloat16": "BFloat16",
     "float16": "Float16",
 }
-#: By element and element of the block scale; instructions that are not here are the DSL's, which
-#: fix N when they are traced.
-_TCGEN05 = {("e2m1", "e4m3"): Tcgen05Kind("mxf4nvf4.block_scale.block16", element=1, scale=0)}
+#: Instructions of sm_100a by element and element of the block scale.
+_TCGEN05 = {
+    ("float16", None): Tcgen05Kind("f16", 0),
+    ("bfloat16", None): Tcgen05Kind("f16", 1),
+    ("e4m3", None): Tcgen05Kind("f8f6f4", 0),
+    ("e5m2", None): Tcgen05Kind("f8f6f4", 1),
+    ("e4m3", "e8m0"): Tcgen05Kind("mxf8f6f4.block_scale.block32", 0, scale=1),
+    ("e5m2", "e8m0"): Tcgen05Kind("mxf8f6f4.block_scale.block32", 1, scale=1),
+    ("e2m1", "e4m3"): Tcgen05Kind("mxf4nvf4.block_scale.block16", 1, scale=0),
+}
 #: Elements that instructions of sm_90a take; others are decoded to these.
 _WGMMA = ("bfloat16", "float16", "e4m3", "e5m2")
 #: Elements of which tensor cores of sm_90a keep so few bits of a sum that kernels may move it to
@@ -151,10 +160,8 @@ class OperandKind:
 
     @property
     def tcgen05(self) -> Tcgen05Kind | None:
-        """Instructions of sm_100a with N chosen at run time; None for the DSL's, which fix it."""
-        if self.scale is None:
-            return None
-        return _TCGEN05.get((self.element, self.scale.element.name))
+        """Instructions of sm_100a; None if it has none for such operands."""
+        return _TCGEN05.get((self.element, None if self.scale is None else self.scale.element.name))
 
     @property
     def is_wgmma(self) -> bool:

@@ -275,6 +275,16 @@ class GemmConfig(abc.ABC):
         return OPERANDS[self.b_operand or self.operand]
 
     @property
+    def m_kind(self) -> OperandKind:
+        """What operand M is made of."""
+        return self.b_kind if self.tile.swap_ab else self.kind
+
+    @property
+    def n_kind(self) -> OperandKind:
+        """What operand N is made of."""
+        return self.kind if self.tile.swap_ab else self.b_kind
+
+    @property
     def instruction_k(self) -> int:
         """Elements of K that one instruction contracts."""
         return self.kind.instruction_k

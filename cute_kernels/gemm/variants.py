@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cute_kernels.capability import support
-from cute_kernels.formats import FP8
 from cute_kernels.gemm.operands import OPERANDS, OperandKind
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
@@ -21,18 +20,21 @@ from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cute_kernels.gemm.problem import GemmConfig
+    from cute_kernels.gemm.problem import GemmConfig, GemmGrouping
     from cute_kernels.runtime.spec import KernelSpec
 
 __all__ = ["CONFIGS", "kernel_specs"]
 
-#: FP8 products of the recipes on sm_90a: operands A and B, and what their configurations say.
+#: FP8 products of the recipes: operands A and B, and what their configurations say.
 _FP8_FPROP_DGRAD: tuple[tuple[str, str, dict[str, bool]], ...] = (
+    ("mxfp8", "mxfp8", {}),
+    ("mxfp8", "mxfp8", {"transpose_b": True}),
     ("fp8", "fp8", {}),
     ("fp8:dtype=e5m2", "fp8", {"split": True}),
     ("fp8_block", "fp8_block:block=128x128", {"pow2_scales": True}),
 )
 _FP8_WGRAD: tuple[tuple[str, str, dict[str, bool]], ...] = (
+    ("mxfp8", "mxfp8", {}),
     ("fp8:dtype=e5m2", "fp8", {"split": True}),
     ("fp8_block", "fp8_block", {"pow2_scales": True}),
 )
@@ -47,8 +49,7 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
     Activations are bf16, or fp16 with fp16 operands, and a bias has their dtype; they are written
     into fresh outputs. Gradients of weights are of that dtype or fp32, which may be added to.
     """
-    if support("grouped_gemm", FP8, arch):
-        yield from _fp8()
+    yield from _fp8(arch)
     for operand, kind in OPERANDS.items():
         if support("grouped_gemm", kind.fmt, arch) and not kind.has_short_sums:
             dtype = "bfloat16" if kind.fmt else operand
@@ -60,20 +61,28 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
                 yield from _served(kind)
 
 
-def _fp8() -> Iterator[GemmConfig]:
-    """Products of FP8 recipes on sm_90a, into bf16 without a bias; gradients of weights also fp32.
+def _fp8(arch: str) -> Iterator[GemmConfig]:
+    """Products of FP8 recipes, into bf16 without a bias; gradients of weights also fp32.
 
     The others are compiled when they are first used: each has as many tiles.
     """
-    for groupings, products in (("m_grouped", _FP8_FPROP_DGRAD), ("k_grouped", _FP8_WGRAD)):
+    cls = CONFIGS[arch]
+    known = {field.name for field in dataclasses.fields(cls)}
+    groupings: tuple[tuple[GemmGrouping, Any], ...] = (
+        ("m_grouped", _FP8_FPROP_DGRAD),
+        ("k_grouped", _FP8_WGRAD),
+    )
+    for grouping, products in groupings:
         for operand, b, fields in products:
-            tile = Sm90GemmConfig.any_tile(groupings)
-            b_operand = None if b == operand else b
-            base = Sm90GemmConfig(operand, groupings, tile=tile, b_operand=b_operand, **fields)
-            if groupings == "k_grouped":
+            if not support("grouped_gemm", OPERANDS[operand].fmt, arch):
+                continue
+            options: dict[str, Any] = {name: x for name, x in fields.items() if name in known}
+            options["b_operand"] = None if b == operand else b
+            base = cls(operand, grouping, tile=cls.any_tile(grouping), **options)
+            if grouping == "k_grouped":
                 yield from _outputs(base, "bfloat16")
                 continue
-            for tile in filter(base.may_choose, Sm90GemmConfig.tile_shapes):
+            for tile in filter(base.may_choose, cls.tile_shapes):
                 yield dataclasses.replace(base, tile=tile, zero_tail=True)
 
 

@@ -4,10 +4,11 @@ The functions here are those ops, with positional arguments, called without PyTo
 where nothing observes the call (``registry.Op.invoke``). Each op is documented where it is defined.
 """
 
-from cute_kernels.ops import delayed, dequantize, gemm, quantize, reductions
+from cute_kernels.ops import delayed, dequantize, gemm, moe, quantize, reductions
 
 __all__ = [
     "compute_offsets",
+    "compute_routing",
     "delayed_scaling_update",
     "grouped_amax",
     "grouped_dbias",
@@ -16,9 +17,12 @@ __all__ = [
     "k_grouped_gemm",
     "m_grouped_gemm",
     "m_grouped_quantize_gemm",
+    "moe_combine",
+    "moe_gather",
 ]
 
 compute_offsets = reductions.ComputeOffsets.invoke
+compute_routing = moe.ComputeRouting.invoke
 delayed_scaling_update = delayed.DelayedScalingUpdate.invoke
 grouped_amax = reductions.GroupedAmax.invoke
 grouped_dbias = reductions.GroupedDbias.invoke
@@ -27,3 +31,5 @@ grouped_quantize = quantize.GroupedQuantize.invoke
 k_grouped_gemm = gemm.KGroupedGemm.invoke
 m_grouped_gemm = gemm.MGroupedGemm.invoke
 m_grouped_quantize_gemm = gemm.MGroupedQuantizeGemm.invoke
+moe_combine = moe.MoeCombine.invoke
+moe_gather = moe.MoeGather.invoke

@@ -196,6 +196,8 @@ class RowsConfig:
             return Support(False, f"{self.format} has blocks of several rows")
         if fmt.scale is not None and fmt.scale.vec_size // K_MULTIPLE * self.rows_per_warp > 32:
             return Support(False, f"blocks of {self.format} take more lanes than a row has")
+        if fmt.is_stochastic:
+            return Support(False, f"random bytes of {self.format} are drawn tile by tile")
         if fmt.takes_scale:
             return Support(False, f"{self.format} takes scales of groups and gives their amaxes")
         supported = _takes(self, problem, fmt.k_multiple)
@@ -256,10 +258,11 @@ class TileConfig:
     prologue: Prologue | None = None
 
     #: The compiled function takes (x, grad, offs, row_amax, group_amax, codes, scales, codes_t,
-    #: scales_t, scale_inv, scale, amax, num_sms), with None for what the configuration or the
-    #: format does not use: row_amax (T,) fp32 is used when ``uses_row_amax``, group_amax (G,) fp32
-    #: when ``uses_group_amax``, the scales where the format takes them; scale_inv, scale and,
-    #: when ``reports_amax``, amax (G,) fp32 are results. x needs at least one row.
+    #: scales_t, scale_inv, scale, amax, column_amax, seed, num_sms), with None for what the
+    #: configuration or the format does not use: row_amax (T,) fp32 is used when ``uses_row_amax``,
+    #: group_amax (G,) fp32 when ``uses_group_amax``, the scales where the format takes them;
+    #: scale_inv, scale and, when ``reports_amax``, amax (G,) fp32 are results; seed (2,) int64 is
+    #: of stochastic formats. x needs at least one row.
     kernel: ClassVar[str] = "cute_kernels.quantize.tiles.kernel:TileQuantizer"
     #: Warps that convert one 128x128 tile together.
     warps_per_team: ClassVar[int] = 4
@@ -283,6 +286,11 @@ class TileConfig:
     def is_2d(self) -> bool:
         """Whether square blocks have one scale in both directions."""
         return parse(self.format).is_2d
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether codes are rounded by random bytes."""
+        return parse(self.format).is_stochastic
 
     @property
     def is_bytes(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float16, Float32, Int32, Uint8, cute
+from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float16, Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from cute_kernels.formats import parse
@@ -97,6 +97,10 @@ class FakeBuffers:
         # Uniform groups have G * N rows; no symbol says that.
         extent = (cute.sym_int() if self.uniform else self.rows) if per_row else self.groups
         return make_fake_compact_tensor(Float32, (extent,), assumed_align=4)
+
+    def seed(self) -> Any:
+        """(2,) int64."""
+        return make_fake_compact_tensor(Int64, (2,), assumed_align=8)
 
     def results(self) -> tuple[Any, ...]:
         """(G,) fp32 scale_inv, scale and amax, None each where the format does not keep it.

@@ -45,7 +45,11 @@ __all__ = [
 
 #: Modules that list the kernels of a family, each by ``kernel_specs(arch: str)``: an iterable of
 #: specs of kernels for ``"sm_90a"`` or ``"sm_100a"``. Listing needs no CuTe DSL.
-FAMILIES = ("cute_kernels.quantize.variants", "cute_kernels.gemm.variants")
+FAMILIES = (
+    "cute_kernels.quantize.variants",
+    "cute_kernels.gemm.variants",
+    "cute_kernels.moe.variants",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -239,9 +239,12 @@ def cache_key(spec: KernelSpec, arch: Architecture) -> CacheKey | None:
 
 @functools.cache
 def _source_digest(module: str) -> str | None:
-    """Digest of this package's kernel sources and of ``module``'s package, if that is another."""
+    """Digest of this package's kernel sources and of ``module``'s package or folder of this one."""
     package = Path(__file__).resolve().parent.parent
-    files = [path for name in _KERNEL_SOURCE for path in (package / name).rglob("*.py")]
+    folders = [*_KERNEL_SOURCE]
+    if module.startswith(f"{package.name}.moe."):
+        folders.append("moe")  # What other kernels do not use.
+    files = [path for name in folders for path in (package / name).rglob("*.py")]
     files += [package / name for name in _COMPILER_SOURCE]
     roots = {package: files}
     top = module.partition(".")[0]

@@ -11,7 +11,7 @@ from cute_kernels import emulator
 
 _REGISTERS = """
 .reg .pred %q<16>; .reg .b16 %h<64>; .reg .b32 %r<300>; .reg .f32 %f<300>; .reg .b64 %d<64>;
-.reg .f64 %g<16>; .reg .b32 %t; .reg .b128 %x<4>;
+.reg .b32 %t;
 """
 # mbarrier.try_wait until the phase is done; {n} makes the label unique.
 WAIT = """

@@ -12,7 +12,6 @@ cutlass = pytest.importorskip("cutlass")
 from cuda.bindings.driver import CUstream  # noqa: E402, TC002
 
 import cutlass.cute as cute  # noqa: E402
-from cutlass.cute.nvgpu import cpasync  # noqa: E402
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
 from cute_kernels import emulator  # noqa: E402
@@ -43,67 +42,6 @@ class AddConstant:
         x[thread] = x[thread] + cutlass.Float32(self.constant)
 
 
-class TmaCopy:
-    """Copies a matrix tile by tile: TMA load, TMA store."""
-
-    tile = (32, 64)
-
-    @cute.jit
-    def __call__(self, source: cute.Tensor, target: cute.Tensor):
-        layout = cute.make_layout(self.tile, stride=(self.tile[1], 1))
-        load, source_map = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), source, layout, self.tile
-        )
-        store, target_map = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), target, layout, self.tile
-        )
-        rows, columns = source.shape
-        self.kernel(load, source_map, store, target_map, layout).launch(
-            grid=[rows // self.tile[0], columns // self.tile[1], 1], block=[32, 1, 1]
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        load: cute.CopyAtom,
-        source: cute.Tensor,
-        store: cute.CopyAtom,
-        target: cute.Tensor,
-        layout: cute.Layout,
-    ):
-        row, column, _ = cute.arch.block_idx()
-        smem = cutlass.memory.SmemAllocator()
-        tile = smem.allocate_tensor(cutlass.Float16, layout, byte_alignment=128)
-        barrier = smem.allocate_array(cutlass.Int64, 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_init(barrier, 1)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        tiled_source = cute.local_tile(source, self.tile, (row, column))
-        tiled_target = cute.local_tile(target, self.tile, (row, column))
-        s_load, g_load = cpasync.tma_partition(
-            load,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(tile, 0, 2),
-            cute.group_modes(tiled_source, 0, 2),
-        )
-        s_store, g_store = cpasync.tma_partition(
-            store,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(tile, 0, 2),
-            cute.group_modes(tiled_target, 0, 2),
-        )
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tile[0] * self.tile[1] * 2)
-        cute.copy(load, g_load, s_load, tma_bar_ptr=barrier)
-        cute.arch.mbarrier_wait(barrier, 0)
-        cute.copy(store, s_store, g_store)
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0)
-
-
 def test_each_compiled_function_runs_its_own_kernel():
     emulator.install("sm_100a")
     x = torch.zeros(32)
@@ -112,21 +50,6 @@ def test_each_compiled_function_runs_its_own_kernel():
     for function, want in ((one, 1), (two, 3), (one, 4)):
         function(view)
         assert (x == want).all()
-
-
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("mode", ["eager", "chaos"])
-def test_tma_copy(arch, mode):
-    emulator.install(arch)
-    source = torch.randn(64, 128).half()
-    target = torch.zeros_like(source)
-    views = [from_dlpack(t, assumed_align=16) for t in (source, target)]
-    compiled = cute.compile(TmaCopy(), *views)
-    emulator.watch(source, target)
-    with emulator.options(mode=mode, seed=1, races=True):
-        compiled(*views)
-    assert (source == target).all()
-    assert emulator.stats()["tma_load_bytes"] == emulator.stats()["tma_store_bytes"] == 64 * 128 * 2
 
 
 def test_architectures_side_by_side():

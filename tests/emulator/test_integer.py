@@ -70,29 +70,6 @@ def test_wide_products(kind, bits):
     _check(f"mul.wide.{kind}{bits} %out, %a0, %a1;", bits, reference, out=2 * bits)
 
 
-def test_multiply_add_chain_carries():
-    """A 64 x 64 -> 128 bit product, upper half, by mad.cc and madc."""
-    ptx = """
-    .reg .b32 %la, %ha, %lb, %hb, %w0, %w1, %w2, %w3;
-    mov.b64 {%la, %ha}, %a0; mov.b64 {%lb, %hb}, %a1;
-    mul.lo.u32 %w0, %la, %lb; mul.hi.u32 %w1, %la, %lb;
-    mad.lo.cc.u32 %w1, %la, %hb, %w1; madc.hi.u32 %w2, %la, %hb, 0;
-    mad.lo.cc.u32 %w1, %ha, %lb, %w1; madc.hi.cc.u32 %w2, %ha, %lb, %w2; addc.u32 %w3, 0, 0;
-    mad.lo.cc.u32 %w2, %ha, %hb, %w2; madc.hi.u32 %w3, %ha, %hb, %w3;
-    mov.b64 %out, {%w2, %w3};
-    """
-    _check(ptx, 64, lambda a, b: a * b >> 64)
-
-
-def test_subtraction_borrows():
-    ptx = """
-    .reg .b32 %la, %ha, %lb, %hb;
-    mov.b64 {%la, %ha}, %a0; mov.b64 {%lb, %hb}, %a1;
-    sub.cc.u32 %la, %la, %lb; subc.u32 %ha, %ha, %hb; mov.b64 %out, {%la, %ha};
-    """
-    _check(ptx, 64, lambda a, b: a - b)
-
-
 @pytest.mark.parametrize("op", ["add", "sub"])
 def test_saturating(op):
     sign = 1 if op == "add" else -1
@@ -109,23 +86,12 @@ def test_unary(bits):
     _check(f"abs.s{bits} %out, %a0;", bits, lambda a: abs(_signed(a, bits)), 1)
     _check(f"neg.s{bits} %out, %a0;", bits, lambda a: -a, 1)
     _check(f"not.b{bits} %out, %a0;", bits, lambda a: ~a, 1)
-    _check(f"cnot.b{bits} %out, %a0;", bits, lambda a: int(a == 0), 1)
 
 
 @pytest.mark.parametrize("bits", [32, 64])
 def test_counting(bits):
-    def reverse(a: int) -> int:
-        return int(f"{a:0{bits}b}"[::-1], 2)
-
     _check(f"popc.b{bits} %out, %a0;", bits, lambda a: a.bit_count(), 1, 32)
     _check(f"clz.b{bits} %out, %a0;", bits, lambda a: bits - a.bit_length(), 1, 32)
-    _check(f"brev.b{bits} %out, %a0;", bits, reverse, 1)
-    _check(f"bfind.u{bits} %out, %a0;", bits, lambda a: a.bit_length() - 1, 1, 32)
-
-    def find_signed(a: int) -> int:
-        return (~a & ((1 << bits) - 1) if a >> (bits - 1) else a).bit_length() - 1
-
-    _check(f"bfind.s{bits} %out, %a0;", bits, find_signed, 1, 32)
 
 
 @pytest.mark.parametrize("op", ["and", "or", "xor"])
@@ -152,69 +118,6 @@ def test_shifts_clamp(bits):
     _check(f"{shift} shl.b{bits} %out, %a0, %n;", bits, lambda a, b: a << amount(b))
     _check(f"{shift} shr.u{bits} %out, %a0, %n;", bits, lambda a, b: a >> amount(b))
     _check(f"{shift} shr.s{bits} %out, %a0, %n;", bits, lambda a, b: _signed(a, bits) >> amount(b))
-
-
-@pytest.mark.parametrize("kind", ["s", "u"])
-@pytest.mark.parametrize("bits", [32, 64])
-def test_bit_field_extract(kind, bits):
-    def reference(a: int, b: int, c: int) -> int:
-        """The definition of the PTX ISA, bit by bit."""
-        position, length, top = b & 0xFF, c & 0xFF, bits - 1
-        sign = a >> min(position + length - 1, top) & 1 if kind == "s" and length else 0
-        result = 0
-        for i in range(bits):
-            bit = a >> position + i & 1 if i < length and position + i <= top else sign
-            result |= bit << i
-        return result
-
-    low = "" if bits == 32 else "cvt.u32.u64 %p, %a1; cvt.u32.u64 %n, %a2;"
-    p, n = ("%a1", "%a2") if bits == 32 else ("%p", "%n")
-    _check(f".reg .b32 %p, %n; {low} bfe.{kind}{bits} %out, %a0, {p}, {n};", bits, reference, 3)
-
-
-def test_bit_field_insert():
-    def reference(a: int, base: int, b: int, c: int) -> int:
-        position, length = b & 0xFF, c & 0xFF
-        for i in range(length):
-            if position + i <= 31:
-                base = base & ~(1 << position + i) | (a >> i & 1) << position + i
-        return base
-
-    _check("bfi.b32 %out, %a0, %a1, %a2, %a3;", 32, reference, 4)
-
-
-@pytest.mark.parametrize(
-    ("mode", "table"),
-    [
-        ("f4e", [(0, 1, 2, 3), (1, 2, 3, 4), (2, 3, 4, 5), (3, 4, 5, 6)]),
-        ("b4e", [(0, 7, 6, 5), (1, 0, 7, 6), (2, 1, 0, 7), (3, 2, 1, 0)]),
-        ("rc8", [(0, 0, 0, 0), (1, 1, 1, 1), (2, 2, 2, 2), (3, 3, 3, 3)]),
-        ("ecl", [(0, 1, 2, 3), (1, 1, 2, 3), (2, 2, 2, 3), (3, 3, 3, 3)]),
-        ("ecr", [(0, 0, 0, 0), (0, 1, 1, 1), (0, 1, 2, 2), (0, 1, 2, 3)]),
-        ("rc16", [(0, 1, 0, 1), (2, 3, 2, 3), (0, 1, 0, 1), (2, 3, 2, 3)]),
-    ],
-)
-def test_prmt_modes(mode, table):
-    """``table``: bytes of the result from the lowest, by selector, as in the PTX ISA."""
-
-    def reference(a: int, b: int, c: int) -> int:
-        data = (b << 32 | a).to_bytes(8, "little")
-        return int.from_bytes(bytes(data[i] for i in table[c & 3]), "little")
-
-    _check(f"prmt.b32.{mode} %out, %a0, %a1, %a2;", 32, reference, 3)
-
-
-def test_masks_sad_and_dot():
-    def mask(a: int, b: int) -> int:
-        return ((1 << min(b, 32)) - 1) << a if a < 32 else 0
-
-    _check("bmsk.clamp.b32 %out, %a0, %a1;", 32, mask)
-    _check("sad.u64 %out, %a0, %a1, %a2;", 64, lambda a, b, c: c + abs(a - b), 3)
-
-    def dot(a: int, b: int, c: int) -> int:
-        return c + sum(_signed(a >> i & 0xFF, 8) * (b >> i & 0xFF) for i in range(0, 32, 8))
-
-    _check("dp4a.s32.u32 %out, %a0, %a1, %a2;", 32, dot, 3)
 
 
 @pytest.mark.parametrize("op", ["min", "max"])

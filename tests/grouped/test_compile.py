@@ -134,14 +134,6 @@ def test_microbatches():
             module.weight.mul_(2)
 
 
-def test_inference_mode():
-    module = MODULES["mlp"](recipe=RECIPES["row-scaled"])
-    function, _ = compiled(module)
-    x, offs = sample(40, K), boundaries(40)
-    with torch.no_grad():
-        assert_same_bytes(function(x, offs), module(x, offs))
-
-
 def test_a_quantized_weight():
     """Trained through its gradient, by an optimizer outside of the graph."""
     module = MODULES["linear"](recipe=RECIPES["row-scaled"])
@@ -185,22 +177,6 @@ def test_functions_that_make_and_return_grouped_tensors(fmt):
         assert_same_bytes(got[2], want[2])
         assert got[0].offs is not offs
     assert len(frames) == 1
-
-
-def test_functions_that_take_grouped_tensors():
-    def product(xq, wq, bias):
-        y = grouped.grouped_gemm(xq, wq, bias=bias)
-        return y, xq.detach(), wq.dequantize(direction="columnwise")
-
-    function, _ = compiled(product)
-    wq = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, columnwise=True)
-    bias = torch.randn(3, N)
-    for tokens in (40, 41, 130):
-        xq = grouped.quantize(sample(tokens, K), FORMATS["row-scaled"], offs=boundaries(tokens))
-        got, want = function(xq, wq, bias), product(xq, wq, bias)
-        assert_same_bytes(got[0], want[0])
-        assert_same_tensor(got[1], xq)
-        assert_same_bytes(got[2], want[2])
 
 
 def test_products_into_given_buffers():
@@ -262,25 +238,6 @@ def test_in_place_updates_inside_the_graph(fmt):
     q = nn.Parameter(p.clone(), requires_grad=False)
     assert_same_bytes(function(p, grad), update(q, grad))
     assert_same_tensor(p.data, q.data)
-
-
-def test_compute_offsets():
-    def offsets(splits):
-        return grouped.compute_offsets(splits, multiplier=2)
-
-    function, _ = compiled(offsets)
-    assert function(torch.tensor([3, 0, 5])).tolist() == [6, 6, 16]
-
-
-@each("recipe", ALL_RECIPES)
-def test_export(recipe):
-    module = MODULES["linear"](recipe=recipe)
-    tokens = torch.export.Dim("tokens", min=2, max=4096)
-    program = torch.export.export(
-        module, (sample(40, K), boundaries(40)), dynamic_shapes=({0: tokens}, None)
-    )
-    x, offs = sample(77, K), boundaries(77)
-    assert_same_bytes(program.module()(x, offs).detach(), module(x, offs).detach())
 
 
 @each("name", ["bf16", "mxfp8"])

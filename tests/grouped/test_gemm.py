@@ -46,15 +46,6 @@ def close(got, want):
     assert (got.double() - want).abs().max() <= 2e-6 * scale
 
 
-def test_out_of_another_view_of_a_buffer():
-    """A slice of a larger buffer keeps its neighbours."""
-    x, w, _ = operands()
-    buffer = torch.full((40, N), 3.0)
-    grouped.grouped_gemm(x, w, out=buffer[2:38])
-    assert (buffer[:2] == 3).all() and (buffer[35:] == 3).all()
-    assert_same_bytes(buffer[2:35], grouped.grouped_gemm(x, w, out_dtype=torch.float32)[:33])
-
-
 def peak(x):
     return float(x.abs().max()) if x.numel() else 0.0
 
@@ -99,20 +90,6 @@ def test_products_of_the_decoded_members(trio, splits):
         close(dx[start:end], dy_row[start:end] @ weight_t[g])
         close(dw[g], dy_column[start:end].T @ column[start:end])
     assert not y[end_rows(splits)[-1] :].any() and not dx[end_rows(splits)[-1] :].any()
-
-
-@each_trio
-def test_groups_equal_tensors_of_their_own(trio):
-    splits = (130, 0, 7)
-    held = tensors(splits, tail=0)
-    got = products(*quantized(trio, splits, held))
-    for g, (start, end) in enumerate(spans(splits)):
-        if start == end:
-            continue
-        own = held[0][start:end], held[1][g : g + 1], held[2][start:end]
-        want = products(*quantized(trio, (end - start,), own))
-        for whole, part, rows in zip(got, want, (True, True, False), strict=True):
-            assert_same_bytes(whole[start:end] if rows else whole[g : g + 1], part)
 
 
 @each_trio
@@ -178,20 +155,6 @@ def test_plain_activations_and_their_gradients(trio, dtype):
     assert not y[137:].any() and not x.grad[137:].any() and (out[137:] == 7).all()
 
 
-def test_square_blocks_meet_rows_only():
-    splits = (20, 0, 12)
-    x, w, _ = tensors(splits)
-    square = FP8Block(SQUARE)
-    a = grouped.quantize(x, square, offs=end_rows(splits), columnwise=True)
-    with pytest.raises(ValueError, match="128x128 blocks are not multiplied by 128x128"):
-        grouped.grouped_gemm(a, grouped.quantize(w, square))
-    with pytest.raises(ValueError, match="128x128 blocks are not multiplied by 128x128"):
-        grouped.grouped_gemm(a, a)
-    # With one scale a row on the other side they do.
-    y = grouped.grouped_gemm(a, grouped.quantize(w, FP8Block()), out_dtype=F32)
-    assert y.isfinite().all()
-
-
 def test_accumulation_that_does_not_apply():
     splits = (20, 0, 12)
     x, w, _ = tensors(splits)
@@ -222,20 +185,6 @@ def test_plain_operands(dtype, form):
         close(y[start:end], x[start:end].double() @ w[g].double().T)
         close(dx[start:end], dy[start:end].double() @ w[g].double())
         close(dw[g], dy[start:end].double().T @ x[start:end].double())
-
-
-def test_plain_product_is_differentiable():
-    x, w = sample(20, 16, dtype=torch.float32), sample(2, 32, 16, dtype=torch.float32)
-    bias = torch.randn(2, 32)
-    leaves = [t.requires_grad_() for t in (x, w, bias)]
-    y = grouped.grouped_gemm(x, w, offs=[9, 17], bias=bias, out_dtype=torch.float32)
-    dy = torch.randn_like(y)
-    got = torch.autograd.grad(y, leaves, dy)
-    blocks = ((0, 9), (9, 17))
-    want_y = [x[a:b] @ w[g].T + bias[g] for g, (a, b) in enumerate(blocks)]
-    want = torch.autograd.grad(torch.cat(want_y), leaves, dy[:17])
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
 
 
 def test_a_product_of_quantized_parameters_has_no_derivative():
@@ -278,11 +227,6 @@ PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
         ),
         ({"a": X, "b": W, "out": torch.zeros(35, N)}, ValueError, "out must have shape"),
         ({"a": X, "b": W, "out": torch.zeros(N, 36).T}, ValueError, "row-major"),
-        ({"a": X, "b": W, "out_dtype": torch.float64}, TypeError, "out_dtype"),
-        ({"a": X, "b": W, "bias": torch.zeros(3, N + 1)}, ValueError, "bias"),
-        ({"a": X, "b": W, "bias": torch.zeros(3, N).double()}, TypeError, "bias"),
-        ({"a": X, "b": W, "alpha": torch.zeros(2)}, ValueError, "alpha"),
-        ({"a": X, "b": W, "alpha": torch.zeros(3).half()}, TypeError, "alpha"),
         ({"a": X, "b": X, "bias": torch.zeros(3, K)}, ValueError, "bias has no meaning"),
         ({"a": X, "b": X, "transpose_b": True}, ValueError, "transpose_b has no meaning"),
         (PLAIN | {"b": PLAIN["a"], "transpose_b": True}, ValueError, "transpose_b has no meaning"),
@@ -291,8 +235,6 @@ PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
         ({"a": X, "b": operands((5, 28))[1]}, ValueError, "3 groups|2 groups"),
         ({"a": DY, "b": W}, ValueError, "as many columns as b contracts, 160"),
         ({"a": X, "b": W, "transpose_b": True}, ValueError, "as b contracts, 96"),
-        (PLAIN | {"b": sample(3, N, 48)}, ValueError, "b must have size 160"),
-        (PLAIN | {"b": sample(3, N, K).float()}, TypeError, "b must be bfloat16"),
         (PLAIN | {"offs": [36]}, ValueError, "offs must have one end row"),
         (PLAIN | {"offs": [7, 8, 37]}, ValueError, "within the 36 rows"),
     ],
@@ -303,19 +245,15 @@ def test_grouped_gemm_refuses(call, error, match):
         grouped.grouped_gemm(call.pop("a"), call.pop("b"), **call)
 
 
-@each("compiled", [False, True], ids=["eager", "compiled"])
-def test_gradients_beside_quantized_weights(compiled):
-    ends = [7, 7, 33]
+def test_compiled_gradients_beside_quantized_weights():
     w = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, columnwise=True)
-    a = sample(36, K).requires_grad_()
-    bias = torch.randn(3, N, requires_grad=True)
-    offs = torch.tensor(ends, dtype=torch.int32)
+    a, dy, bias = sample(36, K).requires_grad_(), sample(36, N), torch.randn(3, N)
+    offs = torch.tensor([7, 7, 33], dtype=torch.int32)
 
     def run(a, w, bias):
         return grouped.grouped_gemm(a, w, offs=offs, bias=bias)
 
-    y = (torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run)(a, w, bias)
-    dy = sample(36, N)
+    y = torch.compile(run, fullgraph=True, backend="aot_eager")(a, w, bias.requires_grad_())
     y.backward(dy)
     assert_same_bytes(a.grad, grouped.grouped_gemm(dy, w, offs=offs, transpose_b=True))
     assert_same_bytes(bias.grad, torch.ops.cute_kernels.grouped_dbias(dy, offs))

@@ -174,18 +174,6 @@ def test_leading_dimensions_are_flattened(recipe):
 
 
 @each("recipe", RECIPES)
-@each("rows", [0, 20])
-def test_no_tokens(recipe, rows):
-    layer = layer_of(recipe)
-    x = torch.full((rows, K), torch.nan, requires_grad=True)
-    y = layer(x, torch.zeros(3, dtype=torch.int32))
-    y.sum().backward()
-    assert y.shape == (rows, N) and not y.any() and not x.grad.any()
-    assert x.grad.shape == x.shape
-    assert not layer.weight.grad.any() and not layer.bias.grad.any()
-
-
-@each("recipe", RECIPES)
 def test_two_backward_passes_and_accumulation(recipe):
     layer = layer_of(recipe)
     x = sample(40, K).requires_grad_()
@@ -200,19 +188,6 @@ def test_two_backward_passes_and_accumulation(recipe):
         y.backward(dy)
 
 
-def test_hooks_run():
-    layer = layer_of(RECIPES["row-scaled"])
-    seen = []
-    layer.register_forward_pre_hook(lambda *_: seen.append("pre"))
-    layer.register_forward_hook(lambda *_: seen.append("forward"))
-    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
-    layer.weight.register_hook(lambda grad: seen.append("weight"))
-    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
-    layer(sample(40, K).requires_grad_(), ENDS).sum().backward()
-    assert seen[:2] == ["pre", "forward"]
-    assert sorted(seen[2:]) == ["accumulated", "backward", "weight"]
-
-
 @each("recipe", RECIPES)
 def test_autocast(recipe):
     layer = layer_of(recipe)
@@ -223,23 +198,6 @@ def test_autocast(recipe):
     assert_same_bytes(y.detach(), layer(x.bfloat16(), ENDS).detach())
     y.sum().backward()
     assert x.grad.dtype == layer.weight.grad.dtype == torch.float32
-
-
-def test_activation_checkpointing():
-    layer = layer_of(RECIPES["row-scaled"])
-    x = sample(40, K)
-    grads = []
-    for reentrant in (None, True, False):
-        leaf = x.clone().requires_grad_()
-        layer.zero_grad()
-        if reentrant is None:
-            y = layer(leaf, ENDS)
-        else:
-            y = torch.utils.checkpoint.checkpoint(layer, leaf, ENDS, use_reentrant=reentrant)
-        y.sum().backward()
-        grads.append((leaf.grad, layer.weight.grad.clone()))
-    for other in grads[1:]:
-        assert_all_same(grads[0], other)
 
 
 # What is quantized
@@ -333,41 +291,6 @@ def quantized_layer(recipe, requires_grad=True, **options):
     return layer
 
 
-@each("recipe", QUANTIZED)
-def test_a_quantized_weight_gives_what_the_dense_one_does(recipe):
-    dense = layer_of(recipe, dtype=torch.bfloat16)
-    layer = layer_of(recipe, dtype=torch.bfloat16)
-    layer.load_state_dict(dense.state_dict())
-    layer.weight = nn.Parameter(grouped.quantize(dense.weight, recipe.weight, columnwise=True))
-    x = sample(40, K)
-    grads = []
-    for module in (dense, layer):
-        leaf = x.clone().requires_grad_()
-        with OpCounter() as counter:
-            y = module(leaf, OFFS)
-        y.sum().backward()
-        grads.append((y.detach(), leaf.grad, module.weight.grad, module.bias.grad))
-    assert not any(is_weight for is_weight, _, _ in directions(counter))
-    for a, b in zip(*grads, strict=True):
-        assert type(b) is torch.Tensor
-        assert_same_bytes(a, b)
-
-
-def test_training_a_quantized_weight_lowers_the_loss():
-    layer = quantized_layer(RECIPES["row-scaled"])
-    optimizer = torch.optim.SGD(layer.parameters(), lr=15.0)
-    x, target = torch.randn(60, K).bfloat16(), torch.randn(60, N).bfloat16()
-    losses = []
-    for _ in range(4):
-        loss = (layer(x, [20, 40, 60]) - target).float().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.5 * losses[0]
-    assert type(layer.weight.data) is grouped.GroupedTensor
-
-
 def test_a_frozen_quantized_weight():
     layer = quantized_layer(RECIPES["row-scaled"], requires_grad=False, columnwise=False)
     x = sample(40, K)
@@ -443,33 +366,3 @@ def test_bf16_activations_beside_a_quantized_weight():
 def test_construction_refuses(arguments, options, error, match):
     with pytest.raises(error, match=match):
         GroupedLinear(*arguments, **options)
-
-
-def test_bf16_takes_any_sizes():
-    layer = GroupedLinear(2, 5, 7, dtype=torch.bfloat16)
-    x = torch.randn(9, 5, dtype=torch.bfloat16, requires_grad=True)
-    layer(x, [4, 9]).sum().backward()
-    assert x.grad.shape == (9, 5) and layer.weight.grad.shape == (2, 7, 5)
-
-
-@each("recipe", RECIPES)
-@each(
-    ("x", "offs", "error", "match"),
-    [
-        (sample(40, 32), ENDS, ValueError, r"x must have shape \(\.\.\., 96\)"),
-        (sample(K), [0, 0, 1], ValueError, "at least 2 dimensions"),
-        (sample(40, K), [13, 35], ValueError, "each of the 3 groups, got 2"),
-        (sample(40, K), [13, 12, 35], ValueError, "must not decrease"),
-        (sample(40, K), [13, 13, 41], ValueError, "within the 40 rows"),
-        (sample(40, K), torch.tensor([1.0, 2.0, 3.0]), TypeError, "int32 or int64"),
-        (sample(40, K), torch.zeros(3, dtype=torch.int32).to("meta"), ValueError, "device"),
-    ],
-)
-def test_forward_refuses(recipe, x, offs, error, match):
-    with pytest.raises(error, match=match):
-        layer_of(recipe)(x, offs)
-
-
-def test_forward_refuses_fp64():
-    with pytest.raises(TypeError, match="must be bfloat16 or float16 or float32"):
-        layer_of(RECIPES["nvfp4"])(sample(40, K).double(), ENDS)

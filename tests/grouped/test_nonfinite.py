@@ -9,17 +9,17 @@ from torch import nn
 import cute_kernels
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.grouped.cases import QUANTIZED, RECIPES, WEIGHT_FORMAT
+from tests.grouped.cases import FP8_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT
 from tests.helpers import assert_all_same, each, sample
 
-K, N, ENDS = 64, 48, [13, 13, 35]
+K, N, ENDS = 64, 96, [13, 13, 35]
 ROWS = torch.arange(40)
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 FIRST, LAST = ROWS < 13, (ROWS >= 13) & (ROWS < 35)
 NOBODY = torch.zeros(40, dtype=torch.bool)
 PROPAGATING = {
     name: dataclasses.replace(recipe, propagate_nonfinite=True)
-    for name, recipe in QUANTIZED.items()
+    for name, recipe in (QUANTIZED | FP8_RECIPES).items()
 }
 #: What holds a NaN: rows of y, rows of dx and groups of dw that are NaN.
 REACHED = {
@@ -67,14 +67,14 @@ def assert_reached(got, place, row_scaled):
 
 @each("single", [True, False])
 @pytest.mark.parametrize("place", REACHED)
-@pytest.mark.parametrize("name", PROPAGATING)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_a_nan_reaches_what_it_was_quantized_with(name, place, single):
     got = run(PROPAGATING[name], place, single=single)
     assert_reached(got, place, name == "row-scaled")
 
 
 @each("backend", ["emulated:sm_90a", "emulated:sm_100a"])
-@pytest.mark.parametrize("name", PROPAGATING)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_on_kernels(name, backend):
     with cute_kernels.backend(backend):
         for place in ("x", "weight", "dy"):
@@ -87,7 +87,7 @@ def test_compiled(place):
     assert_reached(got, place, row_scaled=True)
 
 
-@pytest.mark.parametrize("name", PROPAGATING)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_where_an_operand_is_quantized_on_the_way(name):
     """Without gradients of the weight no product reads a columnwise copy."""
     layer = GroupedLinear(3, K, N, recipe=PROPAGATING[name]).requires_grad_(False)
@@ -100,9 +100,32 @@ def test_where_an_operand_is_quantized_on_the_way(name):
     assert_all_or_none(leaf.grad, FIRST)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", PROPAGATING)
 def test_numbers_keep_their_bits(name):
-    assert_all_same(run(PROPAGATING[name], None), run(QUANTIZED[name], None))
+    recipe = (QUANTIZED | FP8_RECIPES)[name]
+    assert_all_same(run(PROPAGATING[name], None), run(recipe, None))
+
+
+#: Where y, dx and dw are NaN for one element of an operand.
+EVERYTHING = slice(None)
+FP8_REACHED = {
+    "x": ((3, EVERYTHING), None, (0, EVERYTHING, 5)),
+    "dy": (None, (3, EVERYTHING), (0, 5)),
+    "weight": ((slice(13, 35), 3), (slice(13, 35), 5), None),
+}
+
+
+@each("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", FP8_REACHED)
+@pytest.mark.parametrize("name", FP8_RECIPES)
+def test_fp8_codes_keep_it_in_its_row_or_column(name, place, value):
+    """A NaN always, an infinity, as NaN, if the recipe says so."""
+    for recipe in (PROPAGATING, FP8_RECIPES) if value != value else (PROPAGATING,):
+        for got, where in zip(run(recipe[name], place, value), FP8_REACHED[place], strict=True):
+            want = torch.zeros(got.shape, dtype=torch.bool)
+            if where is not None:
+                want[where] = True
+            assert torch.equal(got.isnan(), want)
 
 
 @each("place", ["x", "weight", "dy"])

@@ -1,10 +1,18 @@
 """``torch.library.opcheck`` of the ops that take GroupedTensors."""
 
+import pytest
 import torch
 from torch.library import opcheck
 
 import grouped
-from tests.grouped.cases import EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, weight
+from tests.grouped.cases import (
+    ALL_RECIPES,
+    EVERY_FORMAT,
+    FORMATS,
+    RECIPES,
+    WEIGHT_FORMAT,
+    weight,
+)
 from tests.helpers import each, offsets, sample
 
 OFFS = offsets((5, 0, 8))
@@ -74,8 +82,6 @@ BY_OP = {
         )
     },
     "linear": {
-        "plain": lambda: linear(RECIPES["bf16"], leaf(G, N, K), None),
-        "quantized": lambda: linear(RECIPES["row-scaled"], leaf(G, N, K), leaf(G, N)),
         "W4A16": lambda: linear(RECIPES["bf16"], uniform(True), leaf(G, N)),
         "of a quantized weight": lambda: linear(RECIPES["nvfp4"], uniform(True), None),
     },
@@ -99,6 +105,12 @@ CASES += [
 ]
 
 
+CASES += [
+    ("linear", name, lambda r=r: linear(r, leaf(G, 2 * N, K), leaf(G, 2 * N)))
+    for name, r in ALL_RECIPES.items()
+]
+
+
 def registered():
     names = torch._C._dispatch_get_all_op_names()
     return {n.split("::")[1] for n in names if n.startswith("grouped::")}
@@ -108,6 +120,7 @@ def test_every_op_has_a_case():
     assert {name for name, _, _ in CASES} == registered()
 
 
+@pytest.mark.usefixtures("comparable")
 @each(
     ("name", "make"),
     [(name, make) for name, _, make in CASES],

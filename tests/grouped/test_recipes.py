@@ -12,6 +12,7 @@ from cute_kernels.capability import support
 from grouped import recipes
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
+from tests.grouped.cases import ALL_RECIPES
 from tests.helpers import each, sample
 
 NVFP4, MXFP8, FP8Block, FP8 = grouped.NVFP4, grouped.MXFP8, grouped.FP8Block, grouped.FP8
@@ -101,6 +102,8 @@ def test_roles_of_the_named_recipes():
     assert texts(recipes.FP8Current()) == ("fp8", "fp8", "fp8:dtype=e5m2")
     delayed = "fp8:scaling=delayed"
     assert texts(recipes.FP8Delayed()) == (delayed, delayed, "fp8:dtype=e5m2,scaling=delayed")
+    defaults = recipes.FP8Delayed()
+    assert (defaults.history_length, defaults.margin, defaults.algorithm) == (1024, 0, "max")
     hybrid = recipes.FP8Block(grad_dtype=E5M2, pow2_scales=False, amax_epsilon=0.5)
     rest = "pow2_scales=false,amax_epsilon=0.5"
     assert texts(hybrid) == (
@@ -199,6 +202,7 @@ def test_a_transformed_weight_is_refused_before_any_work(recipe):
     "recipe",
     [
         *(recipes.BF16(), recipes.NVFP4RowScaled(), recipes.FP8Block(pow2_scales=False)),
+        recipes.FP8Delayed(margin=1),
         Recipe(NVFP4(), W, NVFP4(stochastic_rounding=True)),
     ],
 )
@@ -207,5 +211,17 @@ def test_recipes_are_values(recipe):
     assert same == recipe and hash(same) == hash(recipe) and same.texts == recipe.texts
     with pytest.raises(AttributeError):
         recipe.input = None
+    assert recipe.takes_scales == isinstance(recipe, recipes.FP8Delayed)
     other = dataclasses.replace(recipe, propagate_nonfinite=True)
     assert other != recipe and other.texts == recipe.texts
+
+
+@each("recipe", ALL_RECIPES)
+def test_sizes_that_the_blocks_do_not_divide(recipe):
+    multiple = recipe.multiple
+    assert multiple == {"mxfp8": 32, None: 1}.get(recipe.weight and recipe.weight.name, 16)
+    GroupedLinear(2, multiple, 3 * multiple, recipe=recipe)
+    if multiple > 1:
+        for sizes in ((multiple // 2, multiple), (multiple, multiple + multiple // 2)):
+            with pytest.raises(ValueError, match=f"must be a multiple of {multiple}"):
+                GroupedLinear(2, *sizes, recipe=recipe)

@@ -1,7 +1,6 @@
 """``GroupedTensor`` as a tensor: metadata, views, copies, files, and what it refuses."""
 
 import copy
-import pickle
 import re
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import grouped
-from cute_kernels import UnsupportedError, capability
 from grouped import GroupedTensor, handlers
 from tests.grouped.cases import EVERY_FORMAT, FORMATS, OpCounter, bytes_of, parameter
 from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample, saved
@@ -186,25 +184,6 @@ def test_assigning_data_that_cannot_be_held():
     assert_same_buffers(bytes_of(p), before)
 
 
-@each(
-    ("fmt", "error", "match"),
-    [
-        (grouped.MXFP8(), UnsupportedError, "MXFP8 is not built yet"),
-        (grouped.NVFP4, TypeError, r"format record: NVFP4\(\)"),
-    ],
-    ids=["MXFP8", "the class"],
-)
-def test_formats_that_are_not_built(fmt, error, match, monkeypatch):
-    """No tensor of one can be made, neither from plain values nor from parts."""
-    rows = {key: archs for key, archs in capability._RUNS.items() if key[1] != "mxfp8"}
-    monkeypatch.setattr(capability, "_RUNS", rows)
-    w = make_weight()
-    with pytest.raises(error, match=match):
-        grouped.quantize(sample(3, 48, 64), fmt)
-    with pytest.raises(error, match=match):
-        GroupedTensor(w.shape, w.dtype, fmt, None, w.rowwise, w.columnwise)
-
-
 @each("requires_grad", [True, False])
 def test_views_of_parameters(requires_grad):
     p = parameter(requires_grad)
@@ -248,14 +227,6 @@ def test_to_another_dtype_keeps_the_bytes(fmt, dtype):
     for refused in (torch.float64, torch.int32):
         with pytest.raises(TypeError, match="dtype must be bfloat16 or float16 or float32"):
             x.to(refused)
-
-
-@every_format
-def test_to_meta(fmt):
-    got = make(fmt).to("meta")
-    assert type(got) is GroupedTensor and got.device.type == "meta"
-    assert got.rowwise.codes.is_meta and got.offs.is_meta and got.shape == (36, 64)
-    assert got.dequantize().shape == (36, 64)
 
 
 NEW = {
@@ -313,12 +284,6 @@ def test_a_file_keeps_aliases(fmt):
     x = make(fmt)
     a, b = saved([x, x.detach()], weights_only=True)
     assert pointers(a) == pointers(b)
-
-
-@every_format
-def test_pickle(fmt):
-    for x in (make(fmt), make_weight(fmt)):
-        assert_same(pickle.loads(pickle.dumps(x)), x)
 
 
 @every_format

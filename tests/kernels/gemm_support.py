@@ -293,6 +293,31 @@ def k_grouped(
     return Product(config, a, b, offs, rows, before, alpha=alpha)
 
 
+def wild(product: Product) -> Product:
+    """With every code, NaN and infinity included, and scales of every magnitude."""
+    generator = torch.Generator().manual_seed(3)
+    for operand in (product.a, product.b):
+        codes = operand.codes.view(torch.uint8)
+        drawn = torch.randint(0, 256, codes.shape, generator=generator).to(torch.uint8)
+        # Few NaN and infinities, so that some sums are finite; padding and tails stay as they are.
+        is_kept = torch.rand(codes.shape, generator=generator).gt(0.002)
+        is_kept &= ~drawn.view(operand.codes.dtype).float().isfinite()
+        is_kept |= (codes == 0xFF) | (codes == 0)
+        codes.copy_(torch.where(is_kept, codes, drawn))
+        scales = operand.scales
+        if scales is not None and scales.dtype == torch.uint8:
+            # Some of every scale; padding and what nothing was written to stay.
+            drawn = torch.randint(0, 256, scales.shape, generator=generator)
+            near = (scales + (drawn % 40 - 20)).clamp(1, 254)
+            is_any = torch.rand(scales.shape, generator=generator) < 0.004
+            new = torch.where(is_any, drawn, near).to(torch.uint8)
+            scales.copy_(torch.where((scales == 0) | (scales == 0xFF), scales, new))
+        elif scales is not None:
+            power = torch.randint(-20, 20, scales.shape, generator=generator).float().exp2()
+            scales.copy_(torch.where(scales.isfinite(), scales * power, scales))
+    return product
+
+
 def product_of(config: GemmConfig, sizes: list[int], n: int, k: int, tail: int = 0) -> Product:
     """``m_grouped``, or ``k_grouped`` with as many columns: those of A first."""
     if config.grouping == "k_grouped":

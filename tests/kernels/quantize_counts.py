@@ -50,7 +50,7 @@ def arguments(config: Any, x: torch.Tensor, offs: torch.Tensor) -> tuple[Any, ..
         row_amax if config.uses_row_amax else None,
         group_amax if config.uses_group_amax else None,
     )
-    return x, None, offs, *amaxes, *rowwise, *columnwise, None, None, None, NUM_SMS
+    return x, None, offs, *amaxes, *rowwise, *columnwise, *[None] * 5, NUM_SMS
 
 
 def count(config: Any, arch: str, x: torch.Tensor, offs: torch.Tensor) -> Counts:

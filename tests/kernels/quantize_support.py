@@ -29,7 +29,9 @@ NUM_SMS = 3
 #: NVFP4 keeps nothing of its second level besides amaxes.
 NO_RESULTS = (None, None)
 #: Nor does the quantizer by tiles give its amaxes.
-NO_TILE_RESULTS = (None, None, None)
+NO_TILE_RESULTS = (None,) * 5
+#: Of stochastic formats: all bits of both numbers matter but the last.
+SEED = torch.tensor([-0x0123456789ABCDF, 0x7EDCBA9876543210])
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("needs the CuTe DSL", allow_module_level=True)
@@ -118,9 +120,9 @@ def expected(
     """What the reference writes."""
     out = problem.buffers(fmt, rowwise, columnwise)
     asked = {name: value for name, value in out.items() if value is not None}
-    reference.quantize(
-        reference.Elements(problem.x), problem.groups, fmt, asked, reference.Given(given)
-    )
+    draws = reference.KeyedDraws(SEED, problem.x.shape[-1]) if fmt.is_stochastic else None
+    elements = reference.Elements(problem.x)
+    reference.quantize(elements, problem.groups, fmt, asked, reference.Given(given, draws=draws))
     return out
 
 
@@ -138,9 +140,8 @@ def run_tiles(
         group_amax = known["amax_t"] if config.uses_group_amax else None
         row_amax = known["amax"] if config.uses_row_amax else None
     copies = [out[name] for name in ("codes", "scales", "codes_t", "scales_t")]
-    compiled(config)(
-        *problem.inputs, row_amax, group_amax, *copies, *NO_TILE_RESULTS, NUM_SMS
-    )
+    rest = (*NO_TILE_RESULTS[:-1], SEED if fmt.is_stochastic else None, NUM_SMS)
+    compiled(config)(*problem.inputs, row_amax, group_amax, *copies, *rest)
     if config.rowwise:
         out["amax"] = row_amax if config.uses_row_amax else group_amax
     if config.columnwise:

@@ -85,29 +85,30 @@ def quantize(
 ) -> dict[str, Tensor]:
     """What the kernel writes over poison; amaxes of groups are given as the reference has them."""
     fmt = parse(config.format)
-    if isinstance(config, RowsConfig):
-        out = buffers_of(problem, fmt, True, False)
-        copy = (out["codes"], out["scales"])
-        compiled(config)(*problem.inputs, None, *copy, None, None, num_sms)
-        return out
-    out = buffers_of(problem, fmt, config.rowwise, config.columnwise)
+    out = buffers_of(problem, fmt, *directions_of(config))
     given, amax = scales_of(problem, fmt), None
     if fmt.takes_scale:
         amax = out["amax"]
     elif fmt.second_level is not None:
         given = expected(problem, fmt, True, False)["amax"]
         out["amax"] = given
-    names = ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale")
-    copies = map(out.get, names)
-    compiled(config)(*problem.inputs, None, given, *copies, amax, num_sms)
+    if isinstance(config, RowsConfig):
+        copies = map(out.get, ("codes", "scales", "scale_inv", "scale"))
+        compiled(config)(*problem.inputs, given, *copies, num_sms)
+        return out
+    copies = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
+    compiled(config)(*problem.inputs, None, given, *copies, amax, None, None, num_sms)
     return out
 
 
-def check(config: RowsConfig | TileConfig, problem: Problem, **options: Any) -> None:
-    ways = (True, False)
+def directions_of(config: RowsConfig | TileConfig) -> tuple[bool, bool]:
     if isinstance(config, TileConfig):
-        ways = (config.rowwise, config.columnwise)
-    want = expected(problem, parse(config.format), *ways)
+        return config.rowwise, config.columnwise
+    return True, False
+
+
+def check(config: RowsConfig | TileConfig, problem: Problem, **options: Any) -> None:
+    want = expected(problem, parse(config.format), *directions_of(config))
     with emulator.options(**options):
         assert_same_buffers(quantize(config, problem), want)
 
@@ -117,6 +118,21 @@ def ragged(case: str, dtype: str = "bfloat16") -> Problem:
     x = random_input((rows, cols), DTYPES[dtype])
     x[int(offs[-1]) :] = float("nan")
     return Problem(x, offs)
+
+
+def special(dtype: str, cols: int) -> Problem:
+    """NaN, infinities, denormals; amaxes of zero, infinity and less than FP8_MAX / FMAX."""
+    x = special_input(150, cols, DTYPES[dtype])
+    x[8::7, 48:64] = -float("nan")
+    tiny = torch.full((140, cols), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
+    tiny[:, ::3] *= -0.5
+    # Magnitudes on both sides of those where a power of two changes.
+    edges = torch.tensor([1.0, 1.75, 448.0, 57344.0])[:, None] * (1 + torch.arange(-2, 3) * 2**-23)
+    powers = torch.logspace(-8, 7, 8, 2.0)[: cols // 32]
+    finite = torch.zeros(40, cols)
+    finite[:, ::32] = edges.flatten().repeat(2)[:, None] * powers
+    finite = finite.clamp(max=torch.finfo(DTYPES[dtype]).max).to(DTYPES[dtype])
+    return Problem(torch.cat([x, tiny, finite]), ends(1, 2, 3, 40, 60, 150, 290, 330))
 
 
 def kernels() -> Iterator[Any]:
@@ -159,18 +175,7 @@ def test_other_dtypes(text: str, dtype: str) -> None:
     ],
 )
 def test_special_values(text: str, dtype: str) -> None:
-    """NaN, infinities, denormals; amaxes of zero, infinity and less than FP8_MAX / FMAX."""
-    x = special_input(150, 256, DTYPES[dtype])
-    x[8::7, 48:64] = -float("nan")
-    tiny = torch.full((140, 256), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
-    tiny[:, ::3] *= -0.5
-    # Magnitudes on both sides of those where a power of two changes.
-    edges = torch.tensor([1.0, 1.75, 448.0, 57344.0])[:, None] * (1 + torch.arange(-2, 3) * 2**-23)
-    finite = torch.zeros(40, 256)
-    finite[:, ::32] = edges.flatten().repeat(2)[:, None] * torch.logspace(-8, 7, 8, 2.0)
-    finite = finite.clamp(max=torch.finfo(DTYPES[dtype]).max).to(DTYPES[dtype])
-    problem = Problem(torch.cat([x, tiny, finite]), ends(1, 2, 3, 40, 60, 150, 290, 330))
-    check(TileConfig(text, dtype, "ragged", True, True, arch="sm_90a"), problem)
+    check(TileConfig(text, dtype, "ragged", True, True, arch="sm_90a"), special(dtype, 256))
 
 
 def test_amaxes_where_a_scale_changes() -> None:
@@ -212,12 +217,24 @@ def test_results_do_not_depend_on_the_grid() -> None:
 @pytest.mark.parametrize("text", SOME)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_code(arch: str, text: str, directions: str) -> None:
-    """Exact arithmetic, the hardware's conversions, no spills."""
     config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
-    kernel = compile_for_emulator(config, arch)
+    check_code(config, FORMATS[text])
+
+
+def check_code(config: RowsConfig | TileConfig, fmt: Format) -> None:
+    """Exact arithmetic, the hardware's conversions, no spills."""
+    kernel = compile_for_emulator(config, config.arch)
     assert not re.findall(r"\.ftz|\.approx|\bfma\.", kernel.ptx)
-    assert "cvt.rn.satfinite.e4m3x2.f32" in kernel.ptx
+    assert f"cvt.rn.satfinite.{fmt.element.name}x2.f32" in kernel.ptx
     assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
+
+
+@pytest.mark.parametrize("text", ["fp8", "fp8:dtype=e5m2", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_code_of_rows(arch: str, text: str) -> None:
+    fmt = parse(text)
+    config = RowsConfig.choose(fmt, QuantizeProblem("bfloat16", 4096), arch)
+    check_code(config, fmt)
 
 
 #: Format, dtype, warps a row and rows a warp: blocks of two lanes and of eight, several rows too.
@@ -228,6 +245,8 @@ ROWS = [
         ("mxfp8", "bfloat16", 1, 8),
         ("mxfp8:dtype=e5m2", "float16", 1, 1),
     ),
+    *(("fp8", "bfloat16", 1, 4), ("fp8", "float32", 2, 1)),
+    *(("fp8:dtype=e5m2", "bfloat16", 1, 1), ("fp8:dtype=e5m2", "float16", 1, 2)),
 ]
 
 
@@ -241,7 +260,7 @@ def test_rows(text: str, dtype: str, warps: int, rows: int) -> None:
             check(config, problem)
         else:
             assert rows > 1 and problem.x.shape[1] > 128
-    check(config, Problem(special_input(150, 128, DTYPES[dtype]), ends(3, 40, 150)))
+    check(config, special(dtype, 128))
     uniform = Problem(random_input((3, 140, 128), DTYPES[dtype]), None)
     check(RowsConfig(text, dtype, "uniform", warps, rows_per_warp=rows), uniform)
 
@@ -249,7 +268,7 @@ def test_rows(text: str, dtype: str, warps: int, rows: int) -> None:
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_rows_in_any_order(mode: dict) -> None:
     problem = Problem(random_input((300, 544), torch.bfloat16), ends(0, 130, 131, 290))
-    for text in ("fp8_block", "mxfp8"):
+    for text in ("fp8_block", "mxfp8", "fp8"):
         check(RowsConfig(text, "bfloat16", warps_per_row=2, arch="sm_90a"), problem, **mode)
 
 

@@ -40,7 +40,7 @@ KINDS = {
 E5M2 = torch.float8_e5m2
 _BYTES: tuple[Format, ...] = (
     *(FP8Block(), FP8Block(dtype=E5M2), FP8Block(block=(128, 128))),
-    *(MXFP8(), MXFP8(E5M2), MXFP8(block=(32, 32)), FP8(scaling="delayed")),
+    *(MXFP8(), MXFP8(E5M2), MXFP8(block=(32, 32)), FP8(), FP8(E5M2, "delayed")),
 )
 #: The same of formats of FP8 codes.
 BYTE_KINDS = {

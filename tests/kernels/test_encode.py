@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.reference.conversions import encode_e2m1, pack_codes
+from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, pack_codes
 from tests.helpers import DTYPES
+from tests.kernels.op_support import ARCHITECTURES
 from tests.kernels.quantize_support import compiled
 
 from tests.kernels.encode_kernel import EncodeConfig  # isort: skip
@@ -43,11 +44,34 @@ def check_codes(blocks: Tensor, factors: Tensor, dtype: str) -> None:
     assert torch.equal(encoded(EncodeConfig(dtype), blocks, factors), want)
 
 
-def encoded(config: EncodeConfig, blocks: Tensor, factors: Tensor) -> Tensor:
+def encoded(
+    config: EncodeConfig, blocks: Tensor, factors: Tensor, draws: Tensor | None = None
+) -> Tensor:
     """Codes of blocks (N, 16); zeros where there are none."""
     out = torch.zeros(len(blocks), 8, dtype=torch.uint8)
-    compiled(config)(blocks.view(torch.uint32), factors, out.view(torch.uint32))
+    drawn = torch.zeros(len(blocks), 16, dtype=torch.uint8) if draws is None else draws
+    words = (blocks.view(torch.uint32), factors, drawn.view(torch.uint32))
+    compiled(config)(*words, out.view(torch.uint32))
     return out
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_stochastic_codes_beside_every_border(arch: str) -> None:
+    """Numbers k/256 between two codes, and two ulps to either side, with bytes about 256 - k."""
+    low = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    step = torch.tensor([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0])
+    k, ulps = torch.arange(256), torch.arange(-2, 3, dtype=torch.int32)
+    y = (low[:, None] + step[:, None] * k / 256).flatten().clamp_min_(2.0**-100)
+    y = (y.view(torch.int32)[:, None, None] + ulps[:, None]).view(torch.float32)
+    draws = (256 - k.repeat(8))[:, None, None] + torch.tensor([-1, 0, 1, 100])
+    y, draws = y.expand(-1, -1, 4).flatten(), draws.expand(-1, 5, -1).flatten()
+    sign = 1.0 - 2.0 * (torch.arange(len(y)) % 3 == 0)
+    special = torch.tensor([0.0, -0.0, 1e30, -1e38, torch.inf, -torch.inf, torch.nan, 1e-45])
+    y, draws = torch.cat([y * sign, special.repeat(2)]), torch.cat([draws, torch.arange(16) * 17])
+    y, draws = y.view(-1, 16), draws.clamp(0, 255).to(torch.uint8).view(-1, 16)
+    config = EncodeConfig("float32", arch, is_stochastic=True)
+    got = encoded(config, y, torch.ones(len(y)), draws)
+    assert torch.equal(got, pack_codes(encode_e2m1_stochastic(y, draws)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,7 +11,7 @@ import pytest
 from cute_kernels.capability import UnsupportedError, support
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block
 from cute_kernels.gemm.choice import choose_config
-from cute_kernels.gemm.operands import OPERANDS, OperandKind, operand_of
+from cute_kernels.gemm.operands import OPERANDS, Tcgen05Kind, operand_of
 from cute_kernels.gemm.problem import GemmArguments, GemmConfig, GemmProblem
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.sm100.config import SM100_TILES, TMEM_COLUMNS, Sm100GemmConfig, Sm100Tile
@@ -54,10 +54,10 @@ def test_what_the_kinds_of_operands_say() -> None:
     assert (nvfp4.instruction_k, nvfp4.k_blocks_of_scale_tile, nvfp4.k_align) == (64, 1, 16)
     assert nvfp4.is_transposed and nvfp4.has_slots and not nvfp4.is_wgmma
     assert nvfp4.level_factor == 1 / 2688
-    assert (bf16.instruction_k, bf16.k_align, bf16.tcgen05) == (16, 8, None)
+    assert (bf16.instruction_k, bf16.k_align, bf16.tcgen05) == (16, 8, Tcgen05Kind("f16", 1))
     assert not (bf16.is_transposed or bf16.has_slots or bf16.is_block_scaled)
-    # A format to come: four MMAs share a tile of MXFP8's scales. FP8 has slots and no scales.
-    mxfp8, fp8 = OperandKind("mxfp8", MXFP8()), OPERANDS["fp8"]
+    # Four MMAs share a tile of MXFP8's scales. FP8 has slots and no scales.
+    mxfp8, fp8 = OPERANDS["mxfp8"], OPERANDS["fp8"]
     assert (mxfp8.instruction_k, mxfp8.k_blocks_of_scale_tile) == (32, 4)
     assert mxfp8.has_slots and not mxfp8.is_transposed and mxfp8.level_factor is None
     assert (fp8.instruction_k, fp8.is_block_scaled, fp8.has_slots) == (32, False, True)
@@ -68,6 +68,8 @@ def test_a_format_finds_its_kind_by_element_and_scale() -> None:
         assert operand_of(fmt) is OPERANDS["nvfp4"]
     for fmt in (FP8(), FP8(scaling="delayed")):
         assert operand_of(fmt) is OPERANDS["fp8"]
+    # Scales of squares are repeated in tiles.
+    assert operand_of(MXFP8(block=(32, 32))) is OPERANDS["mxfp8"]
     for block, squares in (((1, 128), False), ((128, 128), True)):
         for fmt in (FP8Block(block), FP8Block(block, pow2_scales=False)):
             kind = operand_of(fmt)
@@ -76,8 +78,10 @@ def test_a_format_finds_its_kind_by_element_and_scale() -> None:
                 True,
                 squares,
             )
-    with pytest.raises(UnsupportedError, match="multiplies operands of mxfp8"):
-        operand_of(MXFP8())
+    other = dataclasses.make_dataclass("Other", [], bases=(MXFP8,), frozen=True)
+    other.scale = NVFP4.scale
+    with pytest.raises(UnsupportedError, match="no grouped GEMM kernel multiplies"):
+        operand_of(other())
 
 
 @pytest.mark.parametrize("cls", [Sm90GemmConfig, Sm100GemmConfig])
@@ -98,7 +102,8 @@ def test_arrivals_count_every_warp_once() -> None:
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"operand": "mxfp8"}, "operand"),
+        ({"operand": "int8"}, "operand"),
+        ({"operand": "fp8_block"}, "no kernel for fp8_block yet"),
         ({"out_dtype": "float64"}, "out_dtype"),
         ({"grouping": "n_grouped"}, "grouping"),
         ({"tile": Sm100Tile(64, 64)}, "tile"),
@@ -109,7 +114,6 @@ def test_arrivals_count_every_warp_once() -> None:
         ({"zero_tail": True, "accumulate": True}, "zero_tail"),
         ({"grouping": "k_grouped", "tile": Sm100Tile(128, 32, swap_ab=True)}, "swap_ab"),
         ({"grouping": "k_grouped", "tile": Sm100Tile(128, 128, swap_partial=True)}, "swap_partial"),
-        ({"operand": "bfloat16", "tile": Sm100Tile(128, 128, swap_partial=True)}, "swap_partial"),
     ],
 )
 def test_meaningless_configurations_are_refused(fields: dict, message: str) -> None:

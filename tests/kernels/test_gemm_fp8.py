@@ -6,34 +6,26 @@ Runs on the emulator, and again on a Hopper GPU where there is one.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-import cute_kernels
-import grouped
 from cute_kernels import emulator
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
-from cute_kernels.gemm.sm100.config import Sm100GemmConfig
-from grouped.nn import GroupedLinear
-from tests.helpers import assert_same_bytes, offsets, sample
+from tests.helpers import assert_same_bytes
 from tests.kernels.gemm_support import (
     SHAPES,
     WGRAD_SHAPES,
-    Product,
     check_modes,
     check_zeroed_tails,
     k_grouped,
     m_grouped,
+    wild,
 )
 from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.test_gemm_sm90 import DEVICES, K_TILES, M_TILES, name_of
-
-if TYPE_CHECKING:
-    from cute_kernels.formats import Format
 
 SQUARES = "fp8_block:block=128x128"
 FAST = Sm90GemmConfig("fp8", tile=M_TILES["256x32"])
@@ -105,24 +97,6 @@ WGRADS = {
 @pytest.fixture(params=DEVICES, ids=["emulated", "gpu"][: len(DEVICES)])
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-def wild(product: Product) -> Product:
-    """With every code, NaN and infinity included, and scales of every magnitude."""
-    generator = torch.Generator().manual_seed(3)
-    for operand in (product.a, product.b):
-        codes = operand.codes.view(torch.uint8)
-        drawn = torch.randint(0, 256, codes.shape, generator=generator).to(torch.uint8)
-        # Few NaN and infinities, so that some sums are finite; padding and tails stay as they are.
-        is_kept = torch.rand(codes.shape, generator=generator).gt(0.002)
-        is_kept &= ~drawn.view(operand.codes.dtype).float().isfinite()
-        is_kept |= (codes == 0xFF) | (codes == 0)
-        codes.copy_(torch.where(is_kept, codes, drawn))
-        if operand.scales is not None:
-            scales = operand.scales
-            power = torch.randint(-20, 20, scales.shape, generator=generator).float().exp2()
-            scales.copy_(torch.where(scales.isfinite(), scales * power, scales))
-    return product
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -220,40 +194,6 @@ def test_more_groups_than_a_window_of_the_scheduler() -> None:
         product.check(2)
 
 
-@pytest.mark.parametrize("fmt", [grouped.FP8Block(), grouped.FP8()], ids=["block", "group"])
-def test_quantizing_and_multiplying_in_one_op(fmt: Format) -> None:
-    torch.manual_seed(0)
-    x, offs = sample(150, 144), offsets((20, 0, 130))
-    squares = grouped.FP8Block(block=(128, 128)) if fmt.scale is not None else fmt
-    recipe = grouped.recipes.Recipe(input=fmt, weight=squares, grad_output=fmt)
-    with cute_kernels.backend("reference"):
-        w = grouped.quantize(sample(3, 48, 144), squares)
-    found = []
-    for name in ("reference:sm_90a", "emulated:sm_90a"):
-        with cute_kernels.backend(name):
-            found.append(grouped.linear(x, w, None, offs, recipe))
-            apart = grouped.grouped_gemm(grouped.quantize(x, fmt, offs=offs), w)
-        assert_same_bytes(found[-1], apart)
-    assert_same_bytes(*found)
-
-
-@pytest.mark.parametrize("name", ["FP8Block", "FP8Current", "FP8Delayed"])
-def test_training_with_a_recipe(name: str) -> None:
-    found = []
-    for backend in ("reference:sm_90a", "emulated:sm_90a"):
-        torch.manual_seed(1)
-        recipe = getattr(grouped.recipes, name)()
-        layer = GroupedLinear(3, 128, 144, recipe=recipe, dtype=torch.bfloat16)
-        x = sample(150, 128).requires_grad_()
-        with cute_kernels.backend(backend):
-            for _ in range(2):
-                y = layer(x, offsets((20, 0, 130)))
-                y.float().square().mean().backward()
-        found.append([y, x.grad, *(p.grad for p in layer.parameters())])
-    for want, got in zip(*found, strict=True):
-        assert_same_bytes(got.detach(), want.detach())
-
-
 @pytest.mark.parametrize(
     "fields, message",
     [
@@ -269,11 +209,6 @@ def test_training_with_a_recipe(name: str) -> None:
 def test_meaningless_configurations_are_refused(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sm90GemmConfig(**{"tile": M_TILES["128x128"], **fields})
-
-
-def test_other_architectures_have_no_kernel() -> None:
-    with pytest.raises(ValueError, match="no kernel for fp8"):
-        Sm100GemmConfig("fp8")
 
 
 @pytest.mark.parametrize("config", [FAST, SPLIT, BLOCK, WGRAD], ids=lambda c: c.operand)

@@ -39,6 +39,7 @@ from tests.kernels.quantize_support import (
 )
 
 ROW_SCALED, SQUARE = NVFP4(row_scaled=True).text, NVFP4(block=(16, 16)).text
+STOCHASTIC = NVFP4(stochastic_rounding=True).text
 #: Row-scaled and from bf16, unless a test says otherwise.
 Rows = functools.partial(RowsConfig, ROW_SCALED, dtype="bfloat16")
 #: With amaxes of groups, which only sm_90a has by rows.
@@ -63,6 +64,8 @@ VARIANTS: dict[str, dict] = {
     "row-scaled and columnwise": {"format": ROW_SCALED, "columnwise": True},
     "square": {"format": SQUARE},
     "square, both": {"format": SQUARE, "columnwise": True},
+    "stochastic": {"format": STOCHASTIC, "columnwise": True},
+    "stochastic, square": {"format": f"{SQUARE},stochastic_rounding", "columnwise": True},
 }
 
 
@@ -220,7 +223,10 @@ def test_more_than_a_thousand_groups(kind: str) -> None:
     ("arch", "variant", "cols"),
     [
         # Two more column tiles than stages for one CTA.
-        *((ARCH, v, 1040) for v in ("both", "row-scaled and columnwise", "square, both")),
+        *(
+            (ARCH, v, 1040)
+            for v in ("both", "row-scaled and columnwise", "square, both", "stochastic")
+        ),
         ("sm_90a", "both", 528),
     ],
 )

@@ -101,34 +101,6 @@ def test_the_table_of_transformer_engine(dtype):
     assert not history[:-1].any() and history[-1, 0] == 0 and history[-1, 4] == 1.5
 
 
-def test_a_slot_that_saw_nothing_neither_rolls_nor_changes():
-    history, scale = torch.tensor([[0.0, 2.0], [5.0, 5.0], [7.0, 7.0]]), torch.tensor([3.0, 3.0])
-    grouped.delayed_scaling_update(history, scale, E4M3)
-    assert history.T.tolist() == [[0.0, 5.0, 7.0], [0.0, 7.0, 2.0]]
-    # The amax that leaves the history counts for the last time: the last L of them do.
-    assert scale.tolist() == [3.0, 64.0]
-
-
-def test_the_length_is_the_number_of_amaxes_that_count():
-    history, scale = torch.zeros(3, 1), torch.ones(1)
-    found = []
-    for amax in (8.0, 1.0, 2.0, 1.0, 1.0, 1.0):
-        history[0] = amax
-        grouped.delayed_scaling_update(history, scale, E4M3)
-        found.append(448 / scale.item())
-    assert found == [8.0, 8.0, 8.0, 2.0, 2.0, 1.0]
-
-
-def test_an_infinity_keeps_the_scale_until_it_left_the_history():
-    history, scale = torch.zeros(2, 1), torch.tensor([5.0])
-    found = []
-    for amax in (INF, 1.0, 1.0):
-        history[0] = amax
-        grouped.delayed_scaling_update(history, scale, E4M3)
-        found.append(scale.item())
-    assert found == [5.0, 5.0, 448.0]
-
-
 def arguments(**changes):
     base = {"amax_history": torch.rand(4, 3), "scale": torch.ones(3), "fmt": E4M3}
     return base | changes

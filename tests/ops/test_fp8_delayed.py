@@ -16,7 +16,6 @@ from tests.helpers import (
     many_groups,
     offsets,
     ops,
-    poisoned,
     sample,
     saved,
     weird_values,
@@ -152,34 +151,6 @@ def test_it_decodes_to_code_times_the_inverse(dtype, direction):
         got = q.dequantize(out, direction)
         assert_same_bytes(got[:68], values.to(out))
         assert not got[68:].any()
-
-
-def test_the_bits_are_those_of_current_scaling_with_its_own_scale():
-    x, w = sample(40, 64), sample(3, 48, 64)
-    for value, options in ((x, {"offs": [10, 10, 40]}), (w, {})):
-        current = grouped.quantize(value, FP8(), columnwise=True, **options)
-        scale = current.rowwise.scale
-        delayed = grouped.quantize(value, E4M3, columnwise=True, scale=scale, **options)
-        for direction in ("rowwise", "columnwise"):
-            pairs = zip(getattr(current, direction), getattr(delayed, direction), strict=True)
-            assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
-
-
-def test_what_is_not_written_stays():
-    x, offs = sample(60, 32), offsets((20, 0, 30))
-    q = grouped.quantize(x, E4M3, offs=offs, scale=torch.ones(3), columnwise=True)
-    out = [*q.rowwise][:1] + [*q.columnwise]
-    out = [poisoned(t) for t in out]
-    made = dict(zip(("codes", "codes_t", *E4M3.buffer_names(False)[1:]), out, strict=True))
-    order = dict.fromkeys((*E4M3.buffer_names(False), *E4M3.buffer_names(True)))
-    ops.grouped_quantize_out(
-        x, E4M3.text, offs, None, True, True, torch.ones(3), out=[made[n] for n in order]
-    )
-    assert_same_bytes(
-        made["codes"][50:].view(torch.uint8).contiguous(),
-        poisoned(q.rowwise.codes)[50:].view(torch.uint8).contiguous(),
-    )
-    assert_same_bytes(made["codes"][:50].contiguous(), q.rowwise.codes[:50].contiguous())
 
 
 # GroupedTensor

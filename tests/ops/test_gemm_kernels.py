@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cute_kernels
+from cute_kernels.formats import parse
 from cute_kernels.gemm.sm100.config import SM100_TILES
 from cute_kernels.ops import registry
 from cute_kernels.ops.launch.gemm import force_tile
@@ -35,11 +36,16 @@ def garbage():
     torch.use_deterministic_algorithms(False)
 
 
-def quantized(text):
+def quantized(text, weights="nvfp4"):
     offs = offsets(SPLITS)
-    x = ops.grouped_quantize(sample(sum(SPLITS) + TAIL, 64), text, offs)
-    w = ops.grouped_quantize(sample(len(SPLITS), 40, 64), "nvfp4")
-    return m_grouped_arguments(x, w, offs, a_format=text)
+    x, w = (
+        ops.grouped_quantize(x, fmt, o)[: len(parse(fmt).operand_names(columnwise=False))]
+        for x, fmt, o in (
+            (sample(sum(SPLITS) + TAIL, 64), text, offs),
+            (sample(len(SPLITS), 40, 64), weights, None),
+        )
+    )
+    return m_grouped_arguments(x, w, offs, a_format=text, b_format=weights)
 
 
 def plain():
@@ -51,6 +57,8 @@ PRODUCTS = {
     "nvfp4": lambda: quantized("nvfp4"),
     "row-scaled": lambda: quantized(NVFP4_TEXTS["row-scaled"]),
     "bf16": plain,
+    "mxfp8": lambda: quantized("mxfp8", "mxfp8:dtype=e5m2"),
+    "fp8": lambda: quantized("fp8:dtype=e5m2", "fp8"),
 }
 
 

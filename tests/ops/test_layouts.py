@@ -122,6 +122,12 @@ def alpha():
 
 CALLS = {
     "offsets": ("compute_offsets", lambda: (torch.tensor([3, 0, 4]), 2)),
+    "routing": ("compute_routing", lambda: (torch.tensor([[3, 0], [4, 1]]), 4)),
+    "gather": ("moe_gather", lambda: (x(), torch.tensor([2, 0, -1], dtype=torch.int32))),
+    "combine": (
+        "moe_combine",
+        lambda: (x(), torch.tensor([[2, 0], [-1, 1]], dtype=torch.int32), torch.rand(2, 2)),
+    ),
     "amax": ("grouped_amax", lambda: (x(), OFFS)),
     "uniform amax": ("grouped_amax", lambda: (w(),)),
     "dbias": ("grouped_dbias", lambda: (x(37), OFFS)),

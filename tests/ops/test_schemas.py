@@ -108,6 +108,16 @@ def fp8_cases(a, b):
     ]
 
 
+def inverse(top_k):
+    """What ``moe_gather`` takes for rows that were turned around, but for one without a token."""
+    order = torch.arange(ROWS * top_k - 1, -1, -1, dtype=torch.int32)
+    row = order.clone().view(ROWS, top_k)
+    row[4, 0] = -1
+    token = order // top_k
+    token[(ROWS - 5) * top_k + top_k - 1] = -1
+    return token, row
+
+
 F32 = torch.float32
 HADAMARD, STOCHASTIC = "nvfp4:hadamard", "nvfp4:block=16x16,stochastic_rounding"
 #: No amax, and both directions.
@@ -124,6 +134,12 @@ BY_OP = {
     "compute_offsets": {
         "default": lambda: (torch.tensor([3, 0, 4]),),
         "int64": lambda: (torch.tensor([3, 0, 4]), 16, torch.int64),
+    },
+    "compute_routing": {"wild ids": lambda: (torch.tensor([[3, 0], [-1, 2], [7, 3]]), 4)},
+    "moe_gather": {"inverse": lambda: (x(grad=True), *inverse(2)), "alone": lambda: (x(), OFFS)},
+    "moe_combine": {
+        "weights": lambda: (w(30, 8, grad=True), inverse(2)[1], w(15, 2, grad=True), F32),
+        "sum": lambda: (x(dtype=torch.bfloat16), inverse(1)[1]),
     },
     "grouped_amax": {"ragged": lambda: (x(), OFFS), "uniform": lambda: (w(2, 5, 16),)},
     "grouped_dbias": {"ragged": lambda: (x(dtype=torch.bfloat16), OFFS)},
@@ -306,24 +322,6 @@ def test_the_function_without_the_dispatcher_is_the_op(name, make):
     want = getattr(ops, name)(*arguments)
     assert type(got) is type(want)
     assert_all_same(tensors(got), tensors(want))
-
-
-@each("text", NVFP4_TEXTS)
-@each(("rowwise", "columnwise"), [(True, False), (False, True), (True, True)])
-def test_a_list_of_outputs_has_what_is_asked_and_no_more(text, rowwise, columnwise):
-    data = x(48)
-    got = ops.grouped_quantize(data, text, OFFS, None, rowwise, columnwise)
-    both = ops.grouped_quantize(data, text, OFFS, *BOTH)
-    want = both[:3] * rowwise + both[3:] * columnwise
-    assert isinstance(got, list)
-    assert_all_same(got, want)
-
-
-def test_rows_of_codes_are_16_bytes_apart():
-    codes = ops.grouped_quantize(x(48), "nvfp4", OFFS)[0]
-    assert codes.shape == (ROWS, 24) and codes.stride() == (32, 1)
-    codes = ops.grouped_quantize(w(2, 5, 16), "nvfp4")[0]
-    assert codes.shape == (2, 5, 8) and codes.stride() == (80, 16, 1)
 
 
 def test_out_form_takes_any_pitch():

@@ -29,7 +29,9 @@ from tests.unit.test_capability import FORMATS
 SCALED = {fmt for fmt in FORMATS if fmt is not None and fmt.takes_scale}
 #: What no call says: a format of an op that takes none, or none of one that quantizes or decodes.
 UNSAYABLE = {
-    *itertools.product(("compute_offsets", "grouped_amax", "grouped_dbias"), FORMATS[1:]),
+    *itertools.product(
+        (op for op in OPS if (op, None) in capability._RUNS and op != "grouped_gemm"), FORMATS[1:]
+    ),
     *itertools.product(
         ("grouped_quantize", "grouped_dequantize", "grouped_gemm_w4a16"), FORMATS[:1]
     ),
@@ -148,6 +150,9 @@ def delayed_scaling_update(fmt, dtype):
 CALLS = {
     "delayed_scaling_update": delayed_scaling_update,
     "compute_offsets": lambda fmt, dtype: ops.compute_offsets(torch.tensor([4, 0, 2]).to(dtype)),
+    "compute_routing": lambda fmt, dtype: ops.compute_routing(torch.ones(3, 2).to(dtype), 4),
+    "moe_gather": lambda fmt, dtype: ops.moe_gather(torch.ones(6, K).to(dtype), OFFS),
+    "moe_combine": lambda fmt, dtype: ops.moe_combine(torch.ones(6, K).to(dtype), OFFS[:, None]),
     "grouped_amax": lambda fmt, dtype: ops.grouped_amax(torch.ones(6, K).to(dtype), OFFS),
     "grouped_dbias": lambda fmt, dtype: ops.grouped_dbias(torch.ones(6, K).to(dtype), OFFS),
     "grouped_quantize": grouped_quantize,

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from cute_kernels.formats import parse
-from cute_kernels.layout.buffers import buffers
 from tests.helpers import (
     dequantize_arguments,
+    each,
     ends,
     k_grouped_arguments,
     m_grouped_arguments,
@@ -27,24 +26,14 @@ NO_ROWS_SHAPES = {
 every_text = pytest.mark.parametrize("text", NO_ROWS_SHAPES)
 
 
-@every_text
-@pytest.mark.parametrize("rows", [0, 200])
-def test_quantize_without_live_rows(rows, text):
-    x = torch.full((rows, 64), torch.nan)
-    outputs = ops.grouped_quantize(x, text, NO_ROWS, columnwise=True)
-    specs = buffers(parse(text), (rows, 64), 3, columnwise=True)
-    assert [tuple(t.shape) for t in outputs] == [spec.shape for spec in specs.values()]
-    assert not any(t.view(torch.uint8).any() for t in outputs)
-
-
 @pytest.mark.parametrize(("text", "shapes"), NO_ROWS_SHAPES.items(), ids=NO_ROWS_SHAPES)
 def test_quantize_uniform_groups_of_no_rows(text, shapes):
     outputs = ops.grouped_quantize(torch.ones(2, 0, 64), text, columnwise=True)
     assert [tuple(t.shape) for t in outputs] == shapes
 
 
-@pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("uniform", [False, True])
+@each("columnwise", [False, True])
+@each("uniform", [False, True])
 @every_text
 def test_dequantize_no_rows(text, columnwise, uniform):
     x = torch.ones(*((3, 0) if uniform else (0,)), 64)
@@ -55,7 +44,7 @@ def test_dequantize_no_rows(text, columnwise, uniform):
     assert out.shape == x.shape
 
 
-@pytest.mark.parametrize("shape", [(0, 16), (5, 0), (2, 5, 0), (2, 0, 16)])
+@each("shape", [(0, 16), (5, 0), (2, 5, 0), (2, 0, 16)])
 def test_amax_of_nothing_is_zero(shape):
     offs = None if len(shape) == 3 else ends(0, 0)
     assert ops.grouped_amax(torch.ones(shape), offs).tolist() == [0.0, 0.0]

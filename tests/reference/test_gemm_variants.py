@@ -145,26 +145,6 @@ def test_four_over_six_as_tensor_cores_add(core):
     assert_same_bytes(got, want)
 
 
-@pytest.mark.parametrize("texts", [(TRANSFORMED, "nvfp4"), ("nvfp4", TRANSFORMED)])
-def test_transforms_that_do_not_cancel(texts):
-    copies = [
-        copy_of(t, sum(SPLITS), c, columnwise=True) for t, c in zip(texts, (N, K), strict=True)
-    ]
-    names = dict(zip(("a_format", "b_format"), texts, strict=True))
-    with pytest.raises(ValueError, match="transformed alike along the rows that are contracted"):
-        ops.k_grouped_gemm(*k_grouped_arguments(*copies, OFFS, **names))
-
-
-@pytest.mark.parametrize("a_text", ["nvfp4", TRANSFORMED, None])
-def test_dgrad_by_a_transformed_weight(a_text):
-    """The rows of dy are not transformed along their columns, whatever else they are."""
-    weight = copy_of(TRANSFORMED, 3, N, K, columnwise=True)
-    a = sample(sum(SPLITS), N) if a_text is None else copy_of(a_text, sum(SPLITS), N)
-    names = {"a_format": a_text or "nvfp4", "b_format": TRANSFORMED}
-    with pytest.raises(ValueError, match="transformed alike"):
-        ops.m_grouped_gemm(*m_grouped_arguments(a, weight, OFFS, transpose_b=True, **names))
-
-
 def test_w4a16_reads_variants():
     x = sample(sum(SPLITS), K)
     for text in (TRANSFORMED, STOCHASTIC, BOUNDS[256], BOUNDS[448], SQUARES):

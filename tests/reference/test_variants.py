@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-import grouped
 from cute_kernels import reference
 from cute_kernels.formats import parse
 from cute_kernels.layout.slots import uniform_tiles
@@ -15,11 +14,9 @@ from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.hadamard import transform
 from tests.helpers import (
     SPLITS,
-    assert_same_buffers,
     assert_same_bytes,
     dequantize_arguments,
     ends,
-    many_groups,
     offsets,
     ops,
     poisoned,
@@ -35,7 +32,6 @@ from tests.reference.oracle_variants import (
     Stochastic,
     StochasticHadamard,
     block_bytes,
-    hadamard16,
     undo_hadamard,
 )
 
@@ -201,15 +197,6 @@ def test_the_order_of_a_transform_is_the_stated_one():
         check(x.bfloat16(), offsets((16,)), VARIANTS["hadamard"])
 
 
-@pytest.mark.parametrize("spread", [0, 5, 12])
-def test_a_transform_of_close_exponents_is_that_of_real_numbers(spread):
-    exponents = torch.randint(0, spread + 1, (16, 512))
-    x = ((torch.rand(16, 512) + 1).bfloat16().float().clamp_max(1.9921875)) * exponents.exp2()
-    t = torch.tensor(SIGNS)[:, None] * torch.from_numpy(hadamard16()) / 4
-    assert torch.equal(transform(x).double(), t.T @ x.double())
-    assert torch.equal(t @ t.T, torch.eye(16, dtype=torch.float64))
-
-
 @EACH
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("uniform", [False, True])
@@ -267,38 +254,6 @@ def test_missing_rows_of_the_last_chunk_come_back_too():
         )
     assert_same_bytes(found[0], found[1][:5])
     assert (found[0] - x.float()).norm() < 0.2 * x.float().norm()
-
-
-@pytest.mark.parametrize("name", ["hadamard", "both", "stochastic squares", "4over6 squares"])
-def test_many_groups(name):
-    """Members of over a thousand groups are what each alone is, by the bytes of its place."""
-    variant, offs = VARIANTS[name], many_groups()
-    fmt, total = parse(variant.text), int(offs[-1])
-    x = sample(total, 16)
-    whole = grouped.quantize(x, fmt, offs=offs, columnwise=True, seed=variant.seed)
-    keyed = None if variant.seed is None else reference.KeyedDraws(variant.seed, 16)
-    names = fmt.buffer_names(False) + fmt.buffer_names(True)
-    for g in (0, 1, 2, 699, 700, 1399, 1400, 1450, 1499):
-        end, start = int(offs[g]), int(offs[g - 1]) if g else 0
-        rows, groups = x[start:end], Groups.ragged(ends(end - start), end - start)
-        draws = None
-        if keyed is not None:
-            tile = start // 128 + g
-            tiles = keyed.tiles(torch.arange(tile, tile + groups.num_tiles))
-            slots = tiles.movedim(-1, 2).reshape(-1, 16)
-            draws = reference.GivenDraws(keyed.rows(torch.arange(start, end)), slots)
-        like = ops.grouped_quantize(
-            rows, variant.text, ends(end - start), None, True, True, None, variant.seed
-        )
-        out = dict(zip(names, like, strict=True))
-        given = reference.Given(draws=draws)
-        reference.quantize(reference.Elements(rows), groups, fmt, out, given)
-        alone = grouped.quantize(
-            rows, fmt, offs=ends(end - start), columnwise=True, seed=variant.seed
-        )
-        for name in names:
-            getattr(alone, f"_{name}").copy_(out[name])
-        assert_same_buffers(vars(whole.member(g)), vars(alone.member(0)))
 
 
 def test_non_contiguous_views():

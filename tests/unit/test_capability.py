@@ -217,7 +217,7 @@ def test_quantizing_needs_a_format(op):
     assert "needs a format" in support(op, None, "reference").reason
 
 
-@each("op", ["compute_offsets", "grouped_amax", "grouped_dbias"])
+@each("op", ["compute_offsets", "grouped_amax", "grouped_dbias", "moe_combine"])
 def test_reductions_take_no_format(op):
     assert "plain tensors" in support(op, NVFP4(), "reference").reason
 
@@ -261,11 +261,11 @@ def test_the_printed_table_says_what_support_says():
     }
     for op, (title, (fmt, dtype)) in itertools.product(OPS, rows.items()):
         prepacked = title.startswith("prepacked")
-        if op == "compute_offsets":
+        if op.startswith("compute_"):
             dtype = dtype and torch.int32
         facts = {"dtype": dtype, "prepacked": prepacked}
         answers = [bool(support(op, fmt, arch, **facts)) for arch in ARCHITECTURES]
-        if op == "compute_offsets" and fmt is None:
+        if op.startswith("compute_") and fmt is None:
             title = "int32"
         assert cells.get((op, title), [False] * len(ARCHITECTURES)) == answers
 

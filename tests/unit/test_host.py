@@ -1,5 +1,6 @@
 """Settings, trust in files, and locks: what every part needs of the host."""
 
+import importlib.metadata
 import os
 import signal
 import threading
@@ -7,6 +8,8 @@ import time
 
 import pytest
 
+import grouped
+from cute_kernels.__main__ import report
 from cute_kernels.host import settings
 from cute_kernels.host.locks import ForkSafeLock
 from cute_kernels.host.trust import make_folder, open_folder, read_file, write_file
@@ -174,3 +177,20 @@ def test_a_lock_of_the_forking_thread_stays_its_own():
 
     with lock:
         assert in_child(work) == 0
+
+
+def test_report_says_what_a_bug_report_needs(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUTE_KERNELS_BACKEND", "nope")
+    pairs = dict(report())
+    assert pairs["grouped-kernels"].startswith(grouped.__version__)
+    assert pairs["torch"] == importlib.metadata.version("torch")
+    assert pairs["kernel cache"] == str(tmp_path)
+    assert "nope" in pairs["backend of cpu tensors"]
+    assert pairs["CUTE_KERNELS_BACKEND"] == "nope"
+    monkeypatch.setattr(importlib.metadata, "version", _no_package)
+    assert dict(report())["nvidia-cutlass-dsl"] == "not installed"
+
+
+def _no_package(name):
+    raise importlib.metadata.PackageNotFoundError(name)

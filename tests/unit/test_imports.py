@@ -23,10 +23,11 @@ LAYERS = {
     "device": 3,
     "quantize": 4,
     "gemm": 4,
-    "runtime": 5,
-    "ops": 6,
-    "front": 7,
-    "grouped": 8,
+    "moe": 5,
+    "runtime": 6,
+    "ops": 7,
+    "front": 8,
+    "grouped": 9,
 }
 #: How a configuration names its kernel, which the runtime imports: ``"package.module:Name"``.
 NAMED = re.compile(r"((?:cute_kernels|grouped)(?:\.\w+)*):(\w+)")
@@ -207,7 +208,7 @@ def test_the_emulator_works_without_torch():
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "import cute_kernels\n"
-        "assert cute_kernels.__all__ == ['emulator']\n"
+        "assert cute_kernels.__all__ == ['__version__', 'emulator']\n"
         "assert cute_kernels.emulator.installed() is None\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

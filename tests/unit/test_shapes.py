@@ -53,28 +53,6 @@ def scale_offset(row, block, tiles_along_k):
     return tile * shapes.SF_TILE_BYTES + in_tile
 
 
-@given(st.integers(1, 4), st.integers(1, 9))
-def test_each_scale_has_a_byte_of_its_own_and_they_fill_the_tiles(row_tiles, tiles_along_k):
-    rows, blocks = row_tiles * shapes.SF_TILE_ROWS, tiles_along_k * shapes.SF_TILE_COLS
-    seen = {
-        scale_offset(row, block, tiles_along_k) for row in range(rows) for block in range(blocks)
-    }
-    assert seen == set(range(rows * blocks))
-    assert shapes.SF_TILE_BYTES * row_tiles * tiles_along_k == rows * blocks
-
-
-def test_places_of_scales_by_hand():
-    # One tile is 32 lines of 16 bytes; a line holds rows i, i + 32, i + 64, i + 96, 4 scales each.
-    assert scale_offset(0, 0, 3) == 0
-    assert scale_offset(0, 3, 3) == 3
-    assert scale_offset(1, 0, 3) == 16
-    assert scale_offset(32, 0, 3) == 4
-    assert scale_offset(127, 3, 3) == 511
-    assert scale_offset(0, 4, 3) == 512  # the next tile along K is adjacent
-    assert scale_offset(128, 0, 3) == 3 * 512
-    assert scale_offset(133, 6, 3) == 4 * 512 + 5 * 16 + 2
-
-
 @given(st.integers(1, 1 << 20), st.sampled_from([16, 32]))
 def test_scale_tiles_hold_every_block_and_waste_less_than_a_tile(elements, sf_vec_size):
     held = shapes.scale_tiles(elements, sf_vec_size) * shapes.SF_TILE_COLS * sf_vec_size

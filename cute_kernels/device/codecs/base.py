@@ -113,6 +113,25 @@ class Codec(abc.ABC):
             twist: 0, 2, 4 or 6, of codes of a byte 0 or 4: word i is that of row i ^ twist.
         """
 
+    def round_row(
+        self, words: Sequence[Uint32], factor: Float32, draws: Sequence[Uint32]
+    ) -> list[Uint32]:
+        """``encode_row``, rounded by the bytes of ``draws``, four words."""
+        raise NotImplementedError(f"{type(self).__name__} does not round stochastically")
+
+    def round_columns(
+        self,
+        words: Sequence[Uint32],
+        factors: Sequence[Float32],
+        draws: Sequence[Sequence[Uint32]],
+        twist: Int32 | int = 0,
+    ) -> list[list[Uint32]]:
+        """``encode_columns``, rounded by the bytes of ``draws``, four words a column.
+
+        A byte is that of the row of the same number, or with a ``twist`` of the word.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not round stochastically")
+
     # ------------------------------------------------------------------ decoding
 
     @abc.abstractmethod

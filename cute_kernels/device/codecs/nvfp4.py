@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cutlass import Float32, Uint16, Uint32
 
-from cute_kernels.device.codecs import nvfp4_sm90
+from cute_kernels.device.codecs import nvfp4_sm90, nvfp4_stochastic
 from cute_kernels.device.codecs.base import Codec
 from cute_kernels.device.codecs.pairs import REGISTERS, column_pairs, row_pairs
 from cute_kernels.device.convert import decode_e2m1, decode_e4m3_pair
@@ -137,8 +137,7 @@ class NVFP4Codec(Codec):
         half = len(words) // 2
         parts = (words[:half], words[half:])
         if self.arch == "sm_90a":
-            per_word = _HALF_BLOCK // half
-            places = [(w, i) for w in range(half) for i in range(per_word)]
+            places = _row_places(half)
             return [nvfp4_sm90.encode(part, places, factor, self.dtype) for part in parts]
         pairs = row_pairs(self.dtype, half)
         return [_encode(pairs, part, factor) for part in parts]
@@ -160,6 +159,31 @@ class NVFP4Codec(Codec):
                 codes.append([_encode(pairs, part, factor) for part in parts])
         return codes
 
+    def round_row(
+        self, words: Sequence[Uint32], factor: Float32, draws: Sequence[Uint32]
+    ) -> list[Uint32]:
+        """Two words of codes of sixteen elements that follow each other, see ``Codec``."""
+        half = len(words) // 2
+        parts = ((words[:half], draws[:2]), (words[half:], draws[2:]))
+        how, places = (self.dtype, self.arch), _row_places(half)
+        return [nvfp4_stochastic.encode(x, places, factor, r, *how) for x, r in parts]
+
+    def round_columns(
+        self,
+        words: Sequence[Uint32],
+        factors: Sequence[Float32],
+        draws: Sequence[Sequence[Uint32]],
+        twist: Int32 | int = 0,
+    ) -> list[list[Uint32]]:
+        """Two words of codes a column, see ``Codec``."""
+        parts = (words[:_HALF_BLOCK], words[_HALF_BLOCK:])
+        how, codes = (self.dtype, self.arch, twist), []
+        for c, factor in enumerate(factors):
+            places = [(w, c) for w in range(_HALF_BLOCK)]
+            drawn = zip(parts, (draws[c][:2], draws[c][2:]), strict=True)
+            codes.append([nvfp4_stochastic.encode(x, places, factor, r, *how) for x, r in drawn])
+        return codes
+
     def decode(self, words: Sequence[Uint32]) -> list[Float32]:
         """E2M1 codes as numbers, see ``Codec``."""
         return [number for word in words for number in decode_e2m1(word)]
@@ -171,6 +195,11 @@ class NVFP4Codec(Codec):
     def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:
         """fl(fl(scale * amax) * fl(1/2688)), see ``Codec``."""
         return (scale * level) * Float32(self.fmt.second_level.factor)
+
+
+def _row_places(words: int) -> list[tuple[int, int]]:
+    """Where each of eight elements is that follow each other in so many words."""
+    return [(w, i) for w in range(words) for i in range(_HALF_BLOCK // words)]
 
 
 def _encode(pairs: Sequence[Pair], words: Sequence[Uint32], factor: Float32) -> Uint32:

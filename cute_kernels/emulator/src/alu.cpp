@@ -16,36 +16,30 @@ static void convert_address(Warp& w, const Instruction& in, u32 mask) {
             [=](u64 a) { return from_generic ? a - window : a + window; });
 }
 
-// mov.bN d, {a, b, ...}.  128-bit values live in two consecutive registers.
+// mov.bN d, {a, b, ...}.
 static void pack(Warp& w, const Instruction& in, u32 mask) {
   const Operand& parts = operand(in, 1);
   const int bits = type_bits(in.type) / parts.count;
   u64* d = w.reg(operand(in, 0).reg);
-  u64 packed[2][32] = {};
+  u64 packed[32] = {};
   for (int i = 0; i < parts.count; i++) {
     u64 scratch[32];
     const Source s = source(w, element(parts, i), scratch);
     FOR_LANES (lane, mask)
-      packed[i * bits / 64][lane] |= zero_extend(s[lane], bits) << (i * bits % 64);
+      packed[lane] |= zero_extend(s[lane], bits) << (i * bits);
   }
-  FOR_LANES (lane, mask) {
-    d[lane] = packed[0][lane];
-    if (in.type == T_B128) d[32 + lane] = packed[1][lane];
-  }
+  FOR_LANES (lane, mask) d[lane] = packed[lane];
 }
 static void unpack(Warp& w, const Instruction& in, u32 mask) {
   const Operand& parts = operand(in, 0);
   const int bits = type_bits(in.type) / parts.count;
-  u64 scratch[32], packed[2][32] = {};
+  u64 scratch[32], packed[32] = {};
   const Source s = source(w, operand(in, 1), scratch);
-  FOR_LANES (lane, mask) {
-    packed[0][lane] = s[lane];
-    if (in.type == T_B128) packed[1][lane] = w.reg(operand(in, 1).reg + 1)[lane];
-  }
+  FOR_LANES (lane, mask) packed[lane] = s[lane];  // a part may be the source
   for (int i = 0; i < parts.count; i++)
     if (u64* d = target(w, element(parts, i)))
       FOR_LANES (lane, mask)
-        d[lane] = zero_extend(packed[i * bits / 64][lane] >> (i * bits % 64), bits);
+        d[lane] = zero_extend(packed[lane] >> (i * bits), bits);
 }
 
 static void select(Warp& w, const Instruction& in, u32 mask) {
@@ -55,14 +49,6 @@ static void select(Warp& w, const Instruction& in, u32 mask) {
     return zero_extend(((p & 1) ^ negated) ? a : b, bits);
   });
 }
-static void select_by_sign(Warp& w, const Instruction& in, u32 mask) {
-  each_lane(w, in, mask, [&](u64 a, u64 b, u64 c) {
-    if (in.type2 != T_F32) return (i32)c >= 0 ? a : b;
-    const float f = bits_float(c);
-    return ((in.flags & F_FTZ) ? flush_subnormal(f) : f) >= 0 ? a : b;
-  });
-}
-
 static void map_to_rank(Warp& w, const Instruction& in, u32 mask) {
   const u32 ranks = machine.cluster_size();
   each_lane(w, in, mask, [=](u64 a, u64 rank) {
@@ -70,17 +56,6 @@ static void map_to_rank(Warp& w, const Instruction& in, u32 mask) {
     return (a & ~0xff000000ull) | (u64)(u32)rank << 24;
   });
 }
-static void is_in_space(Warp& w, const Instruction& in, u32 mask) {
-  each_lane(w, in, mask, [&](u64 a) -> u64 {
-    switch (in.space) {
-      case SHARED: return is_shared_window(a);
-      case LOCAL: return a >= LOCAL_WINDOW;
-      case GLOBAL: return a < SHARED_WINDOW;
-    }
-    fail("isspacep of state space %d is not modelled", in.space);
-  });
-}
-
 static bool is_packed_float(u8 type) {
   return type == T_F16X2 || type == T_BF16X2 || type == T_F32X2;
 }
@@ -101,7 +76,6 @@ Status execute_alu(Warp& w, const Instruction& in, u32 mask) {
     case NEG:
     case MIN:
     case MAX:
-    case SAD:
       if (is_float(in.type) || is_packed_float(in.type))
         float_arithmetic(w, in, mask);
       else
@@ -113,21 +87,11 @@ Status execute_alu(Warp& w, const Instruction& in, u32 mask) {
     case RSQRT:
     case EX2:
     case LG2:
-    case SIN:
-    case COS:
-    case TANH:
-    case COPYSIGN: float_arithmetic(w, in, mask); return OK;
+    case TANH: float_arithmetic(w, in, mask); return OK;
     case CVT: convert(w, in, mask); return OK;
     case SETP: set_predicate(w, in, mask); return OK;
-    case SET: set_value(w, in, mask); return OK;
-    case TESTP: test_property(w, in, mask); return OK;
     case SELP: select(w, in, mask); return OK;
-    case SLCT: select_by_sign(w, in, mask); return OK;
     case MAPA: map_to_rank(w, in, mask); return OK;
-    case GETCTARANK:
-      each_lane(w, in, mask, [](u64 a) { return (a >> 24) & 0xff; });
-      return OK;
-    case ISSPACEP: is_in_space(w, in, mask); return OK;
     case SHFL:
     case VOTE:
     case MATCH:

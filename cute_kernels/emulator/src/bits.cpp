@@ -10,24 +10,13 @@ static u32 lut3(u32 a, u32 b, u32 c, u32 table) {
   return r;
 }
 
-static u32 permute_bytes(u32 a, u32 b, u32 selector, u8 mode) {
+static u32 permute_bytes(u32 a, u32 b, u32 selector) {
   const u64 bytes = (u64)b << 32 | a;
-  const u32 first = selector & 3;
   u32 r = 0;
   for (u32 i = 0; i < 4; i++) {
     const u32 nibble = (selector >> (4 * i)) & 0xf;
-    u32 index;
-    switch (mode) {
-      case 0: index = nibble & 7; break;
-      case 1: index = first + i; break;                   // f4e
-      case 2: index = first - i; break;                   // b4e
-      case 3: index = first; break;                       // rc8
-      case 4: index = std::max(first, i); break;          // ecl
-      case 5: index = std::min(first, i); break;          // ecr
-      default: index = (first & 1) * 2 + (i & 1); break;  // rc16
-    }
-    u32 byte = (bytes >> (8 * (index & 7))) & 0xff;
-    if (mode == 0 && (nibble & 8)) byte = (byte & 0x80) ? 0xff : 0;  // replicate the sign
+    u32 byte = (bytes >> (8 * (nibble & 7))) & 0xff;
+    if (nibble & 8) byte = (byte & 0x80) ? 0xff : 0;  // replicate the sign
     r |= byte << (8 * i);
   }
   return r;
@@ -47,22 +36,10 @@ static u64 insert_field(u64 a, u64 base, u32 position, u32 length, int bits) {
   const u64 field = zero_extend(~0ull, length) << position;
   return zero_extend((base & ~field) | ((a << position) & field), bits);
 }
-static u64 find_leading(u64 a, int bits, bool with_sign, bool shift_amount) {
-  u64 v = zero_extend(a, bits);
-  if (with_sign && (v >> (bits - 1))) v = zero_extend(~v, bits);
-  if (!v) return 0xffffffffu;
-  const u32 position = 63 - __builtin_clzll(v);
-  return shift_amount ? bits - 1 - position : position;
-}
 static u64 reverse_bits(u64 a, int bits) {
   u64 r = 0;
   for (int i = 0; i < bits; i++) r |= ((a >> i) & 1) << (bits - 1 - i);
   return r;
-}
-static u32 bit_mask(u32 start, u32 length, bool wrap) {
-  if (wrap) start &= 31, length &= 31;
-  if (start >= 32) return 0;
-  return (u32)(zero_extend(~0ull, std::min(length, 32u)) << start);
 }
 static u32 funnel_shift(const Instruction& in, u32 low, u32 high, u32 amount) {
   const u32 n = (in.flags & F_WRAP) ? amount & 31 : std::min(amount, 32u);
@@ -82,7 +59,6 @@ bool bit_manipulation(Warp& w, const Instruction& in, u32 mask) {
     case OR: return set([=](u64 a, u64 b) { return zero_extend(a | b, bits); });
     case XOR: return set([=](u64 a, u64 b) { return zero_extend(a ^ b, bits); });
     case NOT: return set([=](u64 a) { return zero_extend(~a, bits); });
-    case CNOT: return set([=](u64 a) { return (u64)(zero_extend(a, bits) == 0); });
     case LOP3: {
       const u32 table = in.sub;
       return set([=](u64 a, u64 b, u64 c) { return (u64)lut3(a, b, c, table); });
@@ -98,10 +74,7 @@ bool bit_manipulation(Warp& w, const Instruction& in, u32 mask) {
         return amount >= (u32)bits ? 0 : zero_extend(a, bits) >> amount;
       });
     case SHF: return set([&](u64 a, u64 b, u64 n) { return (u64)funnel_shift(in, a, b, n); });
-    case PRMT: {
-      const u8 mode = in.sub;
-      return set([=](u64 a, u64 b, u64 c) { return (u64)permute_bytes(a, b, c, mode); });
-    }
+    case PRMT: return set([](u64 a, u64 b, u64 c) { return (u64)permute_bytes(a, b, c); });
     case POPC: return set([=](u64 a) { return __builtin_popcountll(zero_extend(a, bits)); });
     case CLZ:
       return set([=](u64 a) {
@@ -117,23 +90,6 @@ bool bit_manipulation(Warp& w, const Instruction& in, u32 mask) {
       return set([=](u64 a, u64 base, u64 position, u64 length) {
         return insert_field(a, base, position & 0xff, length & 0xff, bits);
       });
-    case BFIND: {
-      const bool shift_amount = in.sub;
-      return set([=](u64 a) { return find_leading(a, bits, with_sign, shift_amount); });
-    }
-    case BMSK: {
-      const bool wrap = in.sub;
-      return set([=](u64 a, u64 n) { return (u64)bit_mask(a, n, wrap); });
-    }
-    case SZEXT: {
-      const bool wrap = in.sub;
-      return set([=](u64 a, u64 n) -> u64 {
-        const u32 width = wrap ? n & 31 : std::min<u32>((u32)n, 32);
-        if (!width) return 0;
-        return with_sign ? (u32)sign_extend(a, width) : (u32)zero_extend(a, width);
-      });
-    }
-    case DP4A: integer_arithmetic(w, in, mask); return true;
   }
   return false;
 }

@@ -69,40 +69,8 @@ static void global_to_shared(Warp& w, const Instruction& in, u32 mask) {
   }
 }
 
-// Operands: destination in the cluster, source, size, mbarrier in the cluster.
-static void shared_to_shared(Warp& w, const Instruction& in, u32 mask) {
-  Cluster* cluster = w.cta->cluster;
-  FOR_LANES (lane, mask) {
-    const u32 to = shared_address(address_of(w, operand(in, 0), lane));
-    const u32 from = shared_address(address_of(w, operand(in, 1), lane));
-    const u32 bytes = (u32)value_of(w, operand(in, 2), lane);
-    const u32 barrier = shared_address(address_of(w, operand(in, 3), lane));
-    need_16(bytes, from, to, "bulk copy between CTAs");
-    if (rank_of(to) != rank_of(barrier))
-      fail("bulk copy between CTAs: the mbarrier is in CTA rank %u, the destination in %u",
-           rank_of(barrier), rank_of(to));
-    CTA *d, *c;
-    u8* target_memory = shared_pointer(w, to, bytes, &d);
-    const u8* source_memory = shared_pointer(w, from, bytes, &c);
-    const Actor me = issue_async(w, LOAD_AGENT);
-    {
-      ActingScope scope(me);
-      check_async_read(c, offset_of(from), bytes, w.fenced[lane], "bulk copy between CTAs");
-    }
-    machine.post([=] {
-      if (d->exited) fail("bulk copy into CTA rank %u, which has exited", d->rank);
-      memcpy(target_memory, source_memory, bytes);
-      note_async_write(d, offset_of(to), bytes, me);
-      mbarrier_complete(cta_at(cluster, rank_of(barrier), "an mbarrier address"),
-                        offset_of(barrier), bytes, me);
-    });
-  }
-}
-
 // Operands: destination, source, size.
 static void shared_to_global(Warp& w, const Instruction& in, u32 mask) {
-  const bool reduce = in.flags & F_REDUCE;
-  const u8 op = in.sub, type = in.type;
   FOR_LANES (lane, mask) {
     const u64 to = address_of(w, operand(in, 0), lane);
     const u32 from = shared_address(address_of(w, operand(in, 1), lane));
@@ -122,10 +90,7 @@ static void shared_to_global(Warp& w, const Instruction& in, u32 mask) {
         c, {group}, [=](std::vector<u8>& data) { data.assign(memory, memory + bytes); },
         [=](const std::vector<u8>& data) {
           machine.check_range(to, bytes, "bulk store");
-          if (reduce)
-            reduce_global(op, type, to, data.data(), bytes);
-          else
-            memcpy((void*)to, data.data(), bytes);
+          memcpy((void*)to, data.data(), bytes);
         });
   }
 }
@@ -166,7 +131,6 @@ static Status wait(Warp& w, const Instruction& in, u32 mask) {
 Status execute_bulk_copy(Warp& w, const Instruction& in, u32 mask) {
   switch (in.op) {
     case BULK_G2S: global_to_shared(w, in, mask); return OK;
-    case BULK_S2S: shared_to_shared(w, in, mask); return OK;
     case BULK_S2G: shared_to_global(w, in, mask); return OK;
     case TMA_G2S: tma_load(w, in, mask); return OK;
     case TMA_S2G: tma_store(w, in, mask); return OK;

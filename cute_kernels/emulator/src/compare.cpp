@@ -1,4 +1,4 @@
-// setp, set, testp.
+// setp.
 #include "alu.h"
 #include "numbers.h"
 
@@ -27,14 +27,10 @@ static bool compare_integers(u8 comparison, T x, T y) {
   switch (comparison) {
     case CMP_EQ: return x == y;
     case CMP_NE: return x != y;
-    case CMP_LT:
-    case CMP_LO: return x < y;
-    case CMP_LE:
-    case CMP_LS: return x <= y;
-    case CMP_GT:
-    case CMP_HI: return x > y;
-    case CMP_GE:
-    case CMP_HS: return x >= y;
+    case CMP_LT: return x < y;
+    case CMP_LE: return x <= y;
+    case CMP_GT: return x > y;
+    case CMP_GE: return x >= y;
   }
   fail("comparison %d of integers", comparison);
 }
@@ -51,11 +47,8 @@ bool compare(const Instruction& in, u8 type, u64 a, u64 b) {
   return compare_integers(in.sub, zero_extend(a, bits), zero_extend(b, bits));
 }
 
-// setp p|q, a, b {, c}: q is the comparison's opposite; of packed halves, p is that of the low and
-// q that of the high half.
+// setp p|q, a, b {, c}: q is the comparison's opposite.
 void set_predicate(Warp& w, const Instruction& in, u32 mask) {
-  const bool packed = in.type == T_F16X2 || in.type == T_BF16X2;
-  const u8 type = packed ? (u8)(in.type == T_F16X2 ? T_F16 : T_BF16) : in.type;
   const bool combined = in.num_operands > 4;
   u64 scratch[3][32] = {};
   const Source a = source(w, operand(in, 2), scratch[0]), b = source(w, operand(in, 3), scratch[1]);
@@ -72,39 +65,8 @@ void set_predicate(Warp& w, const Instruction& in, u32 mask) {
     return v;
   };
   FOR_LANES (lane, mask) {
-    const bool first =
-        compare(in, type, packed ? (u16)a[lane] : a[lane], packed ? (u16)b[lane] : b[lane]);
-    const bool second =
-        packed ? compare(in, type, (u16)(a[lane] >> 16), (u16)(b[lane] >> 16)) : !first;
-    const bool other = (c[lane] & 1) ^ negated;
-    if (p) p[lane] = combine(first, other);
-    if (q) q[lane] = combine(second, other);
+    const bool v = compare(in, in.type, a[lane], b[lane]), other = (c[lane] & 1) ^ negated;
+    if (p) p[lane] = combine(v, other);
+    if (q) q[lane] = combine(!v, other);
   }
-}
-
-// set: type is that of the sources, type2 that of the destination.
-void set_value(Warp& w, const Instruction& in, u32 mask) {
-  if (in.type2 != T_F32 && in.type2 != T_U32 && in.type2 != T_S32)
-    fail("set with a result of type %d is not modelled", in.type2);
-  if (in.type == T_F16X2 || in.type == T_BF16X2) fail("set of packed halves is not modelled");
-  const u64 yes = in.type2 == T_F32 ? float_bits(1.f) : 0xffffffffu;
-  each_lane(w, in, mask,
-            [&](u64 a, u64 b) { return compare(in, in.type, a, b) ? yes : 0; });
-}
-
-// The properties are in the order of isa.py.
-void test_property(Warp& w, const Instruction& in, u32 mask) {
-  each_lane(w, in, mask, [&](u64 a) -> u64 {
-    const double x = number_of(in.type, a);
-    const int kind = in.type == T_F32 ? std::fpclassify((float)x) : std::fpclassify(x);
-    switch (in.sub) {
-      case 0: return std::isfinite(x);
-      case 1: return std::isinf(x);
-      case 2: return x == x;
-      case 3: return x != x;
-      case 4: return kind == FP_NORMAL;
-      case 5: return kind == FP_SUBNORMAL;
-    }
-    fail("testp property %d", in.sub);
-  });
 }

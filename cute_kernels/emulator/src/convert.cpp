@@ -10,9 +10,7 @@ double number_of(u8 type, u64 v) {
   switch (type) {
     case T_F16: return half_to_float(v);
     case T_BF16: return bf16_to_float(v);
-    case T_F32:
-    case T_TF32: return bits_float(v);
-    case T_F64: return bits_double(v);
+    case T_F32: return bits_float(v);
   }
   fail("type %d is not a scalar float", type);
 }
@@ -37,26 +35,16 @@ static u64 integer_to_float(const Instruction& in, u8 to, u8 from, u64 v) {
   const bool with_sign = is_signed(from);
   const i64 s = sign_extend(v, type_bits(from));
   const u64 u = zero_extend(v, type_bits(from));
-  if (to == T_F32 || to == T_F64) {
+  if (to == T_F32) {
     RoundingScope scope(directed(in.rounding) ? in.rounding : (u8)RN);
     volatile i64 vs = s;
     volatile u64 vu = u;
-    if (to == T_F32) {
-      volatile float r = with_sign ? (float)vs : (float)vu;
-      return float_bits(r);
-    }
-    volatile double r = with_sign ? (double)vs : (double)vu;
-    return double_bits(r);
+    volatile float r = with_sign ? (float)vs : (float)vu;
+    return float_bits(r);
   }
   const double x = with_sign ? (double)s : (double)u;
   const i128 exact = with_sign ? (i128)s : (i128)u;
   return round_to_16(to == T_F16, x, (double)(exact - (i128)x), in.rounding);
-}
-
-// What a NaN becomes: 0, or 1 << (bits - 1) where the source or the destination has 64 bits.
-static u64 nan_as_integer(u8 to, u8 from) {
-  const int bits = type_bits(to);
-  return from == T_F64 || bits == 64 ? 1ull << (bits - 1) : 0;
 }
 
 static double to_integral(double x, u8 rounding) {
@@ -73,10 +61,10 @@ static double to_integral(double x, u8 rounding) {
   fail("rounding mode %d of a conversion is not modelled", rounding);
 }
 
-static u64 float_to_integer(const Instruction& in, u8 to, u8 from, double x) {
-  if (x != x) return nan_as_integer(to, from);
-  x = to_integral(x, in.rounding);
+static u64 float_to_integer(const Instruction& in, u8 to, double x) {
   const int bits = type_bits(to);
+  if (x != x) return bits == 64 ? 1ull << 63 : 0;
+  x = to_integral(x, in.rounding);
   if (!is_signed(to))
     return x >= std::ldexp(1.0, bits) ? zero_extend(~0ull, bits) : x < 0 ? 0 : (u64)x;
   const i128 low = -((i128)1 << (bits - 1)), high = ((i128)1 << (bits - 1)) - 1;
@@ -84,30 +72,16 @@ static u64 float_to_integer(const Instruction& in, u8 to, u8 from, double x) {
   return zero_extend((u64)r, std::max(32, bits));
 }
 
-static u32 to_tf32(const Instruction& in, u32 bits) {
-  if ((bits >> 23 & 0xff) == 0xff) return bits & 0xffffe000;
-  switch (in.rounding) {
-    case RNA: bits += 0x1000; break;
-    case RN: bits += 0xfff + ((bits >> 13) & 1); break;
-    case RZ: break;
-    default: fail("rounding mode %d to tf32 is not modelled", in.rounding);
-  }
-  if ((in.flags & F_SATFINITE) && (bits >> 23 & 0xff) == 0xff)
-    bits = (bits & 0x80000000) | 0x7f7fffff;
-  return bits & 0xffffe000;
-}
-
 static double relu(const Instruction& in, double x) {
   return (in.flags & F_RELU) && !(x > 0) && x == x ? 0.0 : x;
 }
 
-static u64 float_to_float(const Instruction& in, u8 to, u8 from, u64 bits, double x) {
+static u64 float_to_float(const Instruction& in, u8 to, double x) {
   const bool integral = in.rounding >= RNI && in.rounding <= RPI;
   if (integral) x = to_integral(x, in.rounding);
   if (in.flags & F_SAT) x = x != x ? 0 : std::min(1.0, std::max(0.0, x));
   x = relu(in, x);
   switch (to) {
-    case T_F64: return double_bits(x);
     case T_F32: {
       RoundingScope scope(directed(in.rounding) ? in.rounding : (u8)RN);
       volatile double vx = x;
@@ -118,9 +92,6 @@ static u64 float_to_float(const Instruction& in, u8 to, u8 from, u64 bits, doubl
     case T_BF16:
       return round_to_16(to == T_F16, x, 0, integral ? (u8)RN : in.rounding,
                          in.flags & F_SATFINITE);
-    case T_TF32:
-      if (from != T_F32) break;
-      return to_tf32(in, (in.flags & F_RELU) ? float_bits((float)x) : (u32)bits);
   }
   fail("conversion to type %d is not modelled", to);
 }
@@ -131,7 +102,7 @@ static u64 convert_scalar(const Instruction& in, u8 to, u8 from, u64 v) {
     return to_float ? integer_to_float(in, to, from, v) : integer_to_integer(in, to, from, v);
   double x = number_of(from, v);
   if ((in.flags & F_FTZ) && from == T_F32) x = flush_subnormal((float)x);
-  return to_float ? float_to_float(in, to, from, v, x) : float_to_integer(in, to, from, x);
+  return to_float ? float_to_float(in, to, x) : float_to_integer(in, to, x);
 }
 
 // The element of a packed narrow type, and how many there are; T_NONE for other types.

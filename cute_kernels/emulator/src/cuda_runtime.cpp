@@ -94,19 +94,6 @@ struct LaunchConfig {
   unsigned num_attributes;
 };
 
-void describe_tensor_map(char* text, size_t size, const char* why, int type, uint32_t rank,
-                         const void* address, const uint64_t* dims, const uint64_t* strides,
-                         const uint32_t* box, int swizzle) {
-  size_t n = snprintf(text, size,
-                      "invalid tensor map: %s (element type %d, rank %u, address %p, "
-                      "swizzle %d; dimension/stride/box:",
-                      why, type, rank, address, swizzle);
-  for (uint32_t i = 0; i < rank && i < 5 && n < size; i++)
-    n += snprintf(text + n, size - n, " %llu/%llu/%u", (unsigned long long)dims[i],
-                  i ? (unsigned long long)strides[i - 1] : 0ull, box[i]);
-  if (n < size) snprintf(text + n, size - n, ")");
-}
-
 void raise_tvm_error(void (*set)(const char*, const char**, int), int code) {
   char text[64];
   const char* message = emu_last_error();
@@ -149,19 +136,6 @@ int _cudaLaunchKernel(const void* kernel, uint64_t grid_xy, uint32_t grid_z, uin
   return emu_launch(((const Kernel*)kernel)->key.c_str(), grid, block, cluster, 0,
                     (uint32_t)dynamic_smem, args);
 }
-int _cuTensorMapEncodeTiled(void* out, int type, uint32_t rank, void* address, const uint64_t* dims,
-                            const uint64_t* strides, const uint32_t* box,
-                            const uint32_t* element_strides, int interleave, int swizzle, int,
-                            int fill) {
-  const char* why = emu_tensor_map_encode(out, type, rank, (uint64_t)address, dims, strides, box,
-                                          element_strides, interleave, swizzle, fill);
-  if (!why) return 0;
-  char text[512];
-  describe_tensor_map(text, sizeof text, why, type, rank, address, dims, strides, box, swizzle);
-  emu_set_error(text);
-  return 1;  // CUDA_ERROR_INVALID_VALUE
-}
-
 int _cudaLibraryLoadData(void** library, const void* code, void*, void*, unsigned, void*, void*,
                          unsigned) {
   const std::string hash = hash_of(code);
@@ -178,27 +152,17 @@ int _cudaLibraryGetKernel(void** kernel, void* library, const char* name) {
   *kernel = known;
   return 0;
 }
-int _cuLibraryLoadData(void** library, const void* code, void* a, void* b, unsigned c, void* d,
-                       void* e, unsigned f) {
-  return _cudaLibraryLoadData(library, code, a, b, c, d, e, f);
-}
-int _cuLibraryGetKernel(void** kernel, void* library, const char* name) {
-  return _cudaLibraryGetKernel(kernel, library, name);
-}
 int _cuLibraryUnload(void*) { return 0; }
 int _cudaFuncSetAttribute(const void*, int, int) { return 0; }
 int _cudaKernelSetAttributeForDevice(const void*, int, int, int) { return 0; }
 int _cuKernelGetAttribute(int* value, int, void*, int) { return *value = 0; }
 
 int _cudaGetDevice(int* ordinal) { return *ordinal = 0; }
-int _cuDeviceGet(int* ordinal, int) { return *ordinal = 0; }
 int _cudaSetDevice(int) { return 0; }
 int _cudaGetDeviceCount(int* count) {
   *count = 1;
   return 0;
 }
-int _cudaGetLastError() { return 0; }
-int _cudaDeviceSynchronize() { return 0; }
 int _cudaStreamSynchronize(void*) { return 0; }
 int _cudaDeviceGetAttribute(int* value, int attribute, int) {
   switch (attribute) {
@@ -236,6 +200,4 @@ void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(void (*set)(const char*, const cha
                                               int code) {
   raise_tvm_error(set, code);
 }
-const char* CuteDSLRT_GetErrorName(int code) { return cuda_dialect_get_error_name(code); }
-const char* CuteDSLRT_GetErrorString(int code) { return code ? emu_last_error() : "no error"; }
 }

@@ -44,50 +44,37 @@ static T arithmetic(const Instruction& in, T a, T b, T c) {
     case RSQRT: return (T)1 / std::sqrt(a);
     case EX2: return std::exp2(a);
     case LG2: return std::log2(a);
-    case SIN: return std::sin(a);
-    case COS: return std::cos(a);
     case TANH: return std::tanh(a);
-    case COPYSIGN: return std::copysign(b, a);
   }
   fail("floating-point instruction %d", in.op);
 }
 
 // volatile keeps the compiler from computing under the default rounding mode.
-template <class T>
-static T rounded(const Instruction& in, T a, T b, T c) {
-  if (in.rounding == RN) return arithmetic<T>(in, a, b, c);
+static float rounded(const Instruction& in, float a, float b, float c) {
+  if (in.rounding == RN) return arithmetic(in, a, b, c);
   if (in.rounding > RP) fail("rounding mode %d of an arithmetic instruction", in.rounding);
   RoundingScope scope(in.rounding);
-  volatile T x = a, y = b, z = c;
-  volatile T r = arithmetic<T>(in, x, y, z);
+  volatile float x = a, y = b, z = c;
+  volatile float r = arithmetic<float>(in, x, y, z);
   return r;
 }
 
-static bool keeps_nan_bits(u16 op) { return op == ABS || op == NEG || op == COPYSIGN; }
+static bool keeps_nan_bits(u16 op) { return op == ABS || op == NEG; }
 
 static u32 single(const Instruction& in, u32 a_bits, u32 b_bits, u32 c_bits) {
   float a = bits_float(a_bits), b = bits_float(b_bits), c = bits_float(c_bits);
   if (in.flags & F_FTZ) a = flush_subnormal(a), b = flush_subnormal(b), c = flush_subnormal(c);
-  float r = rounded<float>(in, a, b, c);
+  float r = rounded(in, a, b, c);
   if (in.flags & F_FTZ) r = flush_subnormal(r);
   if (in.flags & F_SAT) r = r != r ? 0.f : std::min(1.f, std::max(0.f, r));
   if (in.flags & F_RELU) r = r != r || r > 0 ? r : 0.f;  // -0 becomes +0
   return r != r && !keeps_nan_bits(in.op) ? FLOAT_NAN : float_bits(r);
-}
-static u64 double_precision(const Instruction& in, u64 a, u64 b, u64 c) {
-  return double_bits(rounded<double>(in, bits_double(a), bits_double(b), bits_double(c)));
 }
 
 static double half_value(u8 type, u16 h) {
   return type == T_F16 ? half_to_float(h) : bf16_to_float(h);
 }
 static bool half_is_nan(u8 type, u16 h) { return (h & 0x7fff) > (type == T_F16 ? 0x7c00 : 0x7f80); }
-
-u16 half_minmax(u8 type, u16 a, u16 b, bool minimum) {
-  Instruction plain = {};
-  return round_to_16(type == T_F16,
-                     minmax<double>(plain, half_value(type, a), half_value(type, b), minimum));
-}
 
 static u16 half(const Instruction& in, u8 type, u16 a, u16 b, u16 c) {
   if (in.rounding != RN) fail("16-bit arithmetic rounds to nearest; got rounding %d", in.rounding);
@@ -127,7 +114,6 @@ void float_arithmetic(Warp& w, const Instruction& in, u32 mask) {
   };
   switch (in.type) {
     case T_F32: return apply([&](u64 a, u64 b, u64 c) { return (u64)single(in, a, b, c); });
-    case T_F64: return apply([&](u64 a, u64 b, u64 c) { return double_precision(in, a, b, c); });
     case T_F16:
     case T_BF16: return apply([&](u64 a, u64 b, u64 c) { return (u64)half(in, in.type, a, b, c); });
     case T_F16X2:

@@ -6,54 +6,25 @@
 using u128 = unsigned __int128;
 using i128 = __int128;
 
-static void set_carry(Warp& w, int lane, bool carry) {
-  w.carry = (w.carry & ~(1u << lane)) | (u32)carry << lane;
-}
-
-// add, sub and their carry forms; a borrow is the carry of a subtraction.
 static void add_sub(Warp& w, const Instruction& in, u32 mask) {
   const int bits = type_bits(in.type);
-  const bool subtract = in.op == SUB;
-  if (in.type == T_U16X2 || in.type == T_S16X2) {
-    each_lane(w, in, mask, [=](u64 a, u64 b) -> u64 {
-      const u16 low = subtract ? a - b : a + b;
-      const u16 high = subtract ? (a >> 16) - (b >> 16) : (a >> 16) + (b >> 16);
-      return low | (u32)high << 16;
-    });
-    return;
-  }
-  const u32 carries = (in.flags & F_CIN) ? w.carry : 0;
-  each_lane(w, in, mask, 2, [&](u64 a, u64 b, u64, u64, int lane) -> u64 {
-    if (in.flags & F_SAT) {
-      const i64 x = sign_extend(a, bits), y = sign_extend(b, bits);
-      return zero_extend(
-          std::min<i64>(INT32_MAX, std::max<i64>(INT32_MIN, subtract ? x - y : x + y)), bits);
-    }
-    const u128 x = zero_extend(a, bits), y = zero_extend(b, bits);
-    const u32 carry = carries >> lane & 1;
-    const u128 r = subtract ? x - y - carry : x + y + carry;
-    if (in.flags & F_CC) set_carry(w, lane, (r >> bits) & 1);
-    return zero_extend((u64)r, bits);
+  const bool subtract = in.op == SUB, saturate = in.flags & F_SAT;
+  each_lane(w, in, mask, [=](u64 a, u64 b) {
+    if (!saturate) return zero_extend(subtract ? a - b : a + b, bits);
+    const i64 x = sign_extend(a, bits), y = sign_extend(b, bits);
+    return zero_extend(std::clamp<i64>(subtract ? x - y : x + y, INT32_MIN, INT32_MAX), bits);
   });
 }
 
 static void multiply(Warp& w, const Instruction& in, u32 mask) {
   const int bits = type_bits(in.type);
   const bool add = in.op == MAD, with_sign = is_signed(in.type);
-  const u32 carries = (in.flags & F_CIN) ? w.carry : 0;
-  each_lane(w, in, mask, in.num_operands - 1, [&](u64 a, u64 b, u64 c, u64, int lane) -> u64 {
+  each_lane(w, in, mask, in.num_operands - 1, [&](u64 a, u64 b, u64 c, u64, int) -> u64 {
     const u128 product = with_sign ? (u128)((i128)sign_extend(a, bits) * sign_extend(b, bits))
                                    : (u128)zero_extend(a, bits) * zero_extend(b, bits);
     if (in.flags & F_WIDE) return zero_extend((u64)product + (add ? c : 0), 2 * bits);
     const u64 half = zero_extend((u64)((in.flags & F_HI) ? product >> bits : product), bits);
-    if (!add) return half;
-    if (in.flags & F_SAT) {  // mad.hi.sat.s32
-      const i64 sum = sign_extend(half, bits) + sign_extend(c, bits);
-      return zero_extend(std::min<i64>(INT32_MAX, std::max<i64>(INT32_MIN, sum)), bits);
-    }
-    const u128 sum = (u128)half + zero_extend(c, bits) + (carries >> lane & 1);
-    if (in.flags & F_CC) set_carry(w, lane, (sum >> bits) & 1);
-    return zero_extend((u64)sum, bits);
+    return add ? zero_extend(half + c, bits) : half;
   });
 }
 
@@ -92,18 +63,6 @@ static void minmax(Warp& w, const Instruction& in, u32 mask) {
   });
 }
 
-static void dot_product_4(Warp& w, const Instruction& in, u32 mask) {
-  each_lane(w, in, mask, [&](u64 a, u64 b, u64 c) -> u64 {
-    i64 sum = (u32)c;
-    for (int i = 0; i < 32; i += 8) {
-      const i64 x = in.type == T_S32 ? (i8)(a >> i) : (u8)(a >> i);
-      const i64 y = in.type2 == T_S32 ? (i8)(b >> i) : (u8)(b >> i);
-      sum += x * y;
-    }
-    return (u32)sum;
-  });
-}
-
 void integer_arithmetic(Warp& w, const Instruction& in, u32 mask) {
   const int bits = type_bits(in.type);
   switch (in.op) {
@@ -115,7 +74,6 @@ void integer_arithmetic(Warp& w, const Instruction& in, u32 mask) {
     case REM: return divide(w, in, mask);
     case MIN:
     case MAX: return minmax(w, in, mask);
-    case DP4A: return dot_product_4(w, in, mask);
     case ABS:
       return each_lane(w, in, mask, [=](u64 a) {
         return zero_extend(sign_extend(a, bits) < 0 ? -a : a, bits);
@@ -123,12 +81,6 @@ void integer_arithmetic(Warp& w, const Instruction& in, u32 mask) {
     case NEG:
       return each_lane(w, in, mask,
                        [=](u64 a) { return zero_extend(-a, bits); });
-    case SAD:
-      return each_lane(w, in, mask, [&](u64 a, u64 b, u64 c) {
-        const u64 x = zero_extend(a, bits), y = zero_extend(b, bits);
-        const bool less = is_signed(in.type) ? sign_extend(a, bits) < sign_extend(b, bits) : x < y;
-        return zero_extend(c + (less ? y - x : x - y), bits);
-      });
   }
   fail("integer instruction %d", in.op);
 }

@@ -62,8 +62,7 @@ static void load_element(Warp& w, const Instruction& in, const Operand& to, cons
     if (races_on && (in.space == SHARED || is_shared_window(a)))
       race_shared(w, shared_address(a), bytes, false);
     u64 v = 0;
-    memcpy(&v, p, std::min(bytes, 8u));
-    if (bytes == 16) memcpy(&d[32 + lane], p + 8, 8);
+    memcpy(&v, p, bytes);
     d[lane] = extend_loaded(in, v);
   }
 }
@@ -75,8 +74,7 @@ static void store_element(Warp& w, const Instruction& in, const Operand& from, c
     const u64 a = address[lane] + skip;
     u8* p = resolve(w, in.space, a, bytes, lane, true);
     const u64 v = values[lane];
-    memcpy(p, &v, std::min(bytes, 8u));
-    if (bytes == 16) memcpy(p + 8, &w.reg(from.reg + 1)[lane], 8);
+    memcpy(p, &v, bytes);
     if (in.space == SHARED || is_shared_window(a))
       note_generic_write(w, lane, shared_address(a), bytes);
   }

@@ -65,7 +65,6 @@ struct Warp {
   std::string waits_for;
   std::vector<u64> registers;
   std::vector<u8> local;
-  u32 carry = 0;                                                   // a bit per lane
   std::vector<std::deque<CopyGroupPtr>> bulk_groups, copy_groups;  // by lane, committed
   std::vector<CopyGroupPtr> open_bulk_group, open_copy_group;
   std::vector<u64> copy_time;  // when the last cp.async of a lane lands
@@ -84,10 +83,6 @@ struct Warp {
 struct NamedBarrier {
   u32 expected = 0, arrived = 0;
   u64 generation = 0;
-  struct Vote {
-    u32 popc = 0;
-    bool all = true, any = false;
-  } open, last;  // barrier.red
   SyncClock sync;
 };
 

@@ -38,10 +38,10 @@ bool mbarrier_done(CTA* c, u32 offset, u64 parity) {
   return mbarrier_at(c, offset)->phase != (parity & 1);
 }
 
-// The state is opaque to kernels: here the phase, below the pending count.
+// The state is opaque to kernels: here the phase.
 u64 mbarrier_arrive(CTA* c, u32 offset, u32 count) {
   Mbarrier* m = mbarrier_at(c, offset);
-  const u64 state = (u64)m->pending << 1 | m->phase;
+  const u64 state = m->phase;
   if (m->pending < count)
     fail("mbarrier at shared offset %u: %u arrivals but only %u were pending", offset, count,
          (u32)m->pending);
@@ -92,7 +92,7 @@ static void initialise(Warp& w, const Instruction& in, u32 mask) {
   }
 }
 
-// arrive, arrive_drop, with or without expect_tx.  Operands: state, address, count or bytes.
+// With or without expect_tx.  Operands: state, address, count or bytes.
 static void arrive(Warp& w, const Instruction& in, u32 mask) {
   FOR_LANES (lane, mask) {
     CTA* c;
@@ -104,27 +104,18 @@ static void arrive(Warp& w, const Instruction& in, u32 mask) {
     else
       count = argument;
     if (races_on && !(in.flags & F_RELAXED)) race_join(c->mbarrier_sync[offset].gathering, w.clock);
-    if (in.flags & F_DROP) {
-      Mbarrier* m = mbarrier_at(c, offset);
-      if (m->expected < count)
-        fail("mbarrier at shared offset %u: arrive_drop of %u of %u", offset, count,
-             (u32)m->expected);
-      m->expected -= count;
-    }
-    if ((in.flags & F_NOCOMPLETE) && mbarrier_at(c, offset)->pending <= count)
-      fail("mbarrier.arrive.noComplete completes the phase (shared offset %u)", offset);
     const u64 state = mbarrier_arrive(c, offset, count);
     if (u64* d = target(w, operand(in, 0))) d[lane] = state;
   }
   if (races_on) w.clock[agent_of(w, WARP_AGENT)]++;
 }
 
-static void adjust_transactions(Warp& w, const Instruction& in, u32 mask, int sign) {
+static void expect_transactions(Warp& w, const Instruction& in, u32 mask) {
   FOR_LANES (lane, mask) {
     CTA* c;
     u32 offset;
     shared_pointer_of_lane(w, operand(in, 0), lane, 8, &c, &offset);
-    mbarrier_transaction(c, offset, sign * (i64)(u32)value_of(w, operand(in, 1), lane));
+    mbarrier_transaction(c, offset, (u32)value_of(w, operand(in, 1), lane));
   }
 }
 
@@ -157,21 +148,9 @@ static Status wait(Warp& w, const Instruction& in, u32 mask) {
 Status execute_mbarrier(Warp& w, const Instruction& in, u32 mask) {
   switch (in.op) {
     case MBAR_INIT: initialise(w, in, mask); return OK;
-    case MBAR_INVAL:
-      FOR_LANES (lane, mask) {
-        CTA* c;
-        u32 offset;
-        memset(shared_pointer_of_lane(w, operand(in, 0), lane, 8, &c, &offset), 0, 8);
-      }
-      return OK;
     case MBAR_ARRIVE: arrive(w, in, mask); return OK;
-    case MBAR_EXPECT_TX: adjust_transactions(w, in, mask, 1); return OK;
-    case MBAR_COMPLETE_TX: adjust_transactions(w, in, mask, -1); return OK;
+    case MBAR_EXPECT_TX: expect_transactions(w, in, mask); return OK;
     case MBAR_WAIT: return wait(w, in, mask);
-    case MBAR_PENDING:
-      FOR_LANES (lane, mask)
-        w.reg(operand(in, 0).reg)[lane] = value_of(w, operand(in, 1), lane) >> 1;
-      return OK;
   }
   fail("instruction class %d is not an mbarrier instruction", in.op);
 }

@@ -46,21 +46,17 @@ Status execute_mbarrier(Warp& w, const Instruction& in, u32 mask);
 // ---- classes of memory instructions
 void load_store(Warp& w, const Instruction& in, u32 mask);  // load_store.cpp
 void atomics(Warp& w, const Instruction& in, u32 mask);     // atomics.cpp
-u64 atomic_result(u8 op, u8 type, u64 old, u64 operand, u64 swap);
 Status matrix_load_store(Warp& w, const Instruction& in, u32 mask);  // load_store.cpp
 Status execute_copy(Warp& w, const Instruction& in, u32 mask);       // async_copy.cpp
 Status execute_bulk_copy(Warp& w, const Instruction& in, u32 mask);  // bulk_copy.cpp
 void tma_load(Warp& w, const Instruction& in, u32 mask);             // tma.cpp
 void tma_store(Warp& w, const Instruction& in, u32 mask);            // tma.cpp
-void tensor_map_replace(Warp& w, const Instruction& in, u32 mask);   // tensor_map.cpp
 void tensor_map_address(Warp& w, const Instruction& in, u32 mask);   // tensor_map.cpp
-Status tensor_map_copy(Warp& w, const Instruction& in, u32 mask);    // tensor_map.cpp
 CopyGroupPtr open_bulk_group(Warp& w, int lane);                     // bulk_copy.cpp
 // The reading half, then the writing half, of a store from shared to global memory.
 void post_store(CTA* source, std::vector<CopyGroupPtr> groups,
                 std::function<void(std::vector<u8>&)> read,
                 std::function<void(const std::vector<u8>&)> write);
-void reduce_global(u8 op, u8 type, u64 address, const u8* values, u32 bytes);
 
 // A tensor map, decoded.  In memory it has the hardware's own 128-byte format, because the DSL's
 // host code writes those bits itself.
@@ -70,14 +66,11 @@ struct TensorMap {
   u64 stride[4] = {};  // bytes, of dimensions 1..4
   u16 box[5] = {};
   u8 type = 0, rank = 0, swizzle = 0;
-  u32 other_flags = 0x240000;
 
   u32 element_bits() const;
   u32 box_bytes() const;
-  u8 reduction_type() const;
 };
 bool tensor_map_decode(const void* memory, TensorMap* map);
-void tensor_map_encode(const TensorMap& map, void* memory);
 TensorMap tensor_map_at(Warp& w, u64 address);
 inline u32 swizzle_128b(u32 a) { return a ^ ((a >> 3) & 0x70); }
 inline u32 swizzle_64b(u32 a) { return a ^ ((a >> 3) & 0x30); }

@@ -17,7 +17,6 @@ struct MmaArguments {
   u32 scale_a, scale_b;
   bool a_in_tmem, scaled, pair, accumulate;
   u32 scale_block;
-  u32 disabled_lanes[8];
   u64 fenced;
   u32 descriptor;  // instruction descriptor
 
@@ -56,6 +55,7 @@ u8 operand_type(Kind kind, u32 format) {
 void check(const CTA* lead, const MmaArguments& m) {
   const u32 n = m.n(), rows = m.rows();
   if (m.bits(2, 1)) fail("tcgen05.mma: sparse operands are not modelled");
+  if (m.bits(13, 2)) fail("tcgen05.mma: negated operands are not modelled");
   if (m.bits(31, 1) && m.kind >= MXF4) fail("tcgen05.mma: K = 96 is not modelled");
   if (!m.scaled && m.bits(4, 2) > 1) fail("tcgen05.mma: integer accumulators are not modelled");
   if (m.fp16_accumulators() && m.kind == TF32_KIND)
@@ -120,20 +120,16 @@ void multiply_scaled(CTA* c, const MmaArguments& m, const Operands& ops, double*
 }
 
 // The part of one CTA: its rows of A and D, all of B.
-void run_in(CTA* c, const MmaArguments& m, u32 half_of_pair, const std::vector<float>& b, u8 type_a,
-            u8 type_b) {
+void run_in(CTA* c, const MmaArguments& m, const std::vector<float>& b, u8 type_a, u8 type_b) {
   const u32 rows = m.rows(), n = m.n(), column = m.d & 0xffff;
   const bool fp16 = m.fp16_accumulators();
   need_columns(c, column, n, "tcgen05.mma D");
   if (acting) race_tmem(c, column, n, -1, true, *acting);
-  std::vector<float> a = load_a(c, m, type_a);
-  if (m.bits(13, 1))
-    for (float& v : a) v = -v;
+  const std::vector<float> a = load_a(c, m, type_a);
   std::vector<double> acc((size_t)rows * n);
   auto each_output = [&](auto f) {
     for (u32 r = 0; r < rows; r++) {
       const u32 lane = rows == 128 ? r : (r / 16) * 32 + r % 16;
-      if (m.disabled_lanes[half_of_pair * 4 + lane / 32] >> (lane % 32) & 1) continue;
       for (u32 j = 0; j < n; j++) f(acc[(size_t)r * n + j], *c->tmem_cell(lane, column + j));
     }
   };
@@ -163,13 +159,11 @@ void run(CTA* lead, const MmaArguments& m) {
   for (u32 i = 0; i < ctas; i++)
     load_tile(cta[i], m.b, m.bits(16, 1), type_b, rows_b, depth, &b[(size_t)i * rows_b * depth],
               m.fenced, "tcgen05.mma B");
-  if (m.bits(14, 1))
-    for (float& v : b) v = -v;
-  for (u32 i = 0; i < ctas; i++) run_in(cta[i], m, i, b, type_a, type_b);
+  for (u32 i = 0; i < ctas; i++) run_in(cta[i], m, b, type_a, type_b);
 }
 }  // namespace
 
-// Operands: d, a, b, instruction descriptor, [scale A, scale B,] accumulate, [disabled lanes].
+// Operands: d, a, b, instruction descriptor, [scale A, scale B,] accumulate.
 void tensor_mma(Warp& w, const Instruction& in, u32 mask) {
   FOR_LANES (lane, mask) {
     auto value = [&](int i) { return value_of(w, operand(in, i), lane); };
@@ -192,11 +186,6 @@ void tensor_mma(Warp& w, const Instruction& in, u32 mask) {
       next = 6;
     }
     m.accumulate = (value(next) & 1) ^ operand(in, next).negated;
-    if (in.num_operands > next + 1) {
-      const Operand& lanes = operand(in, next + 1);
-      for (int i = 0; i < lanes.count && i < 8; i++)
-        m.disabled_lanes[i] = (u32)value_of(w, element(lanes, i), lane);
-    }
     machine.stats.mma_insns++;
     machine.stats.mma_flops += 2ull * m.m() * m.n() * m.k();
     CTA* c = w.cta;

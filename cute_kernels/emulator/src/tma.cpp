@@ -110,23 +110,16 @@ void tma_load(Warp& w, const Instruction& in, u32 mask) {
   }
 }
 
-static void store_box(const TensorMap& map, const Coordinates& at, const std::vector<u8>& data,
-                      bool reduce, u8 op) {
+static void store_box(const TensorMap& map, const Coordinates& at, const std::vector<u8>& data) {
   walk_box(map, at, [&](const Piece& piece) {
     if (!piece.bytes) return;
     machine.check_range(piece.address, piece.bytes, "TMA store");
-    const u8* from = data.data() + piece.offset + piece.skip;
-    if (reduce)
-      reduce_global(op, map.reduction_type(), piece.address, from, piece.bytes);
-    else
-      memcpy((void*)piece.address, from, piece.bytes);
+    memcpy((void*)piece.address, data.data() + piece.offset + piece.skip, piece.bytes);
   });
 }
 
 // Operands: tensor map, coordinates, source.
 void tma_store(Warp& w, const Instruction& in, u32 mask) {
-  const bool reduce = in.flags & F_REDUCE;
-  const u8 op = in.sub;
   for (u32 left = mask; left;) {
     const int lane = first_lane(left);
     const u64 map_address = address_of(w, operand(in, 0), lane);
@@ -138,13 +131,11 @@ void tma_store(Warp& w, const Instruction& in, u32 mask) {
     shared_pointer(w, from, bytes, &c);
     if (offset % SMEM_ALIGNMENT)
       fail("TMA store: shared source offset %u is not %u-byte aligned", offset, SMEM_ALIGNMENT);
-    // The DSL lets a whole warp issue one store: lanes with the same operands are one operation
-    // (a reduction is one per lane).
+    // The DSL lets a whole warp issue one store: lanes with the same operands are one operation.
     const Actor me = issue_async(w, STORE_AGENT);
     std::vector<CopyGroupPtr> groups;
     FOR_LANES (other, left) {
       if ((int)other != lane) {
-        if (reduce) break;
         if (coordinates(w, operand(in, 1), other, map) != at ||
             address_of(w, operand(in, 0), other) != map_address ||
             shared_address(address_of(w, operand(in, 2), other)) != from)
@@ -166,6 +157,6 @@ void tma_store(Warp& w, const Instruction& in, u32 mask) {
           for (u32 b = 0; b < bytes; b += GRANULE)
             memcpy(data.data() + b, c->smem.data() + swizzled(offset + b, map.swizzle), GRANULE);
         },
-        [=](const std::vector<u8>& data) { store_box(map, at, data, reduce, op); });
+        [=](const std::vector<u8>& data) { store_box(map, at, data); });
   }
 }

@@ -83,35 +83,20 @@ Cell cell_of(Shape shape, u32 i, u32 lane) {
     default: fail("tcgen05.ld/st shape %d is not modelled", shape);
   }
 }
-u32 columns_of(Shape shape, u32 repetitions, bool packed) {
+u32 columns_of(Shape shape, u32 repetitions) {
   switch (shape) {
-    case S32x32b: return packed ? 2 * repetitions : repetitions;
+    case S32x32b: return repetitions;
     case S16x128b: return 4 * repetitions;
     case S16x256b: return 8 * repetitions;
     default: fail("tcgen05.ld/st shape %d is not modelled", shape);
   }
 }
-u32 read_cell(CTA* c, Cell at, bool packed, u32 i) {
-  if (!packed) return *c->tmem_cell(at.lane, at.column);
-  const u32 column = at.column + i;  // two columns a register, 16 bits of each
-  return (*c->tmem_cell(at.lane, column) & 0xffff) | *c->tmem_cell(at.lane, column + 1) << 16;
-}
-void write_cell(CTA* c, Cell at, bool packed, u32 i, u32 v) {
-  if (!packed) {
-    *c->tmem_cell(at.lane, at.column) = v;
-    return;
-  }
-  *c->tmem_cell(at.lane, at.column + i) = v & 0xffff;
-  *c->tmem_cell(at.lane, at.column + i + 1) = v >> 16;
-}
-
 struct Access {
   Shape shape;
-  bool packed;
   u32 lane, column, registers;
-  Cell cell(u32 i, u32 thread) const {
+  u32& cell(CTA* c, u32 i, u32 thread) const {
     const Cell at = cell_of(shape, i, thread);
-    return {lane + at.lane, column + at.column};
+    return *c->tmem_cell(lane + at.lane, column + at.column);
   }
 };
 
@@ -119,7 +104,7 @@ void load(Warp& w, const Access& a, const Operand& to) {
   CTA* c = w.cta;
   for (u32 i = 0; i < a.registers; i++)
     if (u64* d = target(w, element(to, i)))
-      for (int t = 0; t < 32; t++) d[t] = read_cell(c, a.cell(i, t), a.packed, i);
+      for (int t = 0; t < 32; t++) d[t] = a.cell(c, i, t);
 }
 // In chaos the values reach tensor memory at tcgen05.wait::st, which a kernel may have forgotten.
 // Loads have no such delay: kernels may use a register without tcgen05.wait::ld, as NVIDIA's do.
@@ -129,7 +114,7 @@ void store(Warp& w, const Access& a, const Operand& from) {
     std::vector<u32> values(32);
     for (int t = 0; t < 32; t++) values[t] = (u32)value_of(w, element(from, i), t);
     Deferred write = [=] {
-      for (int t = 0; t < 32; t++) write_cell(c, a.cell(i, t), a.packed, i, values[t]);
+      for (int t = 0; t < 32; t++) a.cell(c, i, t) = values[t];
       machine.epoch++;
     };
     if (machine.chaos())
@@ -153,19 +138,16 @@ Status tmem_load_store(Warp& w, const Instruction& in, u32 mask) {
       fail("%s: the tensor memory address differs between lanes", what);
   Access a;
   a.shape = (Shape)in.sub;
-  a.packed = in.flags & F_PACK16;
   a.column = column_of(address);
   a.lane = lane_of(address);
   a.registers = values.kind == K_VEC ? values.count : 1;
-  if (a.packed && a.shape != S32x32b)
-    fail("%s: 16-bit packing of shape %d is not modelled", what, in.sub);
   if (a.lane < 32) a.lane += quarter;  // the low lanes name the warp's own quarter
   if (a.lane < quarter || a.lane >= quarter + 32)
     fail("%s by warp %d at tensor memory lane %u: the warp may only reach lanes %u..%u", what, w.id,
          a.lane, quarter, quarter + 31);
   if (a.lane % (a.shape == S32x32b ? 32 : 16))
     fail("%s: shape %d cannot start at lane %u", what, in.sub, a.lane);
-  const u32 columns = columns_of(a.shape, (u32)in.aux, a.packed);
+  const u32 columns = columns_of(a.shape, (u32)in.aux);
   need_columns(w.cta, a.column, columns, what);
   if (races_on) race_tmem(w.cta, a.column, columns, w.id % 4, is_store, warp_actor(w));
   if (is_store)

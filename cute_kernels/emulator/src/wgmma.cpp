@@ -11,7 +11,7 @@ namespace {
 constexpr u32 WARP_ROWS = 16, GROUP_ROWS = 64;
 struct WgmmaArguments {
   u64 descriptor_a, descriptor_b;
-  bool accumulate, negate_a, negate_b, transpose_a, transpose_b;
+  bool accumulate, transpose_a, transpose_b;
 };
 
 void load_a_from_registers(Warp& w, const Operand& vector, u8 type, u32 depth, float* a) {
@@ -57,10 +57,6 @@ void run(Warp& w, const Instruction& in, const WgmmaArguments& args) {
   }
   load_tile(w.cta, args.descriptor_b, args.transpose_b, type_b, n, depth, b.data(), w.fenced[0],
             "wgmma B");
-  if (args.negate_a)
-    for (float& v : a) v = -v;
-  if (args.negate_b)
-    for (float& v : b) v = -v;
   const bool fp16 = in.type == T_F16, fp8 = type_a == T_E4M3 || type_a == T_E5M2;
   std::vector<double> acc(WARP_ROWS * n, 0.0);
   const Operand& d = operand(in, 0);
@@ -90,8 +86,7 @@ Status issue(Warp& w, const Instruction& in, u32 mask) {
   args.descriptor_a = a_in_registers ? 0 : value(1);
   args.descriptor_b = value(2);
   args.accumulate = (value(3) & 1) ^ operand(in, 3).negated;
-  args.negate_a = (i64)value(4) < 0;
-  args.negate_b = (i64)value(5) < 0;
+  if ((i64)value(4) < 0 || (i64)value(5) < 0) fail("wgmma: negated operands are not modelled");
   // With A in registers only B may be transposed.
   const int transposes = in.num_operands - 6;
   if (transposes == 2) args.transpose_a = value(6);

@@ -2,8 +2,8 @@
 
 The tensor core takes 128 rows of operand M but any 16 of N. With ``swap_ab`` the rows of a group
 are therefore operand N; with ``swap_partial`` only the last tile of a group has swapped operands,
-if it is partial. Instructions that kernels write out themselves then multiply only as many rows of
-N as the tile has, rounded up to ``N_STEP``.
+if it is partial. Instructions then multiply only as many rows of N as the tile has, rounded up to
+``N_STEP``.
 """
 
 from __future__ import annotations
@@ -94,22 +94,19 @@ class Sm100GemmConfig(GemmConfig):
 
     def refuses(self, tile: Sm100Tile) -> str:
         """Why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
-        if self.kind.fmt is not None and self.kind.tcgen05 is None:
+        if self.kind.tcgen05 is None:
             return f"there is no kernel for {self.operand} yet"
         if tile.may_swap and self.grouping == "k_grouped":
             return "only operands of an m_grouped product may be swapped"
-        if tile.swap_partial and self.kind.tcgen05 is None:
-            return f"instructions for {self.operand} do not fit themselves to swap_partial"
         return ""
 
     def may_choose(self, tile: Sm100Tile) -> bool:  # type: ignore[override]
         """Whether the choice of a tile considers this one.
 
-        Where instructions can fit themselves to the rows of a group, tiles that cannot multiply up
-        to a tile of rows for each that no group has; they have to be forced.
+        Instructions fit themselves to the rows of a group; tiles where they cannot multiply up to a
+        tile of rows for each that no group has, and have to be forced.
         """
-        fits = tile.may_swap or self.kind.tcgen05 is None or self.grouping == "k_grouped"
-        return fits and self.takes(tile)
+        return (tile.may_swap or self.grouping == "k_grouped") and self.takes(tile)
 
     def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
         """What a call costs, by a model of time."""

@@ -37,7 +37,7 @@ def estimated_cycles(config: Sm100GemmConfig, problem: GemmProblem, num_sms: int
         # A group of more than a tile ends half-way through one on average.
         row_tiles = 1.0 if mean <= tile.rows else mean / tile.rows + 0.5
         depth = problem.k
-        if tile.may_swap and kind.tcgen05 is not None:
+        if tile.may_swap:
             tile_n = min(tile_n, config.instruction_n(math.ceil(mean / row_tiles)))
     else:
         row_tiles, depth = float(ceil_div(problem.m, tile.m)), mean

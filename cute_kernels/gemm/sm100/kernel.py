@@ -15,9 +15,9 @@ tiles, and the MMA fills one accumulator while the epilogue empties the other. W
 the MMA warp of the first issues for both; each CTA loads, and stores, its own half.
 
 The tensor core takes 128 or 256 rows of operand M but any 16 of N. With ``swap_partial`` a partial
-tile, of a group's last rows, is multiplied with its operands swapped: both lie in shared memory in
-the same way, so the loads of elements stay as they are and only the instructions take B for operand
-M. N is then as small as the rows allow. The epilogue finds that tile transposed.
+tile, of a group's last rows, is multiplied with its operands swapped: the loads of elements stay as
+they are and only the instructions take B for operand M. N is then as small as the rows allow. The
+epilogue finds that tile transposed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from cute_kernels.gemm.sm100.loader import (
     SwappedPartial,
     SwappingLoadWarp,
 )
-from cute_kernels.gemm.sm100.mma import BlockScaledMma, MmaWarp, PlainMma
+from cute_kernels.gemm.sm100.mma import MmaWarp, StageMma
 from cute_kernels.gemm.sm100.storage import Barriers, Layouts, Stages, make_pipelines
 from cute_kernels.gemm.sm100.warp_schedule import NamedBarrierId, WarpSchedule
 from cute_kernels.gemm.views import (
@@ -57,6 +57,7 @@ from cute_kernels.gemm.views import (
 from cute_kernels.layout.slots import TILE_ROWS, most_rows
 
 if TYPE_CHECKING:
+    from cute_kernels.gemm.operands import OperandKind
     from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
 __all__ = ["Sm100Gemm"]
@@ -141,16 +142,17 @@ class Sm100Gemm:
         """Launch the kernel.
 
         Args:
-            a: NVFP4: (T, K / 2) uint8 codes, or (M, 64 * tiles) of slots in a k_grouped product;
-                plain: (T, K), or (T, M) in a k_grouped product.
-            a_scales: scale tiles (tiles, ceil(K / 64), 512) uint8, or (ceil(M / 128), 2 * tiles,
-                512); None if plain.
-            a_amax: (G,) fp32, or (T,) when row-scaled; None if plain.
-            b: NVFP4: (G, N, >= K / 2) uint8 codes, or (N, 64 * tiles) of slots; plain: (G, N, K),
-                (G, K, N) with ``transpose_b``, or (T, N) in a k_grouped product.
-            b_scales: scale tiles (G, ceil(N / 128), tiles, 512) uint8, or (ceil(N / 128), 2 *
-                tiles, 512); None if plain.
-            b_amax: (G,) fp32; None if plain.
+            a: codes (T, K), packed if there are several in a byte, or (M, P) in a k_grouped product
+                of P slots, (P, M) of untransposed copies; plain: (T, K), or (T, M) in a k_grouped
+                product.
+            a_scales: scale tiles (tiles, tiles along K, 512) uint8, or (ceil(M / 128), tiles along
+                P, 512); None without.
+            a_amax: (G,) fp32 second level, or (T,) when row-scaled; None without.
+            b: codes (G, N, >= K), or (N, P) or (P, N); plain: (G, N, K) or (T, N). (G, K, N) with
+                ``transpose_b``.
+            b_scales: scale tiles (G, ceil(N / 128), tiles, 512) uint8, or (ceil(N / 128), tiles
+                along P, 512); None without.
+            b_amax: (G,) fp32 second level; None without.
             offs: (G,) int32 end rows.
             bias: (G, N), or None.
             alpha: (G,) fp32, or None.
@@ -164,7 +166,8 @@ class Sm100Gemm:
         m, n, m_scales, n_scales = a, b, a_scales, b_scales
         if cutlass.const_expr(config.tile.swap_ab):
             m, n, m_scales, n_scales = b, a, b_scales, a_scales
-        m, n = self.matrix(m, config.mn_major[0]), self.matrix(n, config.mn_major[1])
+        m = self.matrix(m, config.m_kind, config.mn_major[0])
+        n = self.matrix(n, config.n_kind, config.mn_major[1])
         if cutlass.const_expr(config.kind.is_block_scaled):
             m_scales = scales_view(m_scales, config.kind)
             n_scales = scales_view(n_scales, config.kind)
@@ -201,11 +204,11 @@ class Sm100Gemm:
             min_blocks_per_mp=1,
         )
 
-    def matrix(self, x: cute.Tensor, mn_major: bool) -> cute.Tensor:
+    def matrix(self, x: cute.Tensor, kind: OperandKind, mn_major: bool) -> cute.Tensor:
         """An operand as (rows, K, groups)."""
         if self.config.ragged_k:
             return ragged_rows_view(x)
-        return matrix_view(x, self.config.kind, mn_major)
+        return matrix_view(x, kind, mn_major)
 
     def sources(
         self,
@@ -224,10 +227,11 @@ class Sm100Gemm:
                 n_scales=self.n_scales_source(layouts, n_scales),
             )
         if self.config.tile.swap_partial:
+            out = out._replace(partial_boxes=self.box_source(layouts, m))
+        if self.config.tile.swap_partial and self.config.kind.is_block_scaled:
             out = out._replace(
                 partial_m_scales=self.m_source(layouts, n_scales, staged.m_scales, is_scale=True),
                 partial_n_scales=self.n_scales_source(layouts, m_scales),
-                partial_boxes=self.box_source(layouts, m),
             )
         return out
 
@@ -351,7 +355,7 @@ class Sm100Gemm:
         if warp == warps.mma_warp_id:
             tmem.wait_for_alloc()
             pointer = tmem.retrieve_ptr(Float32)
-            mma = self.instructions(tiled_mma, layouts, shared, pointer)
+            mma = self.instructions(layouts, shared, pointer)
             MmaWarp(mma, cta == 0, tiles, ab_pipeline, acc_pipeline).run()
         if warp < warps.mma_warp_id:
             tmem.allocate(TMEM_COLUMNS)
@@ -383,14 +387,13 @@ class Sm100Gemm:
 
     def allocate_stages(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts) -> Stages:
         """Stages of both operands and their block scales in shared memory."""
-
-        def elements(layout: cute.ComposedLayout) -> cute.Tensor:
-            return smem.allocate_tensor(
-                layouts.element, layout.outer, byte_alignment=1024, swizzle=layout.inner
-            )
-
         staged = layouts.stages
-        out = Stages(elements(staged.m), elements(staged.n))
+        out = Stages(
+            *(
+                smem.allocate_tensor(dtype, x.outer, byte_alignment=1024, swizzle=x.inner)
+                for x, dtype in zip(staged[:2], layouts.elements, strict=True)
+            )
+        )
         if self.config.kind.is_block_scaled:
             dtype = scale_type(self.config.kind)
             out = out._replace(
@@ -429,21 +432,15 @@ class Sm100Gemm:
         if not self.config.tile.swap_partial:
             return LoadWarp(self.config, *rest)
         boxes = cute.make_tensor(shared.m.iterator, loads.layouts.boxes.outer)
-        partial = SwappedPartial(
-            RowBoxes(sources.partial_boxes, boxes),
-            loads.m(sources.partial_m_scales, shared.m_scales, is_scale=True),
-            loads.n_scales(sources.partial_n_scales, shared.n_scales),
-            loads.cta,
-        )
+        partial = SwappedPartial(RowBoxes(sources.partial_boxes, boxes), loads.cta)
+        if self.config.kind.is_block_scaled:
+            partial = partial._replace(
+                m_scales=loads.m(sources.partial_m_scales, shared.m_scales, is_scale=True),
+                n_scales=loads.n_scales(sources.partial_n_scales, shared.n_scales),
+            )
         return SwappingLoadWarp(self.config, partial, *rest)
 
-    def instructions(
-        self, tiled_mma: cute.TiledMma, layouts: Layouts, shared: Stages, tmem: cute.Pointer
-    ) -> BlockScaledMma | PlainMma:
+    def instructions(self, layouts: Layouts, shared: Stages, tmem: cute.Pointer) -> StageMma:
         """How a stage is multiplied."""
-        config = self.config
-        if config.kind.is_block_scaled:
-            acc_stride = config.tile.n - config.acc_overlap
-            return BlockScaledMma(config, shared, tmem, acc_stride, layouts.sf_first_columns())
-        operands = (tiled_mma.make_fragment_A(shared.m), tiled_mma.make_fragment_B(shared.n))
-        return PlainMma(tiled_mma, operands, cute.make_tensor(tmem, layouts.acc_layout()))
+        acc_stride = self.config.tile.n - self.config.acc_overlap
+        return StageMma(self.config, shared, tmem, acc_stride, layouts.sf_first_columns())

@@ -178,15 +178,15 @@ class SwappedPartial(NamedTuple):
 
     Attributes:
         boxes: elements of A.
-        m_scales: block scales of B, now operand M.
-        n_scales: block scales of A, now operand N.
         cta: number of this CTA among those that share a tile.
+        m_scales: block scales of B, now operand M; None without.
+        n_scales: block scales of A, now operand N; None without.
     """
 
     boxes: RowBoxes
-    m_scales: OperandLoad
-    n_scales: OperandLoad
     cta: Int32
+    m_scales: OperandLoad | None = None
+    n_scales: OperandLoad | None = None
 
 
 class SwappingLoadWarp(LoadWarp):
@@ -219,7 +219,8 @@ class SwappingLoadWarp(LoadWarp):
         """All that it copies from."""
         own = [load.source for load in (*self.operand_m, *self.operand_n)]
         partial = self.partial
-        return own + [x.source for x in (partial.boxes, partial.m_scales, partial.n_scales)]
+        loads = (partial.boxes, partial.m_scales, partial.n_scales)
+        return own + [x.source for x in loads if x is not None]
 
     @cute.jit
     def fill(self, tile: WorkTile, ab_state: pipeline.PipelineState) -> pipeline.PipelineState:
@@ -250,6 +251,7 @@ class SwappingLoadWarp(LoadWarp):
                 (partial.m_scales, tile.n_sf_row, tile.group),
                 (partial.n_scales, tile.m_sf_row, Int32(0)),
             )
+            if load is not None
         ]
         all_boxes = config.tile.m // num_ctas // BOX_ROWS
         box_bytes = config.element_stage_bytes[0] // all_boxes

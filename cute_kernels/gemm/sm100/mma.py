@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute, pipeline
-from cutlass.cute.nvgpu import tcgen05
 
 from cute_kernels.gemm.scheduler import WorkTile
 from cute_kernels.gemm.sm100 import umma
@@ -18,49 +17,13 @@ if TYPE_CHECKING:
     from cute_kernels.gemm.sm100.config import Sm100GemmConfig
     from cute_kernels.gemm.sm100.storage import Stages
 
-__all__ = ["BlockScaledMma", "MmaWarp", "PlainMma"]
+__all__ = ["MmaWarp", "StageMma"]
 
 #: Columns of tensor memory of one tile of block scales.
 _TILE_COLUMNS = SF_TILE_ROWS // TMEM_LANES
 
 
-class PlainMma:
-    """Instructions for operands without block scales.
-
-    Args:
-        tiled_mma: the instruction and its tile.
-        operands: fragments of both operands in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
-        acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
-    """
-
-    def __init__(
-        self, tiled_mma: cute.TiledMma, operands: tuple[cute.Tensor, cute.Tensor], acc: cute.Tensor
-    ):
-        self.tiled_mma = tiled_mma
-        self.operands = operands
-        self.acc = acc
-
-    def start(self, tile: WorkTile, which: Int32) -> cute.Tensor:
-        """What the stages of a tile have in common: the accumulator numbered ``which``."""
-        return self.acc[None, None, None, which]
-
-    @cute.jit
-    def multiply(self, acc: cute.Tensor, stage: Int32, k_tile: Int32, left: Int32) -> None:
-        """Add a stage, the tile's ``k_tile``-th, with ``left`` K blocks to go, to ``acc``.
-
-        The first overwrites what the accumulator holds.
-        """
-        for k_block in cutlass.range_constexpr(K_BLOCKS):
-            if k_block < left:
-                at = (None, None, k_block, stage)
-                # Fields of an MMA are state that must not outlive this branch, so each has its own.
-                tiled_mma = cute.make_tiled_mma(self.tiled_mma.op)
-                accumulate = k_tile > 0 if cutlass.const_expr(k_block == 0) else True
-                tiled_mma.set(tcgen05.Field.ACCUMULATE, accumulate)
-                cute.gemm(tiled_mma, acc, self.operands[0][at], self.operands[1][at], acc)
-
-
-class _BlockScaledTile(NamedTuple):
+class _StartedTile(NamedTuple):
     """What the stages of a tile have in common.
 
     Attributes:
@@ -68,16 +31,16 @@ class _BlockScaledTile(NamedTuple):
         m: descriptor of operand M in the first stage.
         n: descriptor of operand N in the first stage.
         instruction: descriptor of the instruction.
-        m_scales: block scales of operand M in tensor memory.
-        n_scales: block scales of operand N in tensor memory.
+        blocks: units from one K block of operands M and N to the next.
+        scales: block scales of operands M and N in tensor memory, if they have any.
     """
 
     acc: Int32
     m: Int64
     n: Int64
     instruction: Int32
-    m_scales: Int32
-    n_scales: Int32
+    blocks: tuple[Int64 | int, Int64 | int]
+    scales: tuple[Int32, ...]
 
 
 class _StagedScales(NamedTuple):
@@ -110,8 +73,8 @@ class _StagedScales(NamedTuple):
             )
 
 
-class BlockScaledMma:
-    """Instructions for block-scaled operands.
+class StageMma:
+    """Instructions that multiply a stage.
 
     Args:
         config: the kernel's configuration.
@@ -130,75 +93,87 @@ class BlockScaledMma:
         scale_columns: tuple[int, int],
     ):
         self.config = config
-        self.m = umma.element_descriptor(shared.m.iterator)
-        self.n = umma.element_descriptor(shared.n.iterator)
+        kinds = config.m_kind, config.n_kind
+        self.m, self.n = map(umma.ElementStages.of, kinds, (shared.m, shared.n), config.mn_major)
         self.tmem = Int32(tmem.toint())
         self.acc_stride = acc_stride
-        self.m_scales, self.n_scales = (
-            _StagedScales(umma.scale_descriptor(x.iterator), column, tiles, config.k_scale_tiles)
-            for x, column, tiles in zip(
-                (shared.m_scales, shared.n_scales), scale_columns, config.scale_tiles, strict=True
+        self.scales: tuple[_StagedScales, ...] = ()
+        if config.kind.is_block_scaled:
+            self.scales = tuple(
+                _StagedScales(
+                    umma.scale_descriptor(x.iterator), column, tiles, config.k_scale_tiles
+                )
+                for x, column, tiles in zip(
+                    (shared.m_scales, shared.n_scales),
+                    scale_columns,
+                    config.scale_tiles,
+                    strict=True,
+                )
             )
-        )
 
     @cute.jit
-    def start(self, tile: WorkTile, which: Int32) -> _BlockScaledTile:
+    def start(self, tile: WorkTile, which: Int32) -> _StartedTile:
         """What the stages of a tile have in common, with the accumulator numbered ``which``."""
         config = self.config
-        m, n = self.m, self.n
+        m, n = self.m.first, self.n.first
+        blocks = self.m.block, self.n.block
         cols = Int32(config.tile.n)
         if cutlass.const_expr(config.tile.swap_ab):
             cols = config.instruction_n(cutlass.min(tile.rows, config.tile.n))
+        instruction = umma.instruction_descriptor((self.m, self.n), config.tile.m, cols)
         if cutlass.const_expr(config.tile.swap_partial):
+            fitted = config.instruction_n(tile.rows)
+            swapped = umma.instruction_descriptor((self.n, self.m), config.tile.m, fitted)
+            first, second = self.m.first, self.n.first
             if tile.rows < config.tile.rows:
-                n, m = self.m, self.n
-                cols = config.instruction_n(tile.rows)
-        n_scales = self.tmem + self.n_scales.column
-        if cutlass.const_expr(config.tile.n < SF_TILE_ROWS):
+                m, n, instruction = second, first, swapped
+            if cutlass.const_expr(self.m.block != self.n.block):
+                # Another choice of values is more than CuTe DSL 4.8 compiles.
+                more = Int64(tile.rows < config.tile.rows) * (self.n.block - self.m.block)
+                blocks = self.m.block + more, self.n.block - more
+        scales = tuple(self.tmem + x.column for x in self.scales)
+        if cutlass.const_expr(config.kind.is_block_scaled and config.tile.n < SF_TILE_ROWS):
             # A scale tile has four columns of 32 rows each.
-            n_scales += (tile.n_sf_row & (SF_TILE_ROWS - 1)) >> 5
-        return _BlockScaledTile(
-            acc=self.tmem + which * self.acc_stride,
-            m=m,
-            n=n,
-            instruction=umma.instruction_descriptor(config.kind, config.tile.m, cols),
-            m_scales=self.tmem + self.m_scales.column,
-            n_scales=n_scales,
-        )
+            scales = (scales[0], scales[1] + ((tile.n_sf_row & (SF_TILE_ROWS - 1)) >> 5))
+        acc = self.tmem + which * self.acc_stride
+        return _StartedTile(acc, m, n, instruction, blocks, scales)
 
     @cute.jit
-    def multiply(self, tile: _BlockScaledTile, stage: Int32, k_tile: Int32, left: Int32) -> None:
+    def multiply(self, tile: _StartedTile, stage: Int32, k_tile: Int32, left: Int32) -> None:
         """Add a stage, the tile's ``k_tile``-th, with ``left`` K blocks to go.
 
         The first overwrites what the accumulator holds.
         """
-        m_bytes, n_bytes = self.config.element_stage_bytes
-        m = tile.m + Int64(stage) * (m_bytes // umma.UNIT)
-        n = tile.n + Int64(stage) * (n_bytes // umma.UNIT)
+        # Where partial tiles are swapped, stages of both operands have one size.
+        m = tile.m + Int64(stage) * self.m.stage
+        n = tile.n + Int64(stage) * self.n.stage
         with cute.arch.elect_one():
-            self.m_scales.copy(self.tmem, stage, self.config.tile.num_ctas)
-            self.n_scales.copy(self.tmem, stage, self.config.tile.num_ctas)
+            for scales in self.scales:
+                scales.copy(self.tmem, stage, self.config.tile.num_ctas)
             for k_block in cutlass.range_constexpr(K_BLOCKS):
                 self.issue(tile, m, n, k_block, k_tile, left)
 
     def issue(
-        self, tile: _BlockScaledTile, m: Int64, n: Int64, k_block: int, k_tile: Int32, left: Int32
+        self, tile: _StartedTile, m: Int64, n: Int64, k_block: int, k_tile: Int32, left: Int32
     ) -> None:
         """Multiply one K block of the stage whose elements are at ``m`` and ``n``."""
-        kind = self.config.kind
-        step = k_block * (umma.ELEMENT_ROW_BYTES // K_BLOCKS // umma.UNIT)
-        k_scale_tile, number = divmod(k_block, kind.k_blocks_of_scale_tile)
+        instruction, scales = tile.instruction, ()
+        if self.scales:
+            per_tile = self.config.kind.k_blocks_of_scale_tile
+            k_scale_tile, number = divmod(k_block, per_tile)
+            instruction += umma.scale_id(number) if number else 0
+            scales = tuple(
+                at + k_scale_tile * x.tiles * _TILE_COLUMNS
+                for at, x in zip(tile.scales, self.scales, strict=True)
+            )
         # The first instruction of a tile overwrites; those behind the tile's last do nothing.
         flags = {"more_than": (left, k_block)} if k_block else {"accumulate": k_tile}
         umma.multiply(
-            kind,
+            self.config.kind,
             tile.acc,
-            (m + step, n + step),
-            tile.instruction + umma.scale_id(number) if number else tile.instruction,
-            (
-                tile.m_scales + k_scale_tile * self.m_scales.tiles * _TILE_COLUMNS,
-                tile.n_scales + k_scale_tile * self.n_scales.tiles * _TILE_COLUMNS,
-            ),
+            tuple(x + k_block * step for x, step in zip((m, n), tile.blocks, strict=True)),
+            instruction,
+            scales,
             self.config.tile.num_ctas,
             **flags,
         )
@@ -217,7 +192,7 @@ class MmaWarp:
 
     def __init__(
         self,
-        mma: Any,
+        mma: StageMma,
         is_leader: Boolean,
         tiles: TileReader,
         ab_pipeline: pipeline.PipelineTmaUmma,

@@ -43,6 +43,7 @@ class Layouts:
 
     Attributes:
         tiled_mma: the MMA.
+        elements: types of the elements of operands M and N.
         tiled_mma_sf: an MMA of one CTA whose N partition is that of operand N's block scales: they
             are not split between a pair of CTAs and come in whole tiles of 128 rows.
         cluster: the CTAs of a cluster, (V, M, N, K).
@@ -64,17 +65,17 @@ class Layouts:
             self.tiler[2],
         )
         group = tcgen05.CtaGroup.ONE if config.tile.num_ctas == 1 else tcgen05.CtaGroup.TWO
-        self.element = element_type(kind)
+        self.elements = element_type(config.m_kind), element_type(config.n_kind)
         self.tiled_mma = self._make_mma(group, self.tiler[:2])
         self.tiled_mma_sf = self._make_mma(tcgen05.CtaGroup.ONE, self.tiler_sf[:2])
         ctas = cute.make_layout((config.tile.num_ctas, 1, 1))
         self.cluster = cute.tiled_divide(ctas, (self.tiled_mma.thr_id.shape,))
         self.cluster_sf = cute.tiled_divide(ctas, (self.tiled_mma_sf.thr_id.shape,))
         stages = config.num_ab_stage
-        operand = (self.tiled_mma, self.tiler, self.element, stages)
+        m, n = self.elements
         self.stages = Stages(
-            blackwell_helpers.make_smem_layout_a(*operand),
-            blackwell_helpers.make_smem_layout_b(*operand),
+            blackwell_helpers.make_smem_layout_a(self.tiled_mma, self.tiler, m, stages),
+            blackwell_helpers.make_smem_layout_b(self.tiled_mma, self.tiler, n, stages),
         )
         if kind.is_block_scaled:
             scales = (self.tiled_mma, self.tiler, kind.sf_vec_size, stages)
@@ -87,7 +88,7 @@ class Layouts:
         if config.tile.swap_partial:
             boxes = self.tiler[0] // config.tile.num_ctas // BOX_ROWS * stages
             self.boxes = cute.tile_to_shape(
-                tcgen05.make_smem_layout_atom(swizzle, self.element),
+                tcgen05.make_smem_layout_atom(swizzle, m),
                 (BOX_ROWS, self.tiler[2], boxes),
                 order=(0, 1, 2),
             )
@@ -112,11 +113,10 @@ class Layouts:
         major = [OperandMajorMode.MN if mn else OperandMajorMode.K for mn in self.config.mn_major]
         if not kind.is_block_scaled:
             return blackwell_helpers.make_trivial_tiled_mma(
-                self.element, self.element, *major, cutlass.Float32, group, shape_mn
+                *self.elements, *major, cutlass.Float32, group, shape_mn
             )
         return blackwell_helpers.make_blockscaled_trivial_tiled_mma(
-            self.element,
-            self.element,
+            *self.elements,
             *major,
             scale_type(kind),
             kind.sf_vec_size,
@@ -139,7 +139,7 @@ class Layouts:
 
     def stage_bytes(self) -> int:
         """Bytes that fill one stage of all CTAs that share a tile."""
-        staged = [(self.stages.m, self.element), (self.stages.n, self.element)]
+        staged = [*zip(self.stages[:2], self.elements, strict=True)]
         if self.config.kind.is_block_scaled:
             scales = scale_type(self.config.kind)
             staged += [(self.stages.m_scales, scales), (self.stages.n_scales, scales)]

@@ -1,4 +1,4 @@
-"""Block-scaled instructions of the tensor core, with N chosen at run time.
+"""Instructions of the tensor core, with N chosen at run time.
 
 The DSL's MMA atoms fix M and N when they are traced and guard every instruction by itself. Here a
 kernel computes the descriptors, which are plain integers, and one thread issues a whole stage.
@@ -7,23 +7,20 @@ Bit fields: PTX ISA, "tcgen05 matrix descriptor" and "instruction descriptor".
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, cute
 
 from cute_kernels.device.ptx import asm_volatile
 from cute_kernels.layout.shapes import SF_TILE_BYTES
 
 if TYPE_CHECKING:
-    from cutlass import cute
-
     from cute_kernels.gemm.operands import OperandKind
 
 __all__ = [
-    "ELEMENT_ROW_BYTES",
     "UNIT",
+    "ElementStages",
     "copy_scales",
-    "element_descriptor",
     "instruction_descriptor",
     "multiply",
     "scale_descriptor",
@@ -32,43 +29,89 @@ __all__ = [
 
 #: Bytes of the unit in which descriptors of shared memory count.
 UNIT = 16
-#: Bytes of a row of elements in a stage: one 128-byte swizzle atom along K.
-ELEMENT_ROW_BYTES = 128
+#: Rows of K, or of M or N, of a swizzle atom across the direction in which it is contiguous.
 _ATOM_ROWS = 8
 _ADDRESS_MASK = 0x3FFF
 _VERSION = 1 << 46
-_SWIZZLE_128B = 2 << 61
+#: Modes of swizzling by the bytes of an atom in the direction in which it is contiguous.
+_SWIZZLES = {0: 0, 128: 2, 64: 4, 32: 6}
+#: The type of fp32 accumulators in the descriptor of an instruction without block scales.
+_F32_ACCUMULATORS = 1 << 4
 
 
-def _descriptor(start: cute.Pointer, stride_bytes: int, swizzle: int) -> Int64:
-    """A K-major matrix in shared memory; ``stride_bytes`` lie between groups of eight rows."""
-    leading = 1 << 16  # unused: no matrix is wider than its swizzle atom
-    constant = leading | stride_bytes // UNIT << 32 | _VERSION | swizzle
-    return Int64((start.toint() >> 4) & _ADDRESS_MASK) | Int64(constant)
+def _descriptor(start: cute.Pointer, leading: int, stride: int, span: int) -> Int64:
+    """A matrix in shared memory that starts at ``start``; distances are bytes.
+
+    Args:
+        start: where.
+        leading: from one atom to the next in the direction in which atoms are contiguous.
+        stride: from one atom to the next across it.
+        span: bytes of an atom in that direction; 0 without a swizzle.
+    """
+    fields = leading // UNIT << 16 | stride // UNIT << 32 | _VERSION | _SWIZZLES[span] << 61
+    return Int64((start.toint() >> 4) & _ADDRESS_MASK) | Int64(fields)
 
 
-def element_descriptor(stages: cute.Pointer) -> Int64:
-    """Rows of elements that start at ``stages``, 128 bytes each and swizzled."""
-    return _descriptor(stages, _ATOM_ROWS * ELEMENT_ROW_BYTES, _SWIZZLE_128B)
+class ElementStages(NamedTuple):
+    """The elements of one operand in the stages.
+
+    Attributes:
+        kind: what they are.
+        first: descriptor of the first K block of the first stage.
+        block: units from one K block to the next.
+        stage: units from one stage to the next.
+        mn_major: they are contiguous along M or N instead of along K.
+    """
+
+    kind: OperandKind
+    first: Int64
+    block: int
+    stage: int
+    mn_major: bool
+
+    @classmethod
+    def of(cls, kind: OperandKind, stages: cute.Tensor, mn_major: bool) -> ElementStages:
+        """Those of ``stages``, ((rows, K of an instruction), 1, K blocks, stages)."""
+
+        def distance(row: int = 0, k: int = 0, block: int = 0, stage: int = 0) -> int:
+            """Bytes from the first element to another."""
+            index = cute.crd2idx(((row, k), 0, block, stage), stages.layout)
+            return int(index) * kind.bits // 8
+
+        span, leading, stride = 128, UNIT, distance(row=_ATOM_ROWS)
+        if mn_major:
+            row_bytes = cute.size(stages, mode=[0, 0]) * kind.bits // 8
+            span, stride = min(span, row_bytes), distance(k=_ATOM_ROWS)
+            if row_bytes > span:
+                leading = distance(row=span * 8 // kind.bits)
+        first = _descriptor(stages.iterator, leading, stride, span)
+        steps = distance(block=1) // UNIT, distance(stage=1) // UNIT
+        return cls(kind, first, *steps, mn_major)
 
 
 def scale_descriptor(stages: cute.Pointer) -> Int64:
     """Tiles of block scales that start at ``stages``."""
-    return _descriptor(stages, SF_TILE_BYTES // 4, 0)
+    return _descriptor(stages, UNIT, SF_TILE_BYTES // 4, 0)
 
 
-def instruction_descriptor(kind: OperandKind, m: int, n: Int32 | int) -> Int32:
-    """Shape and types of an instruction with K-major operands, and the first scales of a tile.
+def instruction_descriptor(
+    operands: tuple[ElementStages, ElementStages], m: int, n: Int32 | int
+) -> Int32:
+    """Shape and types of an instruction, and the first scales of a tile.
 
     Args:
-        kind: block-scaled operand kind.
+        operands: operands M and N.
         m: 128, or 256 with two CTAs.
-        n: a multiple of 8, or of 16 with two CTAs; at most 256.
+        n: a multiple of 8, or of 16 with two CTAs; at most 256. Of 8-bit elements that are
+            contiguous along N a multiple of 16, or of 32 with two CTAs.
     """
-    types = kind.tcgen05
-    if types is None:
-        raise ValueError(f"no instruction for operands of kind {kind.name}")
-    constant = types.element << 7 | types.element << 10 | types.scale << 23 | m // 16 << 24
+    constant = m // 16 << 24
+    for i, operand in enumerate(operands):
+        types = operand.kind.tcgen05
+        if types is None:
+            raise ValueError(f"no instruction for operands of kind {operand.kind.name}")
+        constant |= types.element << 7 + 3 * i | operand.mn_major << 15 + i
+        constant |= _F32_ACCUMULATORS if types.scale is None else types.scale << 23
     # N / 8 goes to bit 17.
     return Int32(n) << 14 | constant
 
@@ -89,7 +132,7 @@ def multiply(
     acc: Int32,
     operands: tuple[Int64, Int64],
     descriptor: Int32,
-    scales: tuple[Int32, Int32],
+    scales: tuple[Int32, ...],
     num_ctas: int,
     *,
     accumulate: Int32 | None = None,
@@ -98,11 +141,11 @@ def multiply(
     """One MMA instruction; one thread issues.
 
     Args:
-        kind: of the operands.
+        kind: of one of the operands.
         acc: the accumulator in tensor memory.
         operands: descriptors of operands M and N.
         descriptor: see ``instruction_descriptor``.
-        scales: their block scales in tensor memory.
+        scales: their block scales in tensor memory, if they have any.
         num_ctas: CTAs that share the instruction.
         accumulate: 0 to overwrite the accumulator; None to add to it.
         more_than: two numbers; multiply only if the first is larger. A predicate, because branches
@@ -118,9 +161,10 @@ def multiply(
         set_up += f" setp.gt.s32 q, ${len(values)}, {more_than[1]};"
         values.append(more_than[0])
         guard = "@q "
+    beside = "[$4], [$5], " if scales else ""
     asm_volatile(
         f"{{ .reg .pred p, q; {set_up} "
         f"{guard}tcgen05.mma.cta_group::{num_ctas}.kind::{kind.tcgen05.qualifiers} "
-        "[$0], $1, $2, $3, [$4], [$5], p; }",
+        f"[$0], $1, $2, $3, {beside}p; }}",
         values,
     )

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from cute_kernels.gemm.operands import DTYPE_BYTES, OPERANDS, OperandKind
+from cute_kernels.gemm.operands import DTYPE_BYTES, OPERANDS
 from cute_kernels.gemm.problem import (
     N_ALIGN,
     GemmConfig,
@@ -155,6 +155,8 @@ class Sm90GemmConfig(GemmConfig):
 
     def refuses(self, tile: Sm90Tile) -> str:
         """Why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
+        if self.kind.is_wgmma and self.kind.is_block_scaled and not self.kind.has_row_scales:
+            return f"there is no kernel for {self.operand} yet"
         if tile.swap_ab and self.grouping == "k_grouped":
             return "only operands of an m_grouped product are swapped"
         if not self.kind.has_short_sums:
@@ -200,16 +202,6 @@ class Sm90GemmConfig(GemmConfig):
     def pieces(self) -> int:
         """Pieces of K of one stage where operand M is decoded."""
         return self.stage_k // PIECE_K
-
-    @property
-    def m_kind(self) -> OperandKind:
-        """What operand M is made of."""
-        return self.b_kind if self.tile.swap_ab else self.kind
-
-    @property
-    def n_kind(self) -> OperandKind:
-        """What operand N is made of."""
-        return self.kind if self.tile.swap_ab else self.b_kind
 
     @property
     def promotes(self) -> bool:

@@ -196,7 +196,7 @@ def _tiles(op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: L
         inputs = _inputs(op)
         row_amax = _flat(amax) if by_row else None
         group_amax = amax_t if by_row or amax is None else amax
-        seen = None
+        seen, seed = None, dense(op.seed)
         if op.scale is not None:
             group_amax, seen = dense(op.scale), amax
         elif op.amax is not None:
@@ -204,7 +204,8 @@ def _tiles(op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: L
         if row_kernel is not None:
             row_kernel(*inputs, row_amax, None, launch.num_sms)
         buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
-        kernel(*inputs, row_amax, group_amax, *buffers, seen, launch.num_sms)
+        facts = (seen, None, seed, launch.num_sms)
+        kernel(*inputs, row_amax, group_amax, *buffers, *facts)
         if amax_t is not None and group_amax is not None and amax_t is not group_amax:
             amax_t.copy_(group_amax)
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import cutlass
 from cutlass import Int32, Uint32, cute
 
-from cute_kernels.device.codecs import Level
 from cute_kernels.device.groups import Grouping
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.tiles.byte_columns import ByteColumnConverter
 from cute_kernels.quantize.tiles.byte_rows import ByteRowConverter
-from cute_kernels.quantize.tiles.geometry import Descriptor, TilePlaces
+from cute_kernels.quantize.tiles.geometry import Descriptor, Encoding, TilePlaces
 from cute_kernels.quantize.tiles.squares import Squares
 from cute_kernels.quantize.tiles.team import Copies, Team
 
@@ -39,7 +38,7 @@ class ByteTiles:
         self,
         groups: Grouping,
         cols: Int32,
-        level: Level,
+        by: tuple[Encoding, Encoding],
         row_amax: cute.Tensor | None,
         out: Copies,
         what: Descriptor,
@@ -49,7 +48,7 @@ class ByteTiles:
         seen: Uint32,
     ) -> Uint32:
         """A warp's part of a tile; gives ``seen`` with the largest magnitudes of it, packed."""
-        config = self.config
+        config, level = self.config, by[0].level
         if cutlass.const_expr(config.columnwise or config.is_2d):
             if what.count < TILE_ROWS:
                 self.team.clear_rows(places.tile, what.count, team, TILE_ROWS)

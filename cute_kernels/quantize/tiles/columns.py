@@ -8,16 +8,17 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, cute
 
 from cute_kernels.device.absmax import absmax_pairs, absmax_words, fmax, split_absmax
-from cute_kernels.device.codecs import Level
 from cute_kernels.device.groups import Grouping
 from cute_kernels.device.memory import load_shared, store_global, store_shared, store_shared_half
 from cute_kernels.device.ptx import f32_as_bits
 from cute_kernels.layout.slots import TILE_ROWS
+from cute_kernels.quantize.tiles.draws import ColumnDraws
 from cute_kernels.quantize.tiles.geometry import (
     BOX_BYTES,
     BOX_SIZE,
     TILE_COLS,
     Descriptor,
+    Encoding,
     TileGeometry,
     TilePlaces,
 )
@@ -91,7 +92,7 @@ class ColumnConverter:
         self,
         groups: Grouping,
         cols: Int32,
-        level: Level,
+        by: Encoding,
         codes_t: cute.Tensor | None,
         what: Descriptor,
         part: Int32,
@@ -110,7 +111,14 @@ class ColumnConverter:
             base = places.tile + box * BOX_SIZE + first_row * BOX_BYTES
             lanes_at = [base + row for row in rows]
             col = box * self.tile.box_cols + mine.word * self.tile.cols_per_word
-            codes_of, pairs_of = self.convert_columns(lanes_at, mine, first_row, col, level, places)
+            draw = None
+            if cutlass.const_expr(by.seed is not None and self.config.columnwise):
+                per_word, is_2d = self.tile.cols_per_word, self.config.is_2d
+                place = (first_row, col, mine.twist)
+                draw = ColumnDraws.of(by.seed, is_2d, cols, what, place, per_word)
+            codes_of, pairs_of = self.convert_columns(
+                lanes_at, mine, first_row, col, by, draw, places
+            )
             if cutlass.const_expr(self.config.columnwise):
                 scale_words = None
                 if cutlass.const_expr(self.codec.has_scales):
@@ -126,7 +134,8 @@ class ColumnConverter:
         mine: LanePlace,
         first_row: Int32,
         col: Int32,
-        level: Level,
+        by: Encoding,
+        draw: ColumnDraws | None,
         places: TilePlaces,
     ) -> tuple[list[list[Uint32]], list[list[Uint16]]]:
         """Codes, and scale bytes two by two, of a lane's columns in its rows from ``first_row`` on.
@@ -144,13 +153,17 @@ class ColumnConverter:
                 factors: tuple[list, list] = ([], [])
                 for c in cutlass.range_constexpr(self.tile.cols_per_word):
                     pair, *encs = scale_blocks(
-                        self.codec, amaxes[0][c], amaxes[1][c], level, places.table
+                        self.codec, amaxes[0][c], amaxes[1][c], by.level, by.table
                     )
                     pairs_of[c].append(pair)
                     for of_block, enc in zip(factors, encs, strict=True):
                         of_block.append(enc)
-                for words, encs in zip(blocks, factors, strict=True):
-                    codes = self.codec.encode_columns(words, encs, mine.twist)
+                for i, (words, encs) in enumerate(zip(blocks, factors, strict=True)):
+                    if cutlass.const_expr(draw is None):
+                        codes = self.codec.encode_columns(words, encs, mine.twist)
+                    else:
+                        draws = draw.block(first + i)
+                        codes = self.codec.round_columns(words, encs, draws, mine.twist)
                     for c in cutlass.range_constexpr(self.tile.cols_per_word):
                         codes_of[c] += codes[c]
         return codes_of, pairs_of

@@ -11,12 +11,16 @@ from cute_kernels.quantize.config import DTYPE_BYTES
 if TYPE_CHECKING:
     from cutlass import Int32, cute
 
+    from cute_kernels.device.codecs import Level
+    from cute_kernels.device.philox import Seed
+
 __all__ = [
     "BOX_BYTES",
     "BOX_ROWS",
     "BOX_SIZE",
     "TILE_COLS",
     "Descriptor",
+    "Encoding",
     "SharedMemory",
     "TileGeometry",
     "TilePlaces",
@@ -82,14 +86,26 @@ class TilePlaces(NamedTuple):
         scales: its rowwise scales, where they go through shared memory.
         scales_t: its columnwise scale bytes.
         squares: amaxes of its square blocks.
-        table: encode factors, see ``scale_blocks``.
     """
 
     tile: Int32
     scales: Int32
     scales_t: Int32
     squares: Int32
+
+
+class Encoding(NamedTuple):
+    """What one copy of a tile is encoded with.
+
+    Attributes:
+        level: the second level of its group.
+        table: where in shared memory encode factors are, see ``scale_blocks``.
+        seed: what random bytes are drawn by, where the format is stochastic.
+    """
+
+    level: Level
     table: Int32 | None
+    seed: Seed | None
 
 
 class SharedMemory(NamedTuple):

@@ -36,6 +36,7 @@ from cute_kernels.device.codecs import Level, codec_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping
 from cute_kernels.device.memory import store_shared
+from cute_kernels.device.philox import seed_of
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
 from cute_kernels.layout.shapes import SF_TILE_BYTES, scale_tiles
 from cute_kernels.layout.slots import TILE_ROWS
@@ -47,6 +48,7 @@ from cute_kernels.quantize.tiles.bytes import ByteTiles
 from cute_kernels.quantize.tiles.fill import TileFiller
 from cute_kernels.quantize.tiles.geometry import (
     Descriptor,
+    Encoding,
     SharedMemory,
     TileGeometry,
     TilePlaces,
@@ -112,6 +114,8 @@ class TileQuantizer(AmaxKernels):
             fake.codes_t() if config.columnwise else None,
             fake.scales_t() if config.columnwise else None,
             *fake.results(),
+            None,
+            fake.seed() if config.is_stochastic else None,
             Int32(1),
             env_stream(),
         )
@@ -131,6 +135,8 @@ class TileQuantizer(AmaxKernels):
         scale_inv: cute.Tensor | None,
         scale: cute.Tensor | None,
         amax: cute.Tensor | None,
+        column_amax: cute.Tensor | None,
+        seed: cute.Tensor | None,
         num_sms: Int32,
         stream: Any,
     ) -> None:
@@ -155,6 +161,8 @@ class TileQuantizer(AmaxKernels):
             scale_inv,
             scale,
             amax,
+            column_amax,
+            seed,
         ).launch(
             grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
@@ -199,6 +207,8 @@ class TileQuantizer(AmaxKernels):
         scale_inv: cute.Tensor | None,
         scale: cute.Tensor | None,
         amax: cute.Tensor | None,
+        column_amax: cute.Tensor | None,
+        seed: cute.Tensor | None,
     ) -> None:
         config = self.config
         smem = cutlass.memory.SmemAllocator()
@@ -239,7 +249,7 @@ class TileQuantizer(AmaxKernels):
                 step = cute.arch.grid_dim()[0] * threads
                 self.levels.write(group_amax, scale_inv, scale, thread, step)
             out = Copies(codes, scales, codes_t, scales_t)
-            self.compute(x, grad, groups, cols, row_amax, out, amax, warp, shared)
+            self.compute(x, grad, groups, cols, row_amax, out, amax, seed, warp, shared)
 
     @cute.jit
     def compute(
@@ -251,6 +261,7 @@ class TileQuantizer(AmaxKernels):
         row_amax: cute.Tensor | None,
         out: Copies,
         amax: cute.Tensor | None,
+        seed: cute.Tensor | None,
         warp: Int32,
         shared: SharedMemory,
     ) -> None:
@@ -264,6 +275,9 @@ class TileQuantizer(AmaxKernels):
         table = factors_at if self.has_table else None
         level, level_of = self.codec.zero_level(), Int32(-1)
         seen, seen_of = Uint32(0), Int32(0)
+        seeds = (None, None)
+        if cutlass.const_expr(config.is_stochastic):
+            seeds = (seed_of(seed, False), seed_of(seed, not config.is_2d))
         while count > 0:
             cute.arch.mbarrier_wait(shared.full + (team * 2 + copy), phase)
             what = self.loader.read_descriptor(shared, stage)
@@ -292,10 +306,10 @@ class TileQuantizer(AmaxKernels):
                     scales=shared.scales.toint() + team * self.scales_bytes,
                     scales_t=scales_at,
                     squares=shared.squares.toint() + buffer * self.squares_bytes,
-                    table=table,
                 )
+                by = (Encoding(level, table, seeds[0]), Encoding(level, table, seeds[1]))
                 where = (what, team, part, places)
-                seen = self.tiles.convert(groups, cols, level, row_amax, out, *where, seen)
+                seen = self.tiles.convert(groups, cols, by, row_amax, out, *where, seen)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(shared.empty + stage)

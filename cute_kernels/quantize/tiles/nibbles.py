@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import cutlass
 from cutlass import Int32, Uint32, cute
 
-from cute_kernels.device.codecs import Level
 from cute_kernels.device.groups import Grouping
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.tiles.columns import ColumnConverter
-from cute_kernels.quantize.tiles.geometry import Descriptor, TilePlaces
+from cute_kernels.quantize.tiles.geometry import Descriptor, Encoding, TilePlaces
 from cute_kernels.quantize.tiles.rows import RowConverter
 from cute_kernels.quantize.tiles.team import Copies, Team
 
@@ -37,7 +36,7 @@ class NibbleTiles:
         self,
         groups: Grouping,
         cols: Int32,
-        level: Level,
+        by: tuple[Encoding, Encoding],
         row_amax: cute.Tensor | None,
         out: Copies,
         what: Descriptor,
@@ -46,21 +45,22 @@ class NibbleTiles:
         places: TilePlaces,
         seen: Uint32,
     ) -> Uint32:
-        """A warp's part of a tile. ``seen`` is left as it is."""
+        """A warp's part of a tile, encoded by row and by column. ``seen`` is left as it is."""
+        by_row, by_column = by
         if cutlass.const_expr(self.config.columnwise or self.config.is_2d):
             if what.count < TILE_ROWS:
                 multiple = TILE_ROWS // 2 if self.columns.skips_rows else TILE_ROWS
                 self.team.clear_rows(places.tile, what.count, team, multiple)
             if not self.columns.skips_rows or self.columns.place(part).first_row < what.count:
-                self.columns.convert(groups, cols, level, out.codes_t, what, part, places)
+                self.columns.convert(groups, cols, by_column, out.codes_t, what, part, places)
             elif cutlass.const_expr(self.config.columnwise):
                 self.columns.clear(groups, cols, out.codes_t, what, part, places)
             self.team.sync(team)
         if cutlass.const_expr(self.config.rowwise):
             for row in self.rows.rows(part):
-                row_level, row_table = level, places.table
+                by_own = by_row
                 if cutlass.const_expr(self.config.uses_row_amax):
-                    row_level, row_table = self.rows.level(row_amax, what, row), None
-                row_places = places._replace(table=row_table)
-                self.rows.convert(cols, row_level, out.codes, out.scales, what, row, row_places)
+                    level = self.rows.level(row_amax, what, row)
+                    by_own = by_row._replace(level=level, table=None)
+                self.rows.convert(cols, by_own, out.codes, out.scales, what, row, places)
         return seen

@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from cute_kernels.device.absmax import absmax_words
 from cute_kernels.device.codecs import Level
 from cute_kernels.device.memory import load_shared, store_global, store_global_half
+from cute_kernels.device.philox import DRAWN, draw_block
 from cute_kernels.device.ptx import bits_as_f32, select
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.quantize.config import DTYPE_BYTES
@@ -18,6 +19,7 @@ from cute_kernels.quantize.tiles.geometry import (
     BOX_SIZE,
     TILE_COLS,
     Descriptor,
+    Encoding,
     TileGeometry,
     TilePlaces,
 )
@@ -75,7 +77,7 @@ class RowConverter:
     def convert(
         self,
         cols: Int32,
-        level: Level,
+        by: Encoding,
         codes: cute.Tensor,
         scales: cute.Tensor | None,
         what: Descriptor,
@@ -102,12 +104,17 @@ class RowConverter:
             elif col < cols:
                 blocks = self.load_blocks(row_at, u)
                 a = self.amaxes(blocks, places.squares, row, u, own)
-                scale_word, factors = self.scale(a, level, places.table)
+                scale_word, factors = self.scale(a, by)
                 if cutlass.const_expr(self.codec.has_scales):
                     self.store_scales(scales_at, col, select(live, scale_word, Uint32(0)))
+                place = Int64(what.first + row) * (cols // DRAWN) + (col + own) // DRAWN
                 out = []
-                for block, factor in zip(blocks, factors, strict=True):
-                    out += self.codec.encode_row(block, factor)
+                for i, (block, factor) in enumerate(zip(blocks, factors, strict=True)):
+                    if cutlass.const_expr(by.seed is None):
+                        out += self.codec.encode_row(block, factor)
+                    else:
+                        draws = draw_block(by.seed, place + i)
+                        out += self.codec.round_row(block, factor, draws)
                 if live:
                     first = col + own
                     place = codes_at + self.codec.code_bytes(first)
@@ -143,13 +150,11 @@ class RowConverter:
             return [bits_as_f32(word) for word in words]
         return [absmax_words(words, self.dtype, self.arch) for words in blocks]
 
-    def scale(
-        self, a: list[Float32], level: Level, table: Int32 | None
-    ) -> tuple[Uint32 | None, list[Float32]]:
+    def scale(self, a: list[Float32], by: Encoding) -> tuple[Uint32 | None, list[Float32]]:
         """The scale bytes of blocks with these amaxes, as one word, and their encode factors."""
         pairs, factors = [], []
         for i in range(0, self.blocks, 2):
-            pair, *encs = scale_blocks(self.codec, a[i], a[i + 1], level, table)
+            pair, *encs = scale_blocks(self.codec, a[i], a[i + 1], by.level, by.table)
             pairs.append(pair)
             factors += encs
         return (join_scales(pairs) if self.codec.has_scales else None), factors

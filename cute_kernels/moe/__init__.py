@@ -1,0 +1,5 @@
+"""Kernels of a mixture of experts between its products: configurations here, kernels beside."""
+
+from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
+
+__all__ = ["CombineConfig", "GatherConfig", "RoutingConfig"]

@@ -1,0 +1,68 @@
+"""The ops of mixtures of experts on CuTe DSL kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.ops.arguments import dense, dtype_name, readable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from cute_kernels.ops.moe import ComputeRouting, MoeCombine, MoeGather
+    from cute_kernels.ops.registry import Runner
+    from cute_kernels.runtime.launch import Launcher
+
+__all__ = ["combine", "compute_routing", "gather"]
+
+
+def compute_routing(op: ComputeRouting, launch: Launcher) -> Runner:
+    """How ``compute_routing`` runs."""
+    if not op.expert_ids.numel():
+        return lambda op, outputs: outputs[0].zero_()
+    config = RoutingConfig.choose(dtype_name(op.expert_ids.dtype), op.expert_ids.numel())
+    kernel, top_k = launch.kernel(config), op.expert_ids.shape[1]
+
+    def run(op: ComputeRouting, outputs: Sequence[Tensor]) -> None:
+        offs, token, pair, row = outputs
+        kernel(op.expert_ids.contiguous().view(-1), offs, token, pair, row.view(-1), top_k)
+
+    return run
+
+
+def gather(op: MoeGather, launch: Launcher) -> Runner:
+    """How ``moe_gather`` runs."""
+    if not op.index.numel() or not op.x.shape[1]:
+        return lambda op, outputs: None
+    if not op.x.numel():
+        return lambda op, outputs: outputs[0].zero_()
+    config = GatherConfig.choose(op.x.shape[1] * op.x.itemsize)
+    kernel = launch.kernel(config)
+    kind = torch.int16 if config.width == 2 else torch.int32
+
+    def run(op: MoeGather, outputs: Sequence[Tensor]) -> None:
+        kernel(readable(op.x).view(kind), dense(op.index), outputs[0].view(kind), launch.num_sms)
+
+    return run
+
+
+def combine(op: MoeCombine, launch: Launcher) -> Runner:
+    """How ``moe_combine`` runs."""
+    if not op.row.shape[0] or not op.h.shape[1]:
+        return lambda op, outputs: None
+    if not op.h.numel() or not op.row.numel():
+        return lambda op, outputs: outputs[0].zero_()
+    dtype, out = op.h.dtype, op.out_dtype or op.h.dtype
+    vectorized = all(op.h.shape[1] * t.itemsize % 16 == 0 for t in (dtype, out))
+    names = (dtype_name(dtype), dtype_name(out))
+    kernel = launch.kernel(CombineConfig(*names, op.weight is not None, vectorized))
+
+    def run(op: MoeCombine, outputs: Sequence[Tensor]) -> None:
+        kernel(readable(op.h), dense(op.row), dense(op.weight), outputs[0], launch.num_sms)
+
+    return run
