@@ -57,7 +57,9 @@ class AmaxKernels:
         grid, block = [num_sms * _CTAS_PER_SM, 1, 1], [_THREADS, 1, 1]
         if cutlass.const_expr(group_amax is not None):
             self.launch_clear(group_amax, num_sms, stream)
-        self.reduce(x, grad, offs, row_amax, group_amax).launch(grid=grid, block=block, stream=stream)
+        self.reduce(x, grad, offs, row_amax, group_amax).launch(
+            grid=grid, block=block, stream=stream
+        )
 
     @cute.jit
     def launch_clear(self, group_amax: cute.Tensor, num_sms: Int32, stream: Any) -> None:

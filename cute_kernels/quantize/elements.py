@@ -1,7 +1,7 @@
 """Elements of a tensor that goes through an activation first, made where a kernel needs them.
 
-A unit is what 16 bytes of the input make. Halves of a row are a multiple of 16 bytes, so that a unit
-lies in one of them.
+A unit is what 16 bytes of the input make. Halves of a row are a multiple of 16 bytes, so that a
+unit lies in one of them.
 """
 
 from __future__ import annotations

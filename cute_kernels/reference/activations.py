@@ -83,6 +83,7 @@ if TYPE_CHECKING:
 
 __all__ = ["activate", "activate_gradient", "exp", "sigmoid", "tanh"]
 
+
 def _polynomial(r: Tensor, coefficients: tuple[float, ...]) -> Tensor:
     """By Horner's rule, from the highest power down."""
     *rest, highest = coefficients
@@ -171,7 +172,9 @@ class _Gelu(_Curve):
 
     def slope(self, x: Tensor, core: Tensor) -> Tensor:
         w = x.clamp(-Numbers.FAR, Numbers.FAR)
-        steep = (w * w).mul_(Numbers.GELU[2]).add_(Numbers.GELU[0]).mul_((core * core).neg_().add_(1.0))
+        steep = (
+            (w * w).mul_(Numbers.GELU[2]).add_(Numbers.GELU[0]).mul_((core * core).neg_().add_(1.0))
+        )
         return w.mul_(0.5).mul_(steep).add_((core + 1.0).mul_(0.5))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from cutlass import Float32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cute_kernels.activations import parse_activation
@@ -68,12 +68,14 @@ class ActivationKernel:
     ) -> None:
         first = (cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]) * _EACH
         if first < a.shape[0]:
-            inputs = [[t[first + i] for i in range(_EACH)] for t in (a, b, grad)]
-            act, arch = self.activation, self.config.arch
-            if not act.is_gated:
-                del inputs[1]
-            forward = activated(act, False, arch, inputs[: 1 + act.is_gated])
-            backward = activated(act, True, arch, inputs)
-            for out, numbers in zip((value, of_a, of_b), forward + backward, strict=False):
-                for i in range(_EACH):
-                    out[first + i] = numbers[i]
+            self.apply((a, b, grad), (value, of_a, of_b), first)
+
+    def apply(self, inputs: tuple, outputs: tuple, first: Int32) -> None:
+        act, arch = self.activation, self.config.arch
+        tensors = inputs if act.is_gated else (inputs[0], inputs[2])
+        given = [[t[first + i] for i in range(_EACH)] for t in tensors]
+        made = activated(act, False, arch, given[: 1 + act.is_gated])
+        made += activated(act, True, arch, given)
+        for out, numbers in zip(outputs, made, strict=False):
+            for i, number in enumerate(numbers):
+                out[first + i] = number

@@ -57,11 +57,17 @@ def inputs(
 
 
 def quantize(
-    text: str, act: str, x: Tensor, grad: Tensor | None, offs: Tensor | None, way: str
+    text: str,
+    act: str,
+    x: Tensor,
+    grad: Tensor | None,
+    offs: Tensor | None,
+    way: str,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """The bytes of all that is written over poison."""
     fmt, groups = parse(text), len(x) if offs is None else len(offs)
-    given = {"activation": act, "grad": grad, "rowwise": way != "columnwise"}
+    given = {"activation": act, "grad": grad, "amax": amax, "rowwise": way != "columnwise"}
     given["columnwise"] = way != "rowwise"
     if fmt.takes_scale:
         given["scale"] = torch.exp2(torch.arange(groups) % 17 - 8.0) * 1.3
@@ -155,10 +161,7 @@ def test_given_amaxes_and_many_groups() -> None:
     offs = many_groups()
     x, _ = inputs("swiglu", False, (int(offs[-1]) + 5,), 48)
     amax = torch.rand(len(offs)) - 0.5
-    given = {"activation": "swiglu", "columnwise": True}
-    for i in range(5):  # codes, scales and amaxes
-        call = lambda i=i: ops.grouped_quantize(x, "nvfp4", offs, amax, **given)[i]  # noqa: E731
-        check("sm_90a", call)
+    check("sm_90a", lambda: quantize("nvfp4", "swiglu", x, None, offs, "both", amax))
 
 
 def test_only_the_rows_of_groups_are_read() -> None:
@@ -172,7 +175,9 @@ def test_only_the_rows_of_groups_are_read() -> None:
         others = [offs, given["scale"], *(array_of(t.view(torch.uint8)) for t in out)]
         with cute_kernels.backend("emulated:sm_90a" if way == "both" else "emulated:sm_100a"):
             check_touched(
-                lambda text=text, out=out: ops.grouped_quantize_out(x, text, offs, **given, out=out),
+                lambda text=text, out=out: ops.grouped_quantize_out(
+                    x, text, offs, **given, out=out
+                ),
                 [array_of(x)[:219], array_of(grad)[:219]],
                 others,
             )
@@ -180,7 +185,11 @@ def test_only_the_rows_of_groups_are_read() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "act", "backward", "cols"),
-    [("sm_90a", "swiglu", True, 272), ("sm_100a", CLAMPED, True, 14), ("sm_100a", "gelu", False, 24)],
+    [
+        ("sm_90a", "swiglu", True, 272),
+        ("sm_100a", CLAMPED, True, 14),
+        ("sm_100a", "gelu", False, 24),
+    ],
 )
 def test_dbias(arch: str, act: str, backward: bool, cols: int) -> None:
     for dtype in (BF16,) if cols == 14 else (BF16, torch.float32):
@@ -194,9 +203,7 @@ def test_dbias(arch: str, act: str, backward: bool, cols: int) -> None:
 
 def test_code() -> None:
     """Exact arithmetic and no spills, of what is compiled ahead of time."""
-    for arch, text, backward in itertools.product(
-        ARCHITECTURES, ("nvfp4", "mxfp8"), (False, True)
-    ):
+    for arch, text, backward in itertools.product(ARCHITECTURES, ("nvfp4", "mxfp8"), (False, True)):
         prologue = Prologue("bfloat16", "swiglu", backward)
         config = TileConfig.choose(
             parse(text),

@@ -24,6 +24,8 @@ from grouped.recipes import NVFP4, FP8Block, FP8Current, NVFP4RowScaled
 from tests.helpers import DTYPES, NVFP4_TEXTS, ends
 
 ARCHITECTURES = [architecture("sm_90a"), architecture("sm_100a")]
+#: Of which SwiGLU is compiled ahead of time.
+ACTIVATED = ("nvfp4", "nvfp4:row_scaled", "fp8", "fp8_block", "mxfp8")
 TEXTS = (*NVFP4_TEXTS.values(), "fp8", "fp8:dtype=e5m2")
 
 
@@ -59,6 +61,10 @@ def quantizations():
         if x.dtype == torch.bfloat16:
             text = "fp8_block:block=128x128" if offs is None else "fp8_block"
             yield GroupedQuantize(x, text, offs, None, rowwise, columnwise)
+    both, offs = torch.empty(2, 64, dtype=torch.bfloat16), ends(1, 2)
+    for text, grad in itertools.product(ACTIVATED, (None, both[:, :32])):
+        given = {"columnwise": True, "activation": "swiglu", "grad": grad}
+        yield GroupedQuantize(both, text, offs, **given)
 
 
 def dequantizations():

@@ -158,8 +158,8 @@ def _rows(op: GroupedQuantize, config: RowsConfig, launch: Launcher) -> Runner:
     kernel = launch.kernel(config)
     takes_amax, amax_kernel, names = config.takes_amax, None, tuple(op.specs())
     if takes_amax and op.amax is None:
-        facts = {"arch": config.arch, "prologue": config.prologue}
-        amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, **facts))
+        facts = (False, True, config.arch, config.prologue)
+        amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, *facts))
 
     def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
         out = dict(zip(names, outputs, strict=True))
