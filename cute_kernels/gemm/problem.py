@@ -209,7 +209,7 @@ class GemmConfig(abc.ABC):
             kind = getattr(self, name)
             if kind not in OPERANDS and (name == "operand" or kind is not None):
                 raise ValueError(f"{name} must be one of {', '.join(OPERANDS)}, got {kind!r}")
-        if (self.kind.bits, self.kind.scale) != (self.b_kind.bits, self.b_kind.scale):
+        if not (self.is_alike or self.decoded_to is not None and self.grouping == "m_grouped"):
             raise ValueError(f"{self.operand} is not multiplied by {self.b_operand}")
         if self.grouping not in ("m_grouped", "k_grouped"):
             raise ValueError(f"grouping must be m_grouped or k_grouped, got {self.grouping!r}")
@@ -227,7 +227,7 @@ class GemmConfig(abc.ABC):
             raise ValueError("a k_grouped product takes no bias")
         if self.zero_tail and (self.grouping == "k_grouped" or self.accumulate):
             raise ValueError("zero_tail needs an m_grouped product that does not accumulate")
-        if self.transpose_b and (self.kind.is_transposed or self.grouping == "k_grouped"):
+        if self.transpose_b and (self.b_kind.is_transposed or self.grouping == "k_grouped"):
             raise ValueError(
                 "transpose_b needs an m_grouped product of operands without a transposed copy"
             )
@@ -273,6 +273,20 @@ class GemmConfig(abc.ABC):
     def b_kind(self) -> OperandKind:
         """What B is made of."""
         return OPERANDS[self.b_operand or self.operand]
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether both operands have elements of one width and the same block scales."""
+        return (self.kind.bits, self.kind.scale) == (self.b_kind.bits, self.b_kind.scale)
+
+    @property
+    def decoded_to(self) -> OperandKind | None:
+        """What codes are decoded to: a plain A's kind, bf16 beside codes of a byte; None if not."""
+        if self.b_kind.fmt is None or self.is_alike:
+            return None
+        if self.kind.fmt is None:
+            return self.kind
+        return OPERANDS["bfloat16"] if self.b_kind.bits < self.kind.bits else None
 
     @property
     def m_kind(self) -> OperandKind:
@@ -322,7 +336,7 @@ class GemmConfig(abc.ABC):
         if problem.n < 1 or problem.n % N_ALIGN:
             return Support(False, f"N must be a positive multiple of {N_ALIGN}, got {problem.n}")
         if self.grouping == "m_grouped":
-            align = self.kind.k_align
+            align = max(self.kind.k_align, self.b_kind.k_align)
             if problem.k < 1 or problem.k % align:
                 return Support(False, f"K must be a positive multiple of {align}, got {problem.k}")
         else:

@@ -189,15 +189,7 @@ class DbiasReducer:
             pitch = Int64(cols) * DTYPE_BYTES[self.dtype]
             at = dy.iterator.toint() + row * pitch + col * DTYPE_BYTES[self.dtype]
             return [(at, pitch)], None
-        tensors = [dy] if grad is None else [dy, grad]
-        pitches = [Int64(size) for size in self.maker.row_bytes(cols)]
-        pairs = zip(tensors, pitches, strict=False)
-        rows_at = [t.iterator.toint() + row * pitch for t, pitch in pairs]
-        of_half, is_second = self.maker.column(col, cols)
-        places = self.maker.places(rows_at[0], rows_at[-1], of_half, cols)
-        last = pitches[len(tensors) - 1]
-        of_each = [pitches[0]] * (len(places) - 1) + [last]
-        return list(zip(places, of_each, strict=True)), is_second
+        return self.maker.sources(dy, grad, row, col, cols)
 
     def tree(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_kernels.device.activations import activated
 from cute_kernels.device.convert import pack_words, unpack_words
@@ -83,6 +83,24 @@ class ElementMaker:
         if self.prologue.is_gradient:
             out.append(grad_at + at)
         return out
+
+    def sources(
+        self, x: cute.Tensor, grad: cute.Tensor | None, row: Int32, col: Int32, cols: Int32
+    ) -> tuple[list[tuple[Int64, Int64]], Boolean | None]:
+        """``places`` of a row in global memory, each with the bytes from there to the next row.
+
+        And whether the column is of the second half, see ``column``.
+        """
+        of_half, is_second = self.column(col, cols)
+        pitches = [Int64(size) for size in self.row_bytes(cols)]
+        x_at = grad_at = x.iterator.toint() + row * pitches[0]
+        if grad is not None:
+            grad_at = grad.iterator.toint() + row * pitches[1]
+        places = self.places(x_at, grad_at, of_half, cols)
+        of_each = [pitches[0]] * len(places)
+        if grad is not None:
+            of_each[-1] = pitches[1]
+        return list(zip(places, of_each, strict=True)), is_second
 
     def made(self, inputs: Sequence[Sequence[Uint32]]) -> list[list[Float32]]:
         """Elements in fp32, of words of each input in the order of ``places``.

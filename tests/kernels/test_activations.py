@@ -114,6 +114,7 @@ CASES = [
     ("sm_100a", "nvfp4:row_scaled", "swiglu", True, "rowwise"),
     ("sm_100a", "nvfp4:block=16x16", CLAMPED, False, "columnwise"),
     ("sm_90a", "nvfp4:stochastic_rounding", "swiglu", True, "columnwise"),
+    ("sm_100a", "nvfp4:hadamard", "swiglu", False, "both"),
     ("sm_100a", "fp8", "swiglu", False, "both"),
     ("sm_90a", "fp8", CLAMPED, True, "rowwise"),
     ("sm_90a", "fp8:dtype=e5m2,scaling=delayed", "swiglu", True, "both"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers import ends
+from tests.kernels import test_gemm_decoded as decoded
 from tests.kernels import test_gemm_fp8 as fp8
 from tests.kernels import test_gemm_sm90 as sm90
 from tests.kernels import test_gemm_sm100 as sm100
@@ -56,6 +57,7 @@ CONFIGS = {
         sm100.FPROP_FP32, zero_tail=True, tile=sm100.TILED["swapped 128x32"].tile
     ),
     "sm_100a bf16": sm100.PLAIN,
+    "sm_100a w4a16": decoded.CONFIGS["nvfp4 256x128"],
     "sm_100a wgrad": sm100.WGRAD_ADD,
     "sm_100a bf16 wgrad": sm100.PLAIN_WGRAD,
 }

@@ -16,7 +16,7 @@ from cute_kernels.gemm.variants import CONFIGS
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import aligned, dense, dtype_name, readable
-from cute_kernels.ops.launch.sm90_operands import sm90_preparation, values_config
+from cute_kernels.ops.launch.sm90_operands import rows_first, sm90_preparation, values_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -52,11 +52,13 @@ def force_tile(tile: TileShape) -> Iterator[None]:
         registry.forget_plans()
 
 
-def _operands(op: GroupedGemm) -> dict[str, Any]:
+def _operands(op: GroupedGemm, arch: str) -> dict[str, Any]:
     """The kinds of both operands, as GEMM configurations have them."""
     if op.b_record is None:
         return {"operand": dtype_name(op.a.dtype)}
     b = operand_of(op.b_record)
+    if op.a_record is None and arch != "sm_90a":
+        return {"operand": dtype_name(op.a.dtype), "b_operand": b.name}
     a = b if op.a_record is None else operand_of(op.a_record)
     return {"operand": a.name} if a is b else {"operand": a.name, "b_operand": b.name}
 
@@ -84,7 +86,7 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
         return _nothing
     cls = CONFIGS[launch.arch]
     base = cls(
-        **_operands(op),
+        **_operands(op, launch.arch),
         tile=cls.any_tile("m_grouped"),
         out_dtype=dtype_name(spec.dtype),
         row_scaled=op.row_scaled,
@@ -114,7 +116,7 @@ def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
         return _zero
     cls = CONFIGS[launch.arch]
     base = cls(
-        **_operands(op),
+        **_operands(op, launch.arch),
         grouping="k_grouped",
         tile=cls.any_tile("k_grouped"),
         out_dtype=dtype_name(spec.dtype),
@@ -146,9 +148,10 @@ def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmCon
 
 
 def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: Launcher) -> Runner:
-    prepare = None
     if isinstance(config, Sm90GemmConfig):
         prepare = sm90_preparation(op, config, launch)
+    else:
+        prepare = rows_first(op, config)
     # Strides are the same in every call; addresses are not.
     read = op.reader()
     is_addressable = all(map(_is_addressable, read(op)))

@@ -71,24 +71,13 @@ class TileFiller:
         )
         self.team.sync(team)  # until then a warp may still read the tile before
         if col < cols:
-            of_half, is_second = self.maker.column(col, cols)
-            pitches = [Int64(size) for size in self.maker.row_bytes(cols)]
-            first = Int64(what.first)
-            x_at = x.iterator.toint() + first * pitches[0]
-            grad_at = x_at
-            if cutlass.const_expr(grad is not None):
-                grad_at = grad.iterator.toint() + first * pitches[1]
-            places = self.maker.places(x_at, grad_at, of_half, cols)
-            of_each = [pitches[0]] * len(places)
-            if cutlass.const_expr(grad is not None):
-                of_each[-1] = pitches[1]
+            sources, is_second = self.maker.sources(x, grad, what.first, col, cols)
             for n in cutlass.range(rounds, unroll=1):
                 inputs = []
                 for i in cutlass.range_constexpr(self.batch):
                     index = row + (n * self.batch + i) * self.rows_at_once
                     index = Int64(cutlass.min(index, what.count - 1))
-                    pairs = zip(places, of_each, strict=True)
-                    inputs.append([load_global(at + index * pitch, 4) for at, pitch in pairs])
+                    inputs.append([load_global(at + index * pitch, 4) for at, pitch in sources])
                 for i in cutlass.range_constexpr(self.batch):
                     self.store(to, n, i, self.maker.make(inputs[i], is_second))
         else:
