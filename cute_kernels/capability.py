@@ -37,6 +37,8 @@ OPS = (
     "delayed_scaling_update",
     "compute_routing",
     "moe_gather",
+    "moe_activate",
+    "moe_activate_gradient",
     "moe_combine",
 )
 _INTEGERS = (torch.int32, torch.int64)
@@ -56,6 +58,8 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_gemm", None): ARCHITECTURES,
     ("compute_routing", None): ARCHITECTURES,
     ("moe_gather", None): ARCHITECTURES,
+    ("moe_activate", None): ARCHITECTURES,
+    ("moe_activate_gradient", None): ARCHITECTURES,
     ("moe_combine", None): ARCHITECTURES,
     ("grouped_quantize", "nvfp4"): ARCHITECTURES,
     ("grouped_dequantize", "nvfp4"): ARCHITECTURES,
