@@ -160,6 +160,10 @@ CALLS = {
     "compute_offsets": lambda fmt, dtype: ops.compute_offsets(torch.tensor([4, 0, 2]).to(dtype)),
     "compute_routing": lambda fmt, dtype: ops.compute_routing(torch.ones(3, 2).to(dtype), 4),
     "moe_gather": lambda fmt, dtype: ops.moe_gather(torch.ones(6, K).to(dtype), OFFS),
+    "moe_activate": lambda fmt, dtype: ops.moe_activate(torch.ones(6, K).to(dtype), "swiglu"),
+    "moe_activate_gradient": lambda fmt, dtype: ops.moe_activate_gradient(
+        torch.ones(6, K).to(dtype), torch.ones(6, K).to(dtype), "silu"
+    ),
     "moe_combine": lambda fmt, dtype: ops.moe_combine(torch.ones(6, K).to(dtype), OFFS[:, None]),
     "grouped_amax": lambda fmt, dtype: ops.grouped_amax(torch.ones(6, K).to(dtype), OFFS),
     "grouped_dbias": lambda fmt, dtype: ops.grouped_dbias(torch.ones(6, K).to(dtype), OFFS),
