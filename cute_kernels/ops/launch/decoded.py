@@ -7,7 +7,7 @@ then is plain, and the second level, one number a group, is part of alpha.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from cute_kernels.ops.gemm import MGrouped
+    from cute_kernels.ops.gemm import MGrouped, MGroupedGemm
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
 
@@ -58,6 +58,8 @@ def multiply_decoded(
         if level is not None and op.b_scales is not None:
             alpha = op.b_scales[-1] * level.factor
             alpha = alpha if op.alpha is None else alpha * op.alpha
+        # With a plain A it is that op, a dataclass.
+        op = cast("MGroupedGemm", op)
         return dataclasses.replace(op, b=b, b_scales=None, b_format=None, alpha=alpha)
 
     dequantize = dequantizing(op).kernels(launch)
