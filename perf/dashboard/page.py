@@ -19,7 +19,8 @@ __all__ = ["ASSETS", "page"]
 
 ASSETS = Path(__file__).parent / "assets"
 #: In the order in which they need each other.
-SCRIPTS = "dom data filters canvas plot tables plots views numerics main".split()
+SCRIPTS = ("dom", "data", "filters", "canvas", "plot", "tables", "plots", "views")
+SCRIPTS += ("numerics", "main")
 
 
 def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()) -> str:
