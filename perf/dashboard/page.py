@@ -19,8 +19,8 @@ __all__ = ["ASSETS", "page"]
 
 ASSETS = Path(__file__).parent / "assets"
 #: In the order in which they need each other.
-SCRIPTS = ("dom", "data", "filters", "canvas", "plot", "tables", "plots", "views")
-SCRIPTS += ("numerics", "main")
+_NAMES = "dom data filters canvas plot tables plots views numerics main"
+SCRIPTS = tuple(_NAMES.split())
 
 
 def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()) -> str:
