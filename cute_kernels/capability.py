@@ -75,9 +75,9 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_gemm", "fp8_block"): ("reference", "sm_90a"),
     ("grouped_gemm", "mxfp8"): ("reference", "sm_100a"),
     ("grouped_gemm_w4a16", "nvfp4"): ARCHITECTURES,
-    ("grouped_gemm_w4a16", "fp8"): ("reference", "sm_100a"),
-    ("grouped_gemm_w4a16", "fp8_block"): ("reference", "sm_100a"),
-    ("grouped_gemm_w4a16", "mxfp8"): ("reference", "sm_100a"),
+    ("grouped_gemm_w4a16", "fp8"): ARCHITECTURES,
+    ("grouped_gemm_w4a16", "fp8_block"): ARCHITECTURES,
+    ("grouped_gemm_w4a16", "mxfp8"): ARCHITECTURES,
     # By the format of the activations.
     ("grouped_gemm_w4a8", "fp8"): ("reference", "sm_100a"),
     ("grouped_gemm_w4a8", "fp8_block"): ("reference", "sm_100a"),
@@ -93,9 +93,7 @@ _GEMMS = ("grouped_gemm", "grouped_gemm_w4a16", "grouped_gemm_w4a8")
 #: Reference backends that add like a tensor core, and whose.
 _ADDS_LIKE = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
 #: Ops and formats of which some architectures run the rowwise copy only.
-_COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
-    ("grouped_gemm_w4a16", "mxfp8"): ("reference",)
-}
+_COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
 #: Values of a record's fields that the reference alone runs, by the name of the format.
 _REFERENCE_ONLY: dict[str, dict[str, object]] = {
     "nvfp4": {"four_over_six": True},
