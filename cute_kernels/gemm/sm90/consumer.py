@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Consumer"]
 
-#: Stages up to which a tile's products take less time than storing them: then warpgroups that
-#: ping-pong store at the same time.
-_SHORT_STAGES = 1000
-
 
 class Product(NamedTuple):
     """What a product of one width needs beside operand M.
@@ -129,13 +125,11 @@ class Consumer:
                 ab_state = self.multiply_promoted(tile, ab_state)
             else:
                 ab_state = self.multiply_fitted(tile, ab_state, 0)
-            is_short = tile.k_blocks <= self.config.k_blocks * _SHORT_STAGES
             if cutlass.const_expr(self.config.is_ping_pong):
                 self.ping_pong.begin()
-                self.ping_pong.end_if(is_short)
             self.epilogue.store(self.acc, factors, tile)
             if cutlass.const_expr(self.config.is_ping_pong):
-                self.ping_pong.end_if(tile.k_blocks > self.config.k_blocks * _SHORT_STAGES)
+                self.ping_pong.end()
             tile, tile_state = self.tiles.next(tile_state)
         if cutlass.const_expr(self.config.is_ping_pong):
             self.ping_pong.finish()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import asm, asm_volatile, bits_as_f32, f32_as_bits
@@ -109,12 +109,6 @@ class PingPong:
     def end(self) -> None:
         """Give the other warpgroup its turn."""
         cute.arch.barrier_arrive(barrier_id=self.other, number_of_threads=2 * WARPGROUP_SIZE)
-
-    @cute.jit
-    def end_if(self, condition: Boolean) -> None:
-        """``end`` if the condition holds."""
-        if condition:
-            self.end()
 
     @cute.jit
     def finish(self) -> None:
