@@ -244,12 +244,11 @@ class SwappingLoadWarp(LoadWarp):
         box_from, box_to = _box_copies(
             partial.boxes, tile.m_row + partial.cta * rows, config.mma_tiler_mnk[2]
         )
-        # What is decoded is loaded by another warp.
-        n = self.operand_n[0] if self.operand_n else None
         copies = [
             (load, *load.copies(row, Int32(0), group))
             for load, row, group in (
-                (n, tile.n_row, tile.group),
+                # What is decoded is loaded by another warp.
+                *((n, tile.n_row, tile.group) for n in self.operand_n[:1]),
                 (partial.m_scales, tile.n_sf_row, tile.group),
                 (partial.n_scales, tile.m_sf_row, Int32(0)),
             )
