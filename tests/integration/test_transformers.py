@@ -195,6 +195,11 @@ def test_what_is_refused():
     model.set_experts_implementation("grouped_bf16")
     with pytest.raises(ValueError, match="pass fmt"):
         integration.prepare(model)
+    assert integration.prepare(model, grouped.NVFP4()) == integration.prepare(
+        model, grouped.NVFP4()
+    )
+    with pytest.raises(ValueError, match="gate_up_proj is nvfp4 already, fmt is mxfp8"):
+        integration.prepare(model, grouped.MXFP8())
 
 
 def test_a_recipe_of_ones_own():
