@@ -100,7 +100,7 @@ _REFERENCE_ONLY: dict[str, dict[str, object]] = {
 }
 #: Ops on the scales that formats take from the caller.
 _OF_SCALES = ("delayed_scaling_update",)
-#: Ops that take groups that have shapes of their own, on the reference backend.
+#: Ops that take groups that have shapes of their own.
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Ops that put their input through an activation first.
 _ACTIVATES = ("grouped_quantize", "grouped_dbias")
@@ -183,7 +183,7 @@ def support(
     if prepacked and not reason:
         reason = _why_not_prepacked(op, core)
     if shapes and not reason:
-        reason = _why_not_shapes(op, arch)
+        reason = _why_not_shapes(op, fmt, arch)
     if activation and not reason:
         reason = _why_not_activation(op)
     return Support(False, reason) if reason else _YES
@@ -276,11 +276,11 @@ def _why_not_prepacked(op: str, arch: str) -> str:
     return ""
 
 
-def _why_not_shapes(op: str, arch: str) -> str:
+def _why_not_shapes(op: str, fmt: Format | None, arch: str) -> str:
     if op not in _SHAPED:
         return f"{op} takes ragged or uniform groups, not those that have shapes of their own"
-    if arch != "reference":
-        return f"no {arch} kernel of {op} for groups that have shapes of their own yet"
+    if op == "grouped_quantize" and fmt is not None and fmt.is_stochastic and arch != "reference":
+        return f"no {arch} kernel of {op} draws apart for groups that have shapes of their own yet"
     return ""
 
 
