@@ -42,6 +42,8 @@ _QUANTIZERS = (
     ("nvfp4", Quantization("row+column", True)),
     ("nvfp4:row_scaled", Quantization("row+column", False)),
     ("nvfp4:block=16x16", Quantization("row+column", True)),
+    ("nvfp4:stochastic_rounding", Quantization("row+column", True)),
+    ("nvfp4:hadamard", Quantization("row+column", True)),
     ("fp8", Quantization("row", True)),
     ("fp8", Quantization("row+column", False)),
     ("fp8_block", Quantization("row", False)),

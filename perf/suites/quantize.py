@@ -38,6 +38,8 @@ FORMATS = (
     "nvfp4:row_scaled",
     "nvfp4:block=16x16",
     "nvfp4:hadamard",
+    "nvfp4:stochastic_rounding",
+    "nvfp4:hadamard,stochastic_rounding",
     "nvfp4:four_over_six",
     "fp8",
     "mxfp8",
@@ -111,12 +113,7 @@ class Quantization:
         return [False] * rowwise + [True] * columnwise
 
     def fits(self, fmt: Format) -> bool:
-        """Whether it makes sense for a format: amaxes are given to what has one a group.
-
-        With a Hadamard transform there is a second one, of what is transformed.
-        """
-        if self.gives_amax and getattr(fmt, "hadamard", False):
-            return False
+        """Whether it makes sense for a format: amaxes are given to what has one a group."""
         levels = [fmt.level(way) for way in self.ways]
         has_group_level = any(level is not None and level.per == "group" for level in levels)
         return has_group_level or not self.gives_amax
@@ -151,10 +148,13 @@ _FUSED = tuple(
 
 
 def _quantize(data: Input, text: str, asked: Quantization) -> list[Tensor]:
-    amax = data.amax if asked.gives_amax else None
-    fused: tuple[Any, ...] = ()
+    fmt, amax = parse(text), data.amax if asked.gives_amax else None
+    if amax is not None and fmt.is_transformed and len(asked.ways) > 1:
+        amax = amax.expand(2, -1)
+    seed = torch.tensor([1, 2], device=data.x.device) if fmt.is_stochastic else None
+    fused: tuple[Any, ...] = (None, seed)
     if asked.prologue:
-        fused = (None, None, "swiglu", data.grad if asked.prologue == "dswiglu" else None)
+        fused += ("swiglu", data.grad if asked.prologue == "dswiglu" else None)
     buffers: list[Tensor] = ops.grouped_quantize(
         data.x, text, data.offs, amax, *DIRECTIONS[asked.directions], *fused
     )
