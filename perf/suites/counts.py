@@ -49,6 +49,9 @@ _QUANTIZERS = (
     ("fp8_block:block=128x128", Quantization("row+column", False)),
     ("mxfp8", Quantization("row", False)),
     ("mxfp8", Quantization("row+column", False)),
+    ("mxfp8", Quantization("row+column", False, "swiglu")),
+    ("mxfp8", Quantization("row+column", False, "dswiglu")),
+    ("nvfp4:row_scaled", Quantization("row", False, "swiglu")),
 )
 #: Rows of each group, by what a routing gives. The last two NVIDIA's example drew.
 ROUTINGS = {
