@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 from cutlass import Float32, Uint32, Uint64
 
 from cute_kernels.device.convert import pack_words, unpack_pair
-from cute_kernels.device.ptx import asm, select
+from cute_kernels.device.ptx import asm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from cutlass import Int32
 
 __all__ = ["CHUNK", "transform_words", "undo"]
 
@@ -30,18 +28,13 @@ _SIGNS = [-1.0 if _SIGN_MASK >> i & 1 else 1.0 for i in range(CHUNK)]
 _LANES: dict[str, tuple[type, str]] = {"sm_90a": (Float32, "f32"), "sm_100a": (Uint64, "f32x2")}
 
 
-def transform_words(words: Sequence[Uint32], arch: str, twist: Int32 | int = 0) -> list[Uint32]:
+def transform_words(words: Sequence[Uint32], arch: str) -> list[Uint32]:
     """Two bf16 columns of a chunk, transformed in fp32 and rounded to bf16.
 
     Args:
-        words: 16 words of two columns, in the order of ``Codec.encode_columns``.
+        words: 16 words of two columns.
         arch: whose instructions it uses.
-        twist: of that order; what is returned has none.
     """
-    if not isinstance(twist, int):
-        for distance in (2, 4):
-            swapped = (twist & distance) != 0
-            words = [select(swapped, words[i ^ distance], w) for i, w in enumerate(words)]
     if arch == "sm_100a":
         columns = [[_widen(word) for word in words]]
     else:
@@ -54,9 +47,17 @@ def transform_words(words: Sequence[Uint32], arch: str, twist: Int32 | int = 0) 
 
 def undo(numbers: Sequence[Float32]) -> list[Float32]:
     """What was transformed to 16 ``numbers`` of a column."""
-    quarters = [_op("mul", "sm_90a", x, Float32(0.25)) for x in numbers]
-    summed = _stages(quarters, "sm_90a", _HALF)
+    summed = _stages([_quarter(x) for x in numbers], "sm_90a", _HALF)
     return [x if sign > 0 else -x for x, sign in zip(summed, _SIGNS, strict=True)]
+
+
+def _quarter(x: Float32) -> Float32:
+    """A quarter, rounded: of a product ptxas would make FMUL.D4, which rounds tiny ones once."""
+    text = """{
+        .reg .b32 zero;
+        and.b32 zero, $1, 0x80000000; fma.rn.f32 $0, $1, 0f3E800000, zero;
+    }"""
+    return asm(text, [Float32], [x])
 
 
 def _first_stage(column: Sequence[Any], arch: str) -> list[Any]:

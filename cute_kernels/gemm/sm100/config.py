@@ -22,6 +22,7 @@ from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS, SF_
 
 __all__ = [
     "BOX_ROWS",
+    "CODES_STAGES",
     "K_BLOCKS",
     "SM100_TILES",
     "SWAPPED_BLOCK",
@@ -45,8 +46,8 @@ BOX_ROWS = 32
 SWAPPED_BLOCK = 32
 #: MMA instructions along K for one stage of shared memory: 128 bytes a row.
 K_BLOCKS = 4
-#: Stages of codes that are decoded, at least.
-_LEAST_STAGES = 3
+#: Stages of codes that are decoded, at least, and stages of what is multiplied for one of them.
+_LEAST_STAGES, CODES_STAGES = 3, 2
 _SMEM_CAPACITY = 232448
 #: Barriers, tile records and alignment.
 _SMEM_RESERVED = 2048
@@ -272,7 +273,7 @@ class Sm100GemmConfig(GemmConfig):
     def num_ab_stage(self) -> int:
         """Stages of both operands that fit in shared memory."""
         of_codes, left = self.codes_stage_bytes, self._stage_capacity
-        balanced = left // (self.stage_bytes + of_codes // 2)
+        balanced = left // (self.stage_bytes + of_codes // CODES_STAGES)
         return min(balanced, (left - _LEAST_STAGES * of_codes) // self.stage_bytes)
 
     @property
