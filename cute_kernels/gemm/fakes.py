@@ -47,7 +47,7 @@ class FakeArguments:
         self.is_k_grouped = config.grouping == "k_grouped"
         self.groups, self.rows = cute.sym_int(), cute.sym_int()
         # Contiguous extents of operands and of outputs are whole vectors.
-        is_aligned = config.mn_major[0] or config.kind.has_row_scales
+        is_aligned = config.mn_major[0] or config.has_row_scales
         self.m = cute.sym_int(divisibility=N_ALIGN if is_aligned else 1)
         self.n, self.k = (cute.sym_int(divisibility=N_ALIGN) for _ in range(2))
 
@@ -68,7 +68,7 @@ class FakeArguments:
         config, lead = self.config, () if self.is_k_grouped else (self.groups,)
         if not config.kind.is_block_scaled:
             return None, None
-        if not config.kind.has_row_scales:
+        if not config.has_row_scales:
             return _scale_tiles(), _scale_tiles(*lead)
         # Of slots, or of the columns of a columnwise copy.
         rows = [cute.sym_int(divisibility=N_ALIGN) for _ in range(2)]

@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from cute_kernels.gemm.operands import DTYPE_BYTES
+from cute_kernels.formats import FP8, MXFP8
+from cute_kernels.gemm.operands import DTYPE_BYTES, OperandKind, operand_of
 from cute_kernels.gemm.problem import GemmConfig, GemmGrouping, GemmProblem, TileShape
 from cute_kernels.gemm.sm100.heuristics import estimated_cycles
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, ceil_div
@@ -21,6 +22,7 @@ __all__ = [
     "K_BLOCKS",
     "SM100_TILES",
     "SWAPPED_BLOCK",
+    "ScaleTilesConfig",
     "TMEM_COLUMNS",
     "TMEM_LANES",
     "Sm100GemmConfig",
@@ -40,6 +42,8 @@ BOX_ROWS = 32
 SWAPPED_BLOCK = 32
 #: MMA instructions along K for one stage of shared memory: 128 bytes a row.
 K_BLOCKS = 4
+#: Columns of accumulators whose sums a thread has registers for.
+_PROMOTED_N = 128
 _SMEM_CAPACITY = 232448
 #: Barriers, tile records and alignment.
 _SMEM_RESERVED = 2048
@@ -94,10 +98,12 @@ class Sm100GemmConfig(GemmConfig):
 
     def refuses(self, tile: Sm100Tile) -> str:
         """Why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
-        if self.kind.tcgen05 is None:
+        if self.m_kind.tcgen05 is None:
             return f"there is no kernel for {self.operand} yet"
         if tile.may_swap and self.grouping == "k_grouped":
             return "only operands of an m_grouped product may be swapped"
+        if self.promotes and (tile.swap_partial or tile.n > _PROMOTED_N):
+            return f"sums of {self.operand} go to registers: no swap_partial, n <= {_PROMOTED_N}"
         return ""
 
     def may_choose(self, tile: Sm100Tile) -> bool:  # type: ignore[override]
@@ -106,11 +112,50 @@ class Sm100GemmConfig(GemmConfig):
         Instructions fit themselves to the rows of a group; tiles where they cannot multiply up to a
         tile of rows for each that no group has, and have to be forced.
         """
-        return (tile.may_swap or self.grouping == "k_grouped") and self.takes(tile)
+        is_fitted = tile.may_swap or self.grouping == "k_grouped" or self.promotes
+        return is_fitted and self.takes(tile)
 
     def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
         """What a call costs, by a model of time."""
         return estimated_cycles(self, problem, num_sms)
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether the kernel reads fp32 block scales; powers of two come as tiles of E8M0."""
+        return self.kind.has_row_scales and not self.pow2_scales
+
+    @property
+    def promotes(self) -> bool:
+        """Whether sums of every 128 of K go to fp32 registers, times fp32 block scales."""
+        return self.has_row_scales
+
+    @property
+    def row_scales(self) -> tuple[bool, bool]:
+        """Whether single rows of operands M and N have scales that are multiplied by in fp32."""
+        a, b = (self.promotes and not kind.has_squares for kind in (self.kind, self.b_kind))
+        return (b, a) if self.tile.swap_ab else (a, b)
+
+    @property
+    def column_scale_bytes(self) -> int:
+        """Shared memory for scales of columns of accumulators: of two blocks of K, of each warp."""
+        return 4 * 2 * self.tile.n * 4 if self.row_scales[1] else 0
+
+    @property
+    def m_kind(self) -> OperandKind:
+        """What instructions take for operand M."""
+        return self._taken(super().m_kind)
+
+    @property
+    def n_kind(self) -> OperandKind:
+        """What instructions take for operand N."""
+        return self._taken(super().n_kind)
+
+    def _taken(self, kind: OperandKind) -> OperandKind:
+        """The kind as instructions take it: none take fp32 scales."""
+        if not self.kind.has_row_scales or kind.fmt is None:
+            return kind
+        cls = MXFP8 if self.pow2_scales else FP8
+        return operand_of(cls(kind.fmt.element.dtype))
 
     @property
     def k_blocks(self) -> int:
@@ -140,7 +185,7 @@ class Sm100GemmConfig(GemmConfig):
 
         A pair of CTAs splits those of M; both need all of N.
         """
-        if not self.kind.is_block_scaled:
+        if not self.m_kind.is_block_scaled:
             return 0, 0
         m_cta = self.tile.m // self.tile.num_ctas
         return ceil_div(m_cta, SF_TILE_ROWS), ceil_div(self.tile.n, SF_TILE_ROWS)
@@ -148,9 +193,9 @@ class Sm100GemmConfig(GemmConfig):
     @property
     def k_scale_tiles(self) -> int:
         """Tiles of block scales of a stage along K."""
-        if not self.kind.is_block_scaled:
+        if not self.m_kind.is_block_scaled:
             return 0
-        return K_BLOCKS // self.kind.k_blocks_of_scale_tile
+        return K_BLOCKS // self.m_kind.k_blocks_of_scale_tile
 
     @property
     def stage_bytes(self) -> int:
@@ -168,7 +213,8 @@ class Sm100GemmConfig(GemmConfig):
     @property
     def num_ab_stage(self) -> int:
         """Stages of both operands that fit in shared memory."""
-        return (_SMEM_CAPACITY - _SMEM_RESERVED - self.staged_bytes) // self.stage_bytes
+        taken = _SMEM_RESERVED + self.staged_bytes + self.column_scale_bytes
+        return (_SMEM_CAPACITY - taken) // self.stage_bytes
 
     @property
     def store_columns(self) -> int:
@@ -197,5 +243,32 @@ class Sm100GemmConfig(GemmConfig):
 
     @property
     def num_acc_stage(self) -> int:
-        """Accumulators that the MMA may fill freely."""
+        """Accumulators that the MMA may fill freely; where it promotes, sums are behind them."""
+        if self.promotes:
+            return TMEM_COLUMNS // _PROMOTED_N - 1
         return 1 if self.acc_overlap else 2
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleTilesConfig:
+    """One variant of the kernel that makes E8M0 tiles of fp32 scales.
+
+    Attributes:
+        a_squares: those of A are of squares.
+        b_squares: those of B are.
+        is_b_uniform: B has a matrix of them for each group.
+    """
+
+    a_squares: bool
+    b_squares: bool
+    is_b_uniform: bool
+
+    kernel: ClassVar[str] = "cute_kernels.gemm.sm100.scale_tiles:ScaleTilesKernel"
+
+    @classmethod
+    def before(cls, config: Sm100GemmConfig) -> ScaleTilesConfig | None:
+        """What a GEMM's scales go through; None if they stay as they are."""
+        if not config.pow2_scales:
+            return None
+        squares = config.kind.has_squares, config.b_kind.has_squares
+        return cls(*squares, config.grouping == "m_grouped")

@@ -45,14 +45,17 @@ from cute_kernels.gemm.sm100.loader import (
     SwappingLoadWarp,
 )
 from cute_kernels.gemm.sm100.mma import MmaWarp, StageMma
+from cute_kernels.gemm.sm100.promotion import Promoter
 from cute_kernels.gemm.sm100.storage import Barriers, Layouts, Stages, make_pipelines
 from cute_kernels.gemm.sm100.warp_schedule import NamedBarrierId, WarpSchedule
 from cute_kernels.gemm.views import (
     matrix_view,
     output_view,
     ragged_rows_view,
+    row_scales_view,
     scale_type,
     scales_view,
+    squares_view,
 )
 from cute_kernels.layout.slots import TILE_ROWS, most_rows
 
@@ -168,9 +171,15 @@ class Sm100Gemm:
             m, n, m_scales, n_scales = b, a, b_scales, a_scales
         m = self.matrix(m, config.m_kind, config.mn_major[0])
         n = self.matrix(n, config.n_kind, config.mn_major[1])
-        if cutlass.const_expr(config.kind.is_block_scaled):
-            m_scales = scales_view(m_scales, config.kind)
-            n_scales = scales_view(n_scales, config.kind)
+        promoted = None
+        if cutlass.const_expr(config.promotes):
+            promoted = tuple(
+                (row_scales_view if of_rows else squares_view)(x)
+                for x, of_rows in zip((m_scales, n_scales), config.row_scales, strict=True)
+            )
+        if cutlass.const_expr(config.m_kind.is_block_scaled):
+            m_scales = scales_view(m_scales, config.m_kind)
+            n_scales = scales_view(n_scales, config.n_kind)
         if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
             num_rows = a.shape[0]
         else:
@@ -190,6 +199,7 @@ class Sm100Gemm:
             stores.each("atom"),
             stores.each("tensor"),
             output_view(out),
+            promoted,
             a_amax,
             b_amax,
             alpha,
@@ -221,14 +231,14 @@ class Sm100Gemm:
         """The TMA copies of one stage of each tensor."""
         staged = layouts.stages
         out = Sources(self.m_source(layouts, m, staged.m), self.n_source(layouts, n, staged.n))
-        if self.config.kind.is_block_scaled:
+        if self.config.m_kind.is_block_scaled:
             out = out._replace(
                 m_scales=self.m_source(layouts, m_scales, staged.m_scales, is_scale=True),
                 n_scales=self.n_scales_source(layouts, n_scales),
             )
         if self.config.tile.swap_partial:
             out = out._replace(partial_boxes=self.box_source(layouts, m))
-        if self.config.tile.swap_partial and self.config.kind.is_block_scaled:
+        if self.config.tile.swap_partial and self.config.m_kind.is_block_scaled:
             out = out._replace(
                 partial_m_scales=self.m_source(layouts, n_scales, staged.m_scales, is_scale=True),
                 partial_n_scales=self.n_scales_source(layouts, m_scales),
@@ -324,6 +334,7 @@ class Sm100Gemm:
         store_atoms: Stores,
         store_tensors: Stores,
         out: cute.Tensor,
+        promoted: tuple[cute.Tensor, cute.Tensor] | None,
         a_amax: cute.Tensor | None,
         b_amax: cute.Tensor | None,
         alpha: cute.Tensor | None,
@@ -343,6 +354,10 @@ class Sm100Gemm:
         shared = self.allocate_stages(smem, layouts)
         acc_layout = layouts.acc_layout()
         staged_out = self.allocate_output(smem, layouts, out)
+        column_scales = None
+        if cutlass.const_expr(config.column_scale_bytes > 0):
+            words = config.column_scale_bytes // 4
+            column_scales = smem.allocate_array(Float32, words, byte_alignment=16)
         pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
 
         tiles = TileReader(ring, barriers.tiles)
@@ -377,7 +392,10 @@ class Sm100Gemm:
                 swapped = SwappedEpilogue(
                     config, tensors, staged, store, acc, cta_row, acc_pipeline
                 )
-            EpilogueWarps(config, tensors, direct, swapped, cta_row, tiles).run()
+            promoter = None
+            if cutlass.const_expr(promoted is not None):
+                promoter = Promoter(config, promoted, acc, column_scales, cta_row, acc_pipeline)
+            EpilogueWarps(config, tensors, direct, swapped, cta_row, tiles, promoter).run()
             tmem.relinquish_alloc_permit()
             cute.arch.barrier(
                 barrier_id=int(NamedBarrierId.EPILOGUE),
@@ -394,8 +412,8 @@ class Sm100Gemm:
                 for x, dtype in zip(staged[:2], layouts.elements, strict=True)
             )
         )
-        if self.config.kind.is_block_scaled:
-            dtype = scale_type(self.config.kind)
+        if self.config.m_kind.is_block_scaled:
+            dtype = scale_type(self.config.m_kind)
             out = out._replace(
                 m_scales=smem.allocate_tensor(dtype, staged.m_scales, byte_alignment=128),
                 n_scales=smem.allocate_tensor(dtype, staged.n_scales, byte_alignment=128),
@@ -425,7 +443,7 @@ class Sm100Gemm:
         """The load warp, with how each tensor gets into shared memory."""
         operand_m = [loads.m(sources.m, shared.m)]
         operand_n = [loads.n(sources.n, shared.n)]
-        if self.config.kind.is_block_scaled:
+        if self.config.m_kind.is_block_scaled:
             operand_m.append(loads.m(sources.m_scales, shared.m_scales, is_scale=True))
             operand_n.append(loads.n_scales(sources.n_scales, shared.n_scales))
         rest = (tuple(operand_m), tuple(operand_n), tiles, ab_pipeline)
@@ -433,7 +451,7 @@ class Sm100Gemm:
             return LoadWarp(self.config, *rest)
         boxes = cute.make_tensor(shared.m.iterator, loads.layouts.boxes.outer)
         partial = SwappedPartial(RowBoxes(sources.partial_boxes, boxes), loads.cta)
-        if self.config.kind.is_block_scaled:
+        if self.config.m_kind.is_block_scaled:
             partial = partial._replace(
                 m_scales=loads.m(sources.partial_m_scales, shared.m_scales, is_scale=True),
                 n_scales=loads.n_scales(sources.partial_n_scales, shared.n_scales),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute, pipeline
@@ -98,7 +98,7 @@ class StageMma:
         self.tmem = Int32(tmem.toint())
         self.acc_stride = acc_stride
         self.scales: tuple[_StagedScales, ...] = ()
-        if config.kind.is_block_scaled:
+        if config.m_kind.is_block_scaled:
             self.scales = tuple(
                 _StagedScales(
                     umma.scale_descriptor(x.iterator), column, tiles, config.k_scale_tiles
@@ -132,7 +132,7 @@ class StageMma:
                 more = Int64(tile.rows < config.tile.rows) * (self.n.block - self.m.block)
                 blocks = self.m.block + more, self.n.block - more
         scales = tuple(self.tmem + x.column for x in self.scales)
-        if cutlass.const_expr(config.kind.is_block_scaled and config.tile.n < SF_TILE_ROWS):
+        if cutlass.const_expr(config.m_kind.is_block_scaled and config.tile.n < SF_TILE_ROWS):
             # A scale tile has four columns of 32 rows each.
             scales = (scales[0], scales[1] + ((tile.n_sf_row & (SF_TILE_ROWS - 1)) >> 5))
         acc = self.tmem + which * self.acc_stride
@@ -159,7 +159,7 @@ class StageMma:
         """Multiply one K block of the stage whose elements are at ``m`` and ``n``."""
         instruction, scales = tile.instruction, ()
         if self.scales:
-            per_tile = self.config.kind.k_blocks_of_scale_tile
+            per_tile = self.config.m_kind.k_blocks_of_scale_tile
             k_scale_tile, number = divmod(k_block, per_tile)
             instruction += umma.scale_id(number) if number else 0
             scales = tuple(
@@ -169,7 +169,7 @@ class StageMma:
         # The first instruction of a tile overwrites; those behind the tile's last do nothing.
         flags = {"more_than": (left, k_block)} if k_block else {"accumulate": k_tile}
         umma.multiply(
-            self.config.kind,
+            self.config.m_kind,
             tile.acc,
             tuple(x + k_block * step for x, step in zip((m, n), tile.blocks, strict=True)),
             instruction,
@@ -215,7 +215,10 @@ class MmaWarp:
         )
         tile, tile_state = self.tiles.next(tile_state)
         while tile.group >= 0:
-            if tile.k_blocks > 0 and self.is_leader:
+            if cutlass.const_expr(self.mma.config.promotes):
+                if tile.k_blocks > 0 and self.is_leader:
+                    ab_state, acc_state = self.multiply_apart(tile, ab_state, acc_state)
+            elif tile.k_blocks > 0 and self.is_leader:
                 self.acc_pipeline.producer_acquire(acc_state)
                 # Overlapping accumulators have one barrier and take turns with its phase.
                 which = acc_state.index
@@ -235,3 +238,19 @@ class MmaWarp:
                 acc_state.advance()
             tile, tile_state = self.tiles.next(tile_state)
         self.acc_pipeline.producer_tail(acc_state)
+
+    @cute.jit
+    def multiply_apart(self, tile: WorkTile, ab_state: Any, acc_state: Any) -> Any:
+        """Multiply each stage of a tile into an accumulator of its own; the next states."""
+        k_tiles = (tile.k_blocks + (K_BLOCKS - 1)) >> (K_BLOCKS.bit_length() - 1)
+        for k_tile in cutlass.range(k_tiles, unroll=1):
+            self.acc_pipeline.producer_acquire(acc_state)
+            started = self.mma.start(tile, acc_state.index)
+            self.ab_pipeline.consumer_wait(ab_state)
+            left = tile.k_blocks - k_tile * K_BLOCKS
+            self.mma.multiply(started, ab_state.index, Int32(0), left)
+            self.ab_pipeline.consumer_release(ab_state)
+            ab_state.advance()
+            self.acc_pipeline.producer_commit(acc_state)
+            acc_state.advance()
+        return ab_state, acc_state

@@ -57,7 +57,7 @@ class Layouts:
 
     def __init__(self, config: Sm100GemmConfig):
         self.config = config
-        kind = config.kind
+        kind = config.m_kind
         self.tiler = config.mma_tiler_mnk
         self.tiler_sf = (
             self.tiler[0] // config.tile.num_ctas,
@@ -109,7 +109,7 @@ class Layouts:
             )
 
     def _make_mma(self, group: tcgen05.CtaGroup, shape_mn: tuple[int, int]) -> cute.TiledMma:
-        kind = self.config.kind
+        kind = self.config.m_kind
         major = [OperandMajorMode.MN if mn else OperandMajorMode.K for mn in self.config.mn_major]
         if not kind.is_block_scaled:
             return blackwell_helpers.make_trivial_tiled_mma(
@@ -127,7 +127,8 @@ class Layouts:
     def acc_layout(self) -> cute.Layout:
         """Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE)."""
         shape = self.tiled_mma.partition_shape_C(self.tiler[:2])
-        layout = self.tiled_mma.make_fragment_C(cute.append(shape, 2)).layout
+        stages = self.config.num_acc_stage + 1 if self.config.promotes else 2
+        layout = self.tiled_mma.make_fragment_C(cute.append(shape, stages)).layout
         column = layout.stride[0][1]
         stage_stride = (self.tiler[1] - self.config.acc_overlap) * column
         return cute.make_layout(layout.shape, stride=(*layout.stride[:3], stage_stride))
@@ -140,8 +141,8 @@ class Layouts:
     def stage_bytes(self) -> int:
         """Bytes that fill one stage of all CTAs that share a tile."""
         staged = [*zip(self.stages[:2], self.elements, strict=True)]
-        if self.config.kind.is_block_scaled:
-            scales = scale_type(self.config.kind)
+        if self.config.m_kind.is_block_scaled:
+            scales = scale_type(self.config.m_kind)
             staged += [(self.stages.m_scales, scales), (self.stages.n_scales, scales)]
         total = 0
         for layout, dtype in staged:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from cute_kernels.gemm.problem import GemmConfig
     from cute_kernels.gemm.sm90.config import Sm90GemmConfig
     from cute_kernels.ops.gemm import GroupedGemm, MGroupedQuantizeGemm
     from cute_kernels.runtime.launch import Launcher
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     #: Turns both operands, given with offs, into what the GEMM takes.
     Prepare: TypeAlias = Callable[[Parts, Parts, Tensor], tuple[Parts, Parts]]
 
-__all__ = ["sm90_preparation", "values_config"]
+__all__ = ["rows_first", "sm90_preparation", "values_config"]
 
 
 def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) -> Prepare | None:
@@ -43,10 +44,10 @@ def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) 
         return _arranger(op, config.activations, launch)
     if config.expanded is not None:
         return _expander(op, config.expanded, launch)
-    return _rows_first(op, config)
+    return rows_first(op, config)
 
 
-def _rows_first(op: GroupedGemm, config: Sm90GemmConfig) -> Prepare | None:
+def rows_first(op: GroupedGemm, config: GemmConfig) -> Prepare | None:
     """What turns the scales of squares of columnwise copies; None if there are none.
 
     Those of both copies lie as the rows of the tensor do, which the columnwise one contracts.
