@@ -97,14 +97,7 @@ def linear(
 
 
 def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Tensor, Tensor]:
-    """``x`` as (T, K) rows of the dtype of the computation, and ``offs`` as a tensor.
-
-    Args:
-        x: (..., K).
-        offs: (G,) end rows.
-        groups: G.
-        depth: K.
-    """
+    """``x`` as (T, K) rows of the dtype of the computation, and ``offs`` as a tensor."""
     if x.dim() < 2 or x.shape[-1] != depth:
         raise ValueError(
             f"x must have shape (..., {depth}) and at least 2 dimensions, got {tuple(x.shape)}"

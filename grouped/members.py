@@ -96,10 +96,6 @@ class GroupedMember:
         scales_t: (K, ceil(m / 16)) float8_e4m3fn of NVFP4, (ceil(m / 32), K) uint8 of MXFP8, (K,
             ceil(m / 128)) fp32 of FP8Block, or (ceil(K / 128), ceil(m / 128)).
         amax_t: fp32 scalar of NVFP4.
-
-    Args:
-        fmt: the format.
-        tensors: what is held, by the names of ``Format.buffer_names``.
     """
 
     def __init__(self, fmt: Format, tensors: Mapping[str, Tensor]) -> None:

@@ -252,17 +252,8 @@ def _quantize_and_multiply(
 ) -> tuple[Tensor, Copies]:
     """The product of quantized x and the weight, and x's columnwise copy if asked for.
 
-    Args:
-        role: what x is.
-        x: (T, K) rows: activations, or gradients of the output.
-        weight: the copy of the weight whose blocks run along K.
-        offs: (G,) end rows.
-        bias: (G, N), or None.
-        fmt: what x is quantized to.
-        call: what else is known of the call.
-        transpose: the product is dgrad, and ``weight`` the columnwise copy.
-        columnwise: the columnwise copy of x is wanted.
-        scale: (G,) scales of x, where its format takes them.
+    Of activations x (T, K), or gradients of the output where it is dgrad (``transpose``);
+    ``weight`` is the copy whose blocks run along K, ``scale`` what the format of x may take.
     """
     codes, *scales = weight
     options = (bias, None, transpose, call.dtype)
@@ -405,16 +396,7 @@ def backward(
     kept: Kept,
     scale: Tensor | None = None,
 ) -> Gradients:
-    """The gradients of x and bias and what that of the weight is made of, as far as needed.
-
-    Args:
-        call: the call that is differentiated.
-        needs: whether the gradients of x, weight and bias are wanted.
-        dy: (T, N), the gradient of the output.
-        offs: (G,) end rows.
-        kept: what ``forward`` kept.
-        scale: (G,) scales of ``dy``, where its format takes them.
-    """
+    """The gradients of x and bias and what that of the weight is made of, as far as needed."""
     amax = None
     if call.recipe.is_quantized:
         dx, copies = _quantized_gradients(call, needs, dy, offs, kept, scale)

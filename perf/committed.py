@@ -41,13 +41,7 @@ def _measured(options: Options, choice: Choice, out: Path | None) -> tuple[list[
 
 
 def check(records: list[Record], path: Path, partial: bool) -> int:
-    """Compare counts with a committed file; 1 if one is worse, or gone.
-
-    Args:
-        records: of this run.
-        path: the file.
-        partial: whether this run left cases out.
-    """
+    """1 if counts are worse than a committed file's, or gone unless the run is ``partial``."""
     changes = compare.compare(read(path), records)
     if partial:
         changes = [change for change in changes if change.verdict != "gone"]
@@ -63,10 +57,6 @@ def renewed(old: list[Record], new: list[Record]) -> list[Record]:
     """What a file has after a run: counts that changed beside the older ones, for the history.
 
     What this package no longer counts is gone; peers may not be here, so theirs stay.
-
-    Args:
-        old: the records of the file.
-        new: those of the run.
     """
     counted = {record.key for record in new}
     known = {(record.key, record.value, record.bytes, record.flops) for record in latest(old)}

@@ -66,12 +66,7 @@ def commit() -> str:
 
 
 def environment(kind: str, gpu: str = "") -> Environment:
-    """What holds now, of measurements of one of ``records.KINDS``.
-
-    Args:
-        kind: of the measurements.
-        gpu: what stands for the GPU where it is emulated.
-    """
+    """What holds now, of measurements of one of ``records.KINDS``."""
     names = {"torch": "torch", "dsl": "nvidia-cutlass-dsl"}
     found = {name: package_version(package) for name, package in names.items()}
     versions = {name: version for name, version in found.items() if version}

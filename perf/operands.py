@@ -97,11 +97,6 @@ class Operands:
         """Largest relative error of ``out`` in the groups that are looked at.
 
         Those are the first, the last and the largest that have rows, and of a wgrad one without.
-
-        Args:
-            out: what was computed.
-            a: the values of A that it was computed from; those of this object by default.
-            b: likewise of B.
         """
         a, b = self.a if a is None else a, self.b if b is None else b
         errors = [0.0]

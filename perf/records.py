@@ -290,11 +290,7 @@ def latest(records: Iterable[Record]) -> list[Record]:
 
 
 class Writer:
-    """Appends records to a file as they come, so that a run that is cut short leaves what it has.
-
-    Args:
-        path: the file; its folder is made.
-    """
+    """Appends records to a file as they come: a run that is cut short leaves what it has."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

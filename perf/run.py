@@ -83,15 +83,7 @@ class Report:
 def measure_task(
     task: Task, meter: Meter, facts: dict[str, Any], choice: Choice, report: Report
 ) -> list[Record]:
-    """The records of one task; contenders that are wrong or fail are in ``report`` instead.
-
-    Args:
-        task: what to do.
-        meter: what measures.
-        facts: fields that the records share.
-        choice: which contenders.
-        report: takes what went wrong.
-    """
+    """The records of one task; contenders that are wrong or fail are in ``report`` instead."""
     chosen = [c for c in task.contenders(0) if choice.takes(c)]
     checked = []
     for contender in chosen:
@@ -222,14 +214,7 @@ def _checked(task: Task, contender: Contender, meter: Meter, report: Report) -> 
 def measure_suite(
     name: str, options: Options, choice: Choice, keep: Callable[[list[Record]], object]
 ) -> Report:
-    """Run a suite.
-
-    Args:
-        name: one of ``SUITES``.
-        options: what is asked of it.
-        choice: which parts.
-        keep: takes the records of each task as they come.
-    """
+    """Run a suite."""
     report = Report()
     found = suite(name)
     for meter in found.meters(options):

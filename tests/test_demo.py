@@ -23,6 +23,7 @@ from grouped.demo import train as training
 from grouped.demo.data import Corpus, load_corpus, sample_batch, unigram_entropy
 from grouped.demo.model import LanguageModel, MixtureOfExperts, ModelConfig
 from grouped.demo.train import ExpertLoad, Run, TrainConfig
+from tests.helpers import each
 
 RECIPES = ("BF16", "NVFP4", "NVFP4RowScaled")
 STEPS = 3
@@ -276,7 +277,7 @@ def test_batches():
 
 
 # Not with NVFP4: a group's second-level scale comes from all of its tokens, later ones too.
-@pytest.mark.parametrize("recipe", [grouped.recipes.BF16(), grouped.recipes.NVFP4RowScaled()])
+@each("recipe", [grouped.recipes.BF16(), grouped.recipes.NVFP4RowScaled()])
 def test_model_is_causal(recipe):
     torch.manual_seed(0)
     config = dataclasses.replace(SMALL, layers=2)

@@ -59,9 +59,9 @@ def _cvta(op: Opcode, operands: list[str]) -> None:
 def _arithmetic(op: Opcode, operands: list[str]) -> None:
     if op.name in ("add", "sub", "fma") and len(op.types) > 1 and op.types[0] == "f32":
         raise NotModelledError("mixed-precision arithmetic")
-    op.refuse("cc")
-    if op.name not in ("min", "max"):
-        op.refuse("u16x2", "s16x2")
+    op.refuse("cc", "u16x2", "s16x2")
+    if not op.types[0].endswith(("f16", "f32", "f16x2", "f32x2")):
+        op.refuse("sat")
     _plain(op, operands)
 
 
@@ -79,6 +79,7 @@ def _prmt(op: Opcode, operands: list[str]) -> None:
 
 
 def _setp(op: Opcode, operands: list[str]) -> None:
+    op.refuse("f16x2", "bf16x2")
     first, second = op.builder.pair(operands[0])
     combine = 1 if op.has("and") else 2 if op.has("or") else 3 if op.has("xor") else 0
     op.emit(

@@ -82,10 +82,6 @@ class DelayedScalingUpdate(Op):
     alignment: ClassVar[int] = 4
 
     @property
-    def device(self) -> torch.device:
-        return self.amax_history.device
-
-    @property
     def record(self) -> Format:
         """The format."""
         return parse(self.format)

@@ -69,10 +69,6 @@ class GroupedDequantize(Op):
     fills_fresh: ClassVar[bool] = True
 
     @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-    @property
     def record(self) -> Format:
         """The format."""
         return parse(self.format)

@@ -132,10 +132,6 @@ class GroupedGemm(Op):
     accumulation: str | None = None
 
     @property
-    def device(self) -> torch.device:
-        return self.a.device
-
-    @property
     def a_record(self) -> Format | None:
         """The format of A; None if plain."""
         return _parse(self.a_format)

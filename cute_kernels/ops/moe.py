@@ -61,10 +61,6 @@ class ComputeRouting(_Plain):
     name: ClassVar[str] = "compute_routing"
     returns_list: ClassVar[bool] = True
 
-    @property
-    def device(self) -> torch.device:
-        return self.expert_ids.device
-
     def check(self) -> None:
         integers = (torch.int32, torch.int64)
         check_tensor("expert_ids", self.expert_ids, dtypes=integers, ndim=(2,))
@@ -118,10 +114,6 @@ class MoeGather(_Plain):
     name: ClassVar[str] = "moe_gather"
     setup_context = staticmethod(_gather_context)
     backward = staticmethod(_gather_backward)
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
 
     def check(self) -> None:
         check_tensor("x", self.x, dtypes=INPUT_DTYPES, ndim=(2,))
@@ -190,10 +182,6 @@ class MoeCombine(_Plain):
     out_name: ClassVar[str] = "y"
     setup_context = staticmethod(_combine_context)
     backward = staticmethod(_combine_backward)
-
-    @property
-    def device(self) -> torch.device:
-        return self.h.device
 
     def check(self) -> None:
         check_tensor("h", self.h, dtypes=INPUT_DTYPES, ndim=(2,))

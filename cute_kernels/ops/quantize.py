@@ -103,10 +103,6 @@ class GroupedQuantize(Op):
     returns_list: ClassVar[bool] = True
 
     @property
-    def device(self) -> torch.device:
-        return self.x.device
-
-    @property
     def record(self) -> Format:
         """The format."""
         return parse(self.format)

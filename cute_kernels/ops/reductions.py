@@ -51,10 +51,6 @@ class ComputeOffsets(Op):
     name: ClassVar[str] = "compute_offsets"
     out_name: ClassVar[str] = "offs"
 
-    @property
-    def device(self) -> torch.device:
-        return self.splits.device
-
     def check(self) -> None:
         integers = (torch.int32, torch.int64)
         check_tensor("splits", self.splits, dtypes=integers, ndim=(1,))
@@ -99,10 +95,6 @@ class GroupedAmax(Op):
 
     name: ClassVar[str] = "grouped_amax"
     out_name: ClassVar[str] = "amax"
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
 
     def check(self) -> None:
         check_input("x", self.x, self.offs)
@@ -149,10 +141,6 @@ class GroupedDbias(Op):
 
     name: ClassVar[str] = "grouped_dbias"
     out_name: ClassVar[str] = "dbias"
-
-    @property
-    def device(self) -> torch.device:
-        return self.dy.device
 
     def check(self) -> None:
         check_input("dy", self.dy, self.offs)

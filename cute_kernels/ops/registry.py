@@ -184,9 +184,10 @@ class Op(abc.ABC):
     invoke: ClassVar[Callable[..., Any]]
 
     @property
-    @abc.abstractmethod
     def device(self) -> torch.device:
-        """Device of the op's operands."""
+        """Device of the op's operands: that of the first one."""
+        first: Tensor = next(iter(vars(self).values()))
+        return first.device
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor arguments that are given, those of lists too, by name."""

@@ -65,7 +65,7 @@ from cute_kernels.reference.conversions import unpack_codes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["NAN_BITS", "TENSOR_CORES", "instruction_k", "tensor_core_gemm", "tensor_core_mma"]
+__all__ = ["NAN_BITS", "TENSOR_CORES", "tensor_core_gemm"]
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Packed E2M1 codes, two a byte.
@@ -143,35 +143,6 @@ class _Operand:
     def k(self) -> int:
         """Elements of a row."""
         return self.elements.shape[1] * (2 if self.elements.dtype == _FP4 else 1)
-
-
-def instruction_k(arch: str, dtype: torch.dtype) -> int:
-    """K of one instruction of ``arch`` for operands of ``dtype``; uint8 stands for packed E2M1.
-
-    Raises:
-        ValueError: ``arch`` is not one of ``TENSOR_CORES``, or multiplies no such operands.
-    """
-    return _adder(arch, dtype, scaled=dtype == _FP4).k
-
-
-def tensor_core_mma(
-    arch: str,
-    a: Tensor,
-    b: Tensor,
-    acc: Tensor,
-    *,
-    a_scales: Tensor | None = None,
-    b_scales: Tensor | None = None,
-) -> Tensor:
-    """One instruction: ``acc`` plus A B^T. Arguments are those of ``tensor_core_gemm``.
-
-    Raises:
-        ValueError: also if K is not that of one instruction.
-    """
-    k, wanted = _Operand(a, a_scales).k, instruction_k(arch, a.dtype)
-    if k != wanted:
-        raise ValueError(f"K must be {wanted}, that of one instruction, got {k}")
-    return tensor_core_gemm(arch, a, b, a_scales=a_scales, b_scales=b_scales, acc=acc)
 
 
 def tensor_core_gemm(

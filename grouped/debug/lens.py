@@ -38,12 +38,7 @@ def check_eager() -> None:
 
 
 class LayerLens:
-    """What a layer asks in each call whether to look, and for what.
-
-    Args:
-        lens: what looks.
-        layer: name of the layer.
-    """
+    """What a layer asks in each call whether to look, and for what."""
 
     def __init__(self, lens: inspect, layer: str) -> None:
         self._lens, self._layer = lens, layer

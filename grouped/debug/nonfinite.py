@@ -120,13 +120,6 @@ def flags_of(layer: Watched, device: torch.device) -> Tensor | None:
 def watch(flags: Tensor, x: Tensor, weights: Sequence[Tensor], y: Tensor, offs: Tensor) -> Tensor:
     """Set the flags of one call, and those of its backward pass when that runs.
 
-    Args:
-        flags: one for each of ``ROLES``.
-        x: (T, K), the layer's input.
-        weights: what its weight consists of.
-        y: (T, N), its output.
-        offs: (G,) end rows.
-
     Returns:
         ``y``.
     """

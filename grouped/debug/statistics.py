@@ -71,11 +71,7 @@ class Found:
 
 
 class Step:
-    """The statistics of one step.
-
-    Args:
-        number: which it is.
-    """
+    """The statistics of one step."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -105,13 +101,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What looks at the operands of one layer in one step.
-
-    Args:
-        layer: its name.
-        roles: the roles to look at.
-        step: where to note what is found.
-    """
+    """What looks at the operands of one layer in one step."""
 
     layer: str
     roles: tuple[str, ...]

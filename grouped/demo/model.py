@@ -152,10 +152,6 @@ class LanguageModel(nn.Module):
     """Predicts the next byte; only the experts compute in the recipe's formats.
 
     The rest is fp32: on a CPU that is twice as fast as bf16 (EPYC with AVX512-BF16, one thread).
-
-    Args:
-        config: sizes.
-        recipe: formats of the experts' products.
     """
 
     def __init__(self, config: ModelConfig, recipe: Recipe) -> None:

@@ -128,11 +128,6 @@ def table(runs: Sequence[Run]) -> str:
 def write_results(out: Path, runs: Sequence[Run], facts: dict[str, Any]) -> list[Path]:
     """Write ``results.json`` (everything) and ``loss.csv`` (training loss by step and recipe).
 
-    Args:
-        out: an existing folder.
-        runs: the recipes' runs.
-        facts: what holds for all runs.
-
     Returns:
         The files.
     """
@@ -173,11 +168,6 @@ def write_plot(out: Path, runs: Sequence[Run], entropy: float) -> Path:
     """Plot the loss curves, and below how far they are from BF16's, to ``loss.png``.
 
     Needs matplotlib.
-
-    Args:
-        out: an existing folder.
-        runs: the recipes' runs.
-        entropy: unigram entropy in nats, drawn as a line.
 
     Returns:
         The file.

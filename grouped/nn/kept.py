@@ -53,10 +53,6 @@ class KeptWeight:
         sources: the parameters that the weight consists of, and those that it was gathered from:
             FSDP gathers into one tensor again and again without counting a version.
         recipe: the recipe whose format the copies have.
-        copies: the copies.
-
-    Attributes:
-        copies: the copies.
     """
 
     def __init__(self, sources: Sequence[Tensor], recipe: Recipe, copies: Copies) -> None:

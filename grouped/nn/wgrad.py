@@ -185,14 +185,7 @@ class ParameterGradients:
 
 @dataclasses.dataclass(frozen=True)
 class StoredGradients:
-    """The gradients of one backward pass, waiting for ``backward_dw``.
-
-    Args:
-        sink: whose they are.
-        call: the call that was differentiated.
-        wgrad: what the weight's gradient is made of; None if it is frozen.
-        dbias: (G, N) the bias's gradient, or None.
-    """
+    """The gradients of one backward pass, waiting for ``backward_dw``."""
 
     sink: ParameterGradients
     call: LinearCall

@@ -150,10 +150,6 @@ def _order(record: Record) -> tuple[Any, ...]:
 def payload(records: Sequence[Record], numerics: Sequence[Any] = ()) -> dict[str, Any]:
     """What the page needs, as JSON can say it.
 
-    Args:
-        records: in any order; what is shown does not depend on it.
-        numerics: as ``read_numerics`` gives them.
-
     Raises:
         ValueError: there are none.
     """

@@ -22,12 +22,7 @@ _LEAST_SECONDS = 0.02
 
 
 class CpuMeter(Meter):
-    """Calls by turns; each repeat is as many calls as take 20 ms.
-
-    Args:
-        backend: a reference backend.
-        quick: two repeats.
-    """
+    """Calls by turns; each repeat is as many calls as take 20 ms."""
 
     kind = "cpu"
     arch = "reference"

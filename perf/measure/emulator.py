@@ -82,10 +82,6 @@ class EmulatorMeter(Meter):
 
     Attributes:
         num_sms: SMs of the emulated GPU.
-
-    Args:
-        backend: an emulated backend.
-        **options: of the emulator, such as ``num_sms``.
     """
 
     kind = "emulator"

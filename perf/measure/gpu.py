@@ -152,12 +152,7 @@ class GpuMeter(Meter):
 
 
 class _Timer:
-    """Runs many calls, cycling through sets of operands.
-
-    Args:
-        runs: one call for each set.
-        calls_for: how many calls make a replay, by the seconds of one.
-    """
+    """Runs calls of sets of operands in turn; ``calls_for`` of a call's seconds are a replay."""
 
     suffix = ""
 

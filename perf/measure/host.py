@@ -63,10 +63,6 @@ class HostMeter(Meter):
     On a GPU the share of the kernels' compiled host code is measured by itself, called again with
     the same arguments. Without one the kernels are left out: what remains is the Python above a
     launch.
-
-    Args:
-        backend: ``"cuda"``, or ``""`` for that where there is a GPU.
-        quick: few rounds.
     """
 
     def __init__(self, backend: str = "", quick: bool = False) -> None:

@@ -71,11 +71,7 @@ class Saved:
 
 @contextlib.contextmanager
 def saved_by(module: nn.Module) -> Iterator[list[Saved]]:
-    """The tensors that calls inside keep for their backward passes, each storage once.
-
-    Args:
-        module: whose parameters are left out.
-    """
+    """The tensors that calls inside keep for their backward passes, each storage once."""
     # Weakly held, so that no other storage comes to have the same address.
     seen = {StorageWeakRef(p.untyped_storage()) for p in module.parameters()}
     found: list[Saved] = []

@@ -28,10 +28,6 @@ PEERS = (
 
 
 def all_peers(paths: Mapping[str, Path]) -> list[Peer]:
-    """Every peer, whether it works here or not.
-
-    Args:
-        paths: checkouts of those that run from their sources, by name.
-    """
+    """Every peer, whether it works here or not."""
     modules = (importlib.import_module(f"perf.peers.{name}") for name in PEERS)
     return [module.PEER(paths) for module in modules]

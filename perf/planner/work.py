@@ -200,17 +200,7 @@ def quantization(
     gives_amax: bool = False,
     to_values: bool = False,
 ) -> Kernel:
-    """The kernels that quantize bf16.
-
-    Args:
-        name: what it is for.
-        elements: of the input.
-        fmt: the format.
-        counts: of the architecture.
-        directions: a key of ``suites.quantize.DIRECTIONS``.
-        gives_amax: the amaxes of groups are there.
-        to_values: fp16 values are written, for a product that would expand codes.
-    """
+    """The kernels that quantize bf16; ``to_values`` to fp16, where a product would expand codes."""
     ways = [way for way, on in zip((False, True), DIRECTIONS[directions], strict=True) if on]
     levels = [fmt.level(way) for way in ways]
     needs_amax = any(level is not None and level.per == "group" for level in levels)

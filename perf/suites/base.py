@@ -48,12 +48,7 @@ class Options:
     def competing(
         self, meter: Meter, offered: Callable[[Peer], Iterator[Contender]]
     ) -> Iterator[Contender]:
-        """What the peers that work here offer.
-
-        Args:
-            meter: what measures.
-            offered: asks one of them.
-        """
+        """What the peers that work here offer."""
         for peer in self.peers:
             if meter.kind in peer.kinds and not peer.missing(meter):
                 peer.meter = meter

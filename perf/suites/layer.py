@@ -193,16 +193,7 @@ class LayerWork:
         capturable: bool = True,
         versions: Mapping[str, str] | None = None,
     ) -> Contender:
-        """One who does this pass.
-
-        Args:
-            name: as ``Contender.name``.
-            recipe: as ``Contender.format``.
-            make: makes the layer and its pass.
-            bound: largest relative error of output and gradients.
-            capturable: as ``Contender.capturable``.
-            versions: as ``Contender.versions``.
-        """
+        """One who does this pass."""
         made: list[Pass] = []
 
         def prepare() -> Callable[[], Any]:
@@ -236,15 +227,7 @@ def _ours(
     meter: Meter,
     compiled: bool = False,
 ) -> Step:
-    """A layer of this package.
-
-    Args:
-        work: the rows and weights.
-        recipe: its recipe.
-        kept: its weight was quantized in an earlier pass.
-        meter: what measures.
-        compiled: by ``torch.compile``, as one graph.
-    """
+    """A layer of this package; ``kept``: its weight was quantized in an earlier pass."""
     for role in ("input", "weight", "grad_output"):
         fmt = getattr(recipe, role)
         if fmt is not None:

@@ -12,22 +12,6 @@ INIT = """.shared .align 8 .b64 bar; mov.u32 %r0, bar; setp.eq.u32 %q0, %t, 0;
 @%q0 mbarrier.init.shared::cta.b64 [%r0], {count}; bar.sync 0;"""
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_named_barriers_pass_data_around(seed):
-    """Warps hand a value round, each pair on a barrier of its own."""
-    out = np.zeros((128, 1), np.uint32)
-    body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; shr.u32 %r1, %t, 5; and.b32 %r8, %t, 31;
-    setp.eq.u32 %q0, %r1, 0; mov.b32 %r2, 100;
-    @%q0 bra FIRST;
-    bar.sync %r1, 64; ld.shared.b32 %r2, [%r0]; add.u32 %r2, %r2, 1;
-    FIRST: setp.ne.u32 %q1, %r8, 0; @%q1 bra NEXT; st.shared.b32 [%r0], %r2;
-    NEXT: bar.warp.sync -1; add.u32 %r3, %r1, 1; setp.eq.u32 %q2, %r1, 3; @%q2 bra DONE;
-    bar.arrive %r3, 64; DONE:"""
-    with emulator.options(mode="chaos", seed=seed, races=True):
-        run(body + store_words("%p0", ["%r2"]), out, block=128)
-    assert (out[:, 0] == 100 + np.arange(128) // 32).all()
-
-
 def test_differing_thread_counts():
     body = """shr.u32 %r0, %t, 5; setp.eq.u32 %q0, %r0, 0;
     @%q0 bar.sync 1, 64; @!%q0 bar.sync 1, 96;"""
@@ -67,32 +51,6 @@ def test_polling_for_nothing(limit, message):
         with fails(message):
             run(body)
         run(body.replace("SPIN:", "@%q0 mbarrier.arrive.shared::cta.b64 _, [%r0]; SPIN:"))
-
-
-@pytest.mark.parametrize("mode", ["eager", "chaos"])
-def test_mbarrier_phases(mode):
-    """A ring of one slot: full and empty barriers, ten turns."""
-    out = np.zeros(10, np.uint32)
-    body = """.shared .align 8 .b64 bars[2]; .shared .b32 slot; mov.u32 %r0, bars;
-    add.u32 %r1, %r0, 8; mov.u32 %r2, slot; setp.eq.u32 %q0, %t, 0; mov.b32 %r3, 0;
-    @%q0 mbarrier.init.shared::cta.b64 [%r0], 32; @%q0 mbarrier.init.shared::cta.b64 [%r1], 32;
-    bar.sync 0; setp.ge.u32 %q1, %t, 32; @%q1 bra CONSUMER;
-    PRODUCER: and.b32 %r4, %r3, 1; xor.b32 %r5, %r4, 1;
-    E: mbarrier.try_wait.parity.shared::cta.b64 %q2, [%r1], %r5; @!%q2 bra E;
-    mul.lo.u32 %r6, %r3, %r3; @%q0 st.shared.b32 [%r2], %r6;
-    mbarrier.arrive.shared::cta.b64 %d0, [%r0];
-    add.u32 %r3, %r3, 1; setp.lt.u32 %q3, %r3, 10; @%q3 bra PRODUCER; bra END;
-    CONSUMER: and.b32 %r4, %r3, 1;
-    F: mbarrier.try_wait.parity.shared::cta.b64 %q2, [%r0], %r4; @!%q2 bra F;
-    ld.shared.b32 %r6, [%r2]; mul.wide.u32 %d1, %r3, 4; add.u64 %d1, %p0, %d1;
-    setp.eq.u32 %q4, %t, 32; @%q4 st.global.b32 [%d1], %r6;
-    mbarrier.arrive.shared::cta.b64 %d0, [%r1];
-    add.u32 %r3, %r3, 1; setp.lt.u32 %q3, %r3, 10; @%q3 bra CONSUMER; END:"""
-    for seed in range(3):
-        out[:] = 0
-        with emulator.options(mode=mode, seed=seed, races=True):
-            run(body, out, block=64)
-        assert (out == np.arange(10) ** 2).all()
 
 
 def test_too_many_arrivals():

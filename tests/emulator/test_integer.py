@@ -70,17 +70,6 @@ def test_wide_products(kind, bits):
     _check(f"mul.wide.{kind}{bits} %out, %a0, %a1;", bits, reference, out=2 * bits)
 
 
-@pytest.mark.parametrize("op", ["add", "sub"])
-def test_saturating(op):
-    sign = 1 if op == "add" else -1
-
-    def reference(a: int, b: int) -> int:
-        total = _signed(a, 32) + sign * _signed(b, 32)
-        return min(max(total, -(1 << 31)), (1 << 31) - 1)
-
-    _check(f"{op}.sat.s32 %out, %a0, %a1;", 32, reference)
-
-
 @pytest.mark.parametrize("bits", [16, 32, 64])
 def test_unary(bits):
     _check(f"abs.s{bits} %out, %a0;", bits, lambda a: abs(_signed(a, bits)), 1)
@@ -118,22 +107,6 @@ def test_shifts_clamp(bits):
     _check(f"{shift} shl.b{bits} %out, %a0, %n;", bits, lambda a, b: a << amount(b))
     _check(f"{shift} shr.u{bits} %out, %a0, %n;", bits, lambda a, b: a >> amount(b))
     _check(f"{shift} shr.s{bits} %out, %a0, %n;", bits, lambda a, b: _signed(a, bits) >> amount(b))
-
-
-@pytest.mark.parametrize("op", ["min", "max"])
-@pytest.mark.parametrize("kind", ["s", "u"])
-def test_packed_16(op, kind):
-    pick = min if op == "min" else max
-
-    def reference(a: int, b: int) -> int:
-        result = 0
-        for i in (0, 16):
-            x, y = a >> i & 0xFFFF, b >> i & 0xFFFF
-            order = (lambda v: _signed(v, 16)) if kind == "s" else (lambda v: v)
-            result |= pick(x, y, key=order) << i
-        return result
-
-    _check(f"{op}.{kind}16x2 %out, %a0, %a1;", 32, reference)
 
 
 @pytest.mark.parametrize("bits", [32, 64])

@@ -11,25 +11,6 @@ from tests.emulator.ptx import run, store_words
 RNG = np.random.default_rng(0)
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, 8])
-def test_vector_copies(width):
-    source = _aligned(RNG.integers(0, 1 << 32, (32, width), dtype=np.uint64).astype(np.uint32))
-    out = _aligned(np.zeros_like(source))
-    registers = ", ".join(f"%r{i}" for i in range(width))
-    vector = f"{{{registers}}}" if width > 1 else registers
-    suffix = f".v{width}" if width > 1 else ""
-    run(
-        f"""mul.wide.u32 %d0, %t, {4 * width}; add.u64 %d1, %p0, %d0; add.u64 %d2, %p1, %d0;
-        ld.global{suffix}.b32 {vector}, [%d1]; st.global{suffix}.b32 [%d2], {vector};""",
-        source,
-        out,
-    )
-    assert (out == source).all()
-    stats = emulator.stats()
-    assert stats["ld_global_bytes"] == stats["st_global_bytes"] == source.nbytes
-    assert stats["ld_global_sectors"] == source.nbytes // 32
-
-
 def test_narrow_loads_extend():
     source = np.arange(256, dtype=np.uint8)[::-8].copy()
     out = np.zeros((32, 2), np.uint32)

@@ -7,17 +7,11 @@ import pytest
 import torch
 
 from cute_kernels import emulator
-from tests.emulator.ptx import fails, registers, run, store_words, wait
+from tests.emulator.ptx import fails, run, store_words, wait
 from tests.emulator.test_memory import _aligned
 from tests.reference.tensor_core_kernels import tcgen05, wgmma
 
 RNG = np.random.default_rng(0)
-
-
-def _copy_in(to: str, source: str) -> str:
-    """128 words from global memory to shared memory, by as many threads."""
-    return f"""shl.b32 %r202, %t, 2; add.u32 %r203, {to}, %r202; cvt.u64.u32 %d50, %r202;
-    add.u64 %d50, {source}, %d50; ld.global.b32 %r204, [%d50]; st.shared.b32 [%r203], %r204;"""
 
 
 # ---- wgmma
@@ -28,42 +22,10 @@ def _integers(rows: int, columns: int) -> torch.Tensor:
     return torch.randint(-4, 5, (rows, columns)).half()
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a.float() @ b.float().T
-
-
 def test_wgmma_needs_a_proxy_fence():
     a, b, c = _integers(64, 16), _integers(8, 16), torch.zeros(64, 8)
     with fails(r"wgmma A reads .* no fence.proxy.async"):
         wgmma(a, b, c, (("fence.proxy.async.shared::cta;", ""),))
-
-
-def test_wgmma_a_from_registers_b_transposed():
-    """The one transpose that this form has is that of B."""
-    a, b = (_integers(rows, 16).numpy() for rows in (64, 16))
-    out = np.zeros((64, 16), np.float32)
-    # B lies as (k, n): 8 (k) x 8 (n) blocks; along n first.
-    blocks = b.T.reshape(2, 8, 2, 8).transpose(0, 2, 1, 3).copy()
-    body = f"""
-    .shared .align 128 .b8 s[512]; mov.u32 %r101, s; {_copy_in("%r101", "%p1")}
-    fence.proxy.async.shared::cta; bar.sync 0;
-    shr.u32 %r200, %r101, 4; or.b32 %r200, %r200, {256 >> 4 << 16};
-    mov.b64 %d2, {{%r200, {128 >> 4}}};
-    shr.u32 %r1, %t, 5; and.b32 %r2, %t, 31; shr.u32 %r3, %r2, 2; and.b32 %r4, %r2, 3;
-    mad.lo.u32 %r5, %r1, 16, %r3; mul.lo.u32 %r6, %r5, 32; mad.lo.u32 %r6, %r4, 4, %r6;
-    cvt.u64.u32 %d9, %r6; add.u64 %d10, %p0, %d9;
-    ld.global.b32 %r10, [%d10]; ld.global.b32 %r11, [%d10+256];
-    ld.global.b32 %r12, [%d10+16]; ld.global.b32 %r13, [%d10+272];
-    setp.eq.u32 %q1, %t, 9999; wgmma.fence.sync.aligned;
-    wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {registers("f", 8)},
-    {{%r10, %r11, %r12, %r13}}, %d2, %q1, 1, 1, 1;
-    wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
-    mad.lo.u32 %r6, %r5, 64, 0; mad.lo.u32 %r6, %r4, 8, %r6; cvt.u64.u32 %d9, %r6;
-    add.u64 %d11, %p2, %d9;
-    st.global.v2.f32 [%d11], {{%f0, %f1}}; st.global.v2.f32 [%d11+512], {{%f2, %f3}};
-    st.global.v2.f32 [%d11+32], {{%f4, %f5}}; st.global.v2.f32 [%d11+544], {{%f6, %f7}};"""
-    run(body, a, _aligned(blocks.reshape(-1)), out, block=128, target="sm_90a")
-    assert (out == a.astype(np.float32) @ b.T.astype(np.float32)).all()
 
 
 # ---- tcgen05
@@ -150,7 +112,10 @@ def test_copy_to_tensor_memory():
     source = RNG.integers(0, 1 << 32, (32, 4), dtype=np.uint64).astype(np.uint32)
     out = np.zeros((128, 4), np.uint32)
     body = f"""
-    .shared .align 128 .b8 s[512]; mov.u32 %r100, s; {_copy_in("%r100", "%p0")}
+    .shared .align 128 .b8 s[512]; mov.u32 %r100, s; shl.b32 %r202, %t, 2;
+    add.u32 %r203, %r100, %r202;
+    cvt.u64.u32 %d50, %r202; add.u64 %d50, %p0, %d50; ld.global.b32 %r204, [%d50];
+    st.shared.b32 [%r203], %r204;
     fence.proxy.async.shared::cta; {ALLOCATE}
     shr.u32 %r200, %r100, 4; or.b32 %r200, %r200, {128 >> 4 << 16};
     mov.b64 %d1, {{%r200, {8 * 16 >> 4 | 1 << 14}}};

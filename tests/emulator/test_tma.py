@@ -124,49 +124,6 @@ def test_store_drops_what_is_outside(mode):
     assert (target == want).all()
 
 
-def test_bulk_copy_there_and_back():
-    source = _aligned(np.arange(256, dtype=np.uint32))
-    target = _aligned(np.zeros(256, np.uint32))
-    body = (
-        SETUP.format(smem=1024)
-        + EXPECT.format(bytes=1024)
-        + """@%q0 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes
-        [%r0], [%p0], 1024, [%r1];"""
-        + WAIT
-        + """@%q0 cp.async.bulk.global.shared::cta.bulk_group [%p1], [%r0], 1024;
-        @%q0 cp.async.bulk.commit_group; @%q0 cp.async.bulk.wait_group 0;"""
-    )
-    for seed in range(3):
-        target[:] = 0
-        with emulator.options(mode="chaos", seed=seed, races=True):
-            run(body, source, target)
-        assert (target == source).all()
-    assert emulator.stats()["tma_load_bytes"] == emulator.stats()["tma_store_bytes"] == 3 * 1024
-
-
-@pytest.mark.parametrize("mode", ["eager", "chaos"])
-def test_multicast(mode):
-    """Each CTA of a pair loads half a tile into both."""
-    array = _aligned(np.arange(256, dtype=np.float32).reshape(16, 16))
-    out = np.zeros((2, 16, 16), np.float32)
-    body = (
-        SETUP.format(smem=1024)
-        + "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
-        + EXPECT.format(bytes=1024)
-        + """mov.u32 %r2, %cluster_ctarank; shl.b32 %r3, %r2, 3; shl.b32 %r4, %r2, 9;
-        add.u32 %r5, %r0, %r4; mov.b16 %h0, 3;
-        @%q0 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes\
-.multicast::cluster [%r5], [%p0, {0, %r3}], [%r1], %h0;"""
-        + WAIT
-        + "mov.u32 %r6, %ctaid.x; mul.wide.u32 %d2, %r6, 1024; add.u64 %d3, %p1, %d2;"
-        + DUMP.format(words=256, to="%d3")
-        + "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
-    )
-    with emulator.options(mode=mode, races=True):
-        run(body, emulator.tensor_map(array, (8, 16)), out, grid=2, cluster=2)
-    assert (out == array).all()
-
-
 # ---- faults
 
 

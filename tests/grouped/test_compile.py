@@ -240,17 +240,6 @@ def test_in_place_updates_inside_the_graph(fmt):
     assert_same_tensor(p.data, q.data)
 
 
-@each("recipe", ALL_RECIPES)
-def test_export(recipe):
-    module = MODULES["linear"](recipe=recipe)
-    tokens = torch.export.Dim("tokens", min=2, max=4096)
-    program = torch.export.export(
-        module, (sample(40, K), boundaries(40)), dynamic_shapes=({0: tokens}, None)
-    )
-    x, offs = sample(77, K), boundaries(77)
-    assert_same_bytes(program.module()(x, offs).detach(), module(x, offs).detach())
-
-
 @each("name", ["bf16", "mxfp8"])
 @each("dynamic", [None, True])
 def test_counts_whose_number_is_known_at_run_time_only(name, dynamic):

@@ -366,26 +366,3 @@ def test_bf16_activations_beside_a_quantized_weight():
 def test_construction_refuses(arguments, options, error, match):
     with pytest.raises(error, match=match):
         GroupedLinear(*arguments, **options)
-
-
-@each("recipe", RECIPES)
-@each(
-    ("x", "offs", "error", "match"),
-    [
-        (sample(40, 32), ENDS, ValueError, r"x must have shape \(\.\.\., 96\)"),
-        (sample(K), [0, 0, 1], ValueError, "at least 2 dimensions"),
-        (sample(40, K), [13, 35], ValueError, "each of the 3 groups, got 2"),
-        (sample(40, K), [13, 12, 35], ValueError, "must not decrease"),
-        (sample(40, K), [13, 13, 41], ValueError, "within the 40 rows"),
-        (sample(40, K), torch.tensor([1.0, 2.0, 3.0]), TypeError, "int32 or int64"),
-        (sample(40, K), torch.zeros(3, dtype=torch.int32).to("meta"), ValueError, "device"),
-    ],
-)
-def test_forward_refuses(recipe, x, offs, error, match):
-    with pytest.raises(error, match=match):
-        layer_of(recipe)(x, offs)
-
-
-def test_forward_refuses_fp64():
-    with pytest.raises(TypeError, match="must be bfloat16 or float16 or float32"):
-        layer_of(RECIPES["nvfp4"])(sample(40, K).double(), ENDS)

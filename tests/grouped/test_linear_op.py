@@ -88,6 +88,8 @@ def test_a_quantized_weight(recipe, prepacked, data):
         ({"recipe": grouped.NVFP4()}, TypeError, "recipe must be a grouped.recipes.Recipe"),
         ({"weight": torch.zeros(N, K)}, ValueError, r"weight must have shape \(G, N, K\)"),
         ({"weight": torch.zeros(3, N, 32)}, ValueError, r"x must have shape \(\.\.\., 32\)"),
+        ({"x": torch.zeros(K)}, ValueError, "at least 2 dimensions"),
+        ({"offs": [13, 13, 41]}, ValueError, "within the 40 rows"),
         ({"weight": torch.zeros(2, N, K)}, ValueError, "each of the 2 groups, got 3"),
         ({"bias": torch.zeros(3, K)}, ValueError, "bias must have size"),
         ({"x": torch.zeros(40, K).double()}, TypeError, "must be bfloat16 or float16 or float32"),

@@ -51,26 +51,6 @@ def test_it_is_two_layers_and_a_gate(recipe):
     assert not mlp.gate_up.has_bias and not mlp.down.has_bias
 
 
-@each("recipe", ALL_RECIPES)
-@each("single", [True, False])
-def test_tail_and_empty_groups(recipe, single):
-    mlp = mlp_of(recipe, single_parameter=single, bias=True)
-    x, dy = sample(40, HIDDEN), sample(40, HIDDEN)
-    x[35:] = torch.nan
-    dy[35:] = torch.nan
-    x.requires_grad_()
-    y = mlp(x, torch.tensor(ENDS))
-    y.backward(dy)
-    assert not y[35:].any() and not x.grad[35:].any()
-    assert torch.isfinite(y).all() and torch.isfinite(x.grad).all()
-    grads = [p.grad if single else p.grad[None] for p in mlp.parameters()]
-    assert all(torch.isfinite(g).all() for g in grads)
-    names = [name for name, _ in mlp.named_parameters()]
-    for name, p in mlp.named_parameters():
-        empty = p.grad[1] if single else p.grad
-        assert bool(empty.any()) == (not single and not name.endswith("1")), names
-
-
 def test_no_tokens():
     mlp = mlp_of(RECIPES["row-scaled"])
     x = torch.zeros(0, HIDDEN, requires_grad=True)

@@ -133,13 +133,6 @@ def test_compute_offsets(dtype, splits):
     assert got.tolist() == [192, 192, 512]
 
 
-def test_compute_offsets_feeds_quantize():
-    x = sample(8, 32)
-    offs = grouped.compute_offsets(torch.tensor([3, 0, 5]))
-    assert offs.dtype == torch.int32
-    assert grouped.quantize(x, FORMATS["1x16"], offs=offs).member(2).codes.shape == (5, 16)
-
-
 @each(
     ("splits", "dtype", "error"),
     [

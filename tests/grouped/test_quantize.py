@@ -205,14 +205,6 @@ def test_out_reuses_the_storage_with_other_boundaries(fmt):
             assert_same_member(a, b)
 
 
-@every_format
-def test_out_of_a_uniform_tensor(fmt):
-    out = grouped.quantize(sample(2, 16, 32), fmt)
-    w = sample(2, 16, 32)
-    assert grouped.quantize(w, fmt, out=out) is out
-    assert_same_bytes(out.dequantize(), grouped.quantize(w, fmt).dequantize())
-
-
 def _out():
     return grouped.quantize(sample(40, 32), FORMATS["1x16"], offs=[10, 40])
 
@@ -236,18 +228,6 @@ def test_out_that_does_not_fit_is_refused_untouched(change, error, match):
     with pytest.raises(error, match=match):
         grouped.quantize(call.pop("x"), call.pop("fmt"), **call)
     assert_same_buffers(bytes_of(out), before)
-
-
-@each("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_dbias(dtype):
-    x = torch.randn(50, 32, dtype=dtype)
-    xq, dbias = grouped.quantize(x, FORMATS["1x16"], offs=[30, 30, 45], dbias=True)
-    assert isinstance(xq, grouped.GroupedTensor)
-    assert dbias.shape == (3, 32) and dbias.dtype == dtype
-    spans = ((0, 30), (30, 30), (30, 45))
-    want = torch.stack([x[a:b].double().sum(0) for a, b in spans])
-    torch.testing.assert_close(dbias, want.to(dtype))
-    assert not dbias[1].any()
 
 
 @each(

@@ -377,7 +377,7 @@ VALUE_ERRORS = {
 }
 
 
-@pytest.mark.parametrize("message", [*TYPE_ERRORS, *VALUE_ERRORS])
+@each("message", [*TYPE_ERRORS, *VALUE_ERRORS])
 def test_rules_that_are_broken(message):
     error, errors = (
         (TypeError, TYPE_ERRORS) if message in TYPE_ERRORS else (ValueError, VALUE_ERRORS)

@@ -6,7 +6,6 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from cute_kernels import emulator
 from cute_kernels.gemm.choice import choose_config
@@ -16,19 +15,12 @@ from cute_kernels.gemm.sm90.parts import all_parts
 from tests.helpers import assert_same_bytes
 from tests.kernels.gemm_support import Product, m_grouped
 from tests.kernels.op_support import MODE_IDS, MODES
+from tests.kernels.test_gemm_sm90 import DEVICES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NUM_SMS = 132
-DEVICES = [
-    "cpu",
-    *(
-        ["cuda"]
-        if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-        else []
-    ),
-]
 KINDS: dict[str, dict[str, Any]] = {
     "nvfp4": {"operand": "nvfp4", "row_scaled": True},
     "prepacked": {"operand": "nvfp4", "prepacked": True, "zero_tail": True, "has_alpha": True},

@@ -147,10 +147,6 @@ WRONG_TYPES = {
             (X, W, OFFS, None, None, False, torch.float64),
             "out_dtype must be bfloat16 or float16 or float32, got float64",
         ),
-        (
-            m_grouped(Q[:3], V[:3], OFFS, None, None, False, U8),
-            "out_dtype must be bfloat16 or float16 or float32, got uint8",
-        ),
         (m_grouped(X), "a must be bfloat16 or float16, got float32"),
     ],
     "k_grouped_gemm": [
@@ -158,10 +154,6 @@ WRONG_TYPES = {
         (
             (X, X, OFFS, None, torch.int32),
             "out_dtype must be bfloat16 or float16 or float32, got int32",
-        ),
-        (
-            k_grouped(Q[3:], Q[3:], OFFS, None, torch.int64),
-            "out_dtype must be bfloat16 or float16 or float32, got int64",
         ),
     ],
 }
@@ -194,8 +186,6 @@ WRONG_VALUES = {
     "grouped_dbias": [((W, OFFS), "dy must have 2 dimensions, got shape (2, 16, 32)")],
     "grouped_quantize": [
         ((X, NVFP4), "x must have 3 dimensions, got shape (8, 32)"),
-        ((X[0], NVFP4, OFFS), "x must have 2 dimensions, got shape (32,)"),
-        ((W[:0], NVFP4), "x must have at least one group"),
         (
             (X, "nvfp4:row_scaled,block=16x16", OFFS),
             "row_scaled needs block=(1, 16), got block=(16, 16)",
@@ -242,7 +232,6 @@ WRONG_VALUES = {
     ],
     "m_grouped_gemm": [
         ((X, W[0], OFFS), "b must have 3 dimensions, got shape (16, 32)"),
-        ((X, torch.tensor(1.0), OFFS), "b must have 3 dimensions"),
         ((X, W[:, :, :31], OFFS), "b must have size 32 in dimension 2"),
         (
             (X, W, OFFS, None, None, True),
@@ -281,13 +270,10 @@ WRONG_VALUES = {
             m_grouped(Q[:3], V[:3], offsets((5, 2, 1))),
             "offs must have one end row for each of the 2 groups, got 3 entries",
         ),
-        (m_grouped(Q[:3], V[:3], OFFS, torch.ones(2, 15)), "bias must have size 16"),
-        (m_grouped(Q[:3], V[:3], OFFS, None, torch.ones(3)), "alpha must have size 2"),
         (
             m_grouped(X16[:, :16].contiguous()),
             "b must have size 8 in dimension 2, got shape (2, 16, 16)",
         ),
-        (m_grouped(X16, V[:3], OFFS, torch.ones(2, 15)), "bias must have size 16"),
         (m_grouped(Q[:3], W), "b must be quantized if a is, got a_format='nvfp4' alone"),
         (
             m_grouped(Q[:3], b_format=ROWS),
@@ -310,7 +296,6 @@ WRONG_VALUES = {
             k_grouped(Q[3:], (Q[3][:, :64], *Q[4:])),
             "b must have size 128 in dimension 1, got shape (32, 64)",
         ),
-        (k_grouped(Q[3:], Q[3:], OFFS, torch.ones(3)), "alpha must have size 2"),
         (k_grouped(Q[3:], X), "b must be quantized if a is, got a_format='nvfp4' alone"),
         (k_grouped(X, Q[3:]), "a must be quantized if b is, got b_format='nvfp4' alone"),
     ],

@@ -9,7 +9,7 @@ import torch
 import grouped
 from cute_kernels import UnsupportedError, backend
 from cute_kernels.formats import parse
-from cute_kernels.reference.tensor_core import tensor_core_mma
+from cute_kernels.reference.tensor_core import tensor_core_gemm
 from tests.helpers import assert_same_bytes, each, m_grouped_arguments, ops
 from tests.reference.rational import fp32
 from tests.reference.test_gemm_fp8 import F32, FP8_KINDS, FP8_PAIRS, Product, Wgrad, scaled
@@ -39,7 +39,7 @@ def chain(core, a, b, acc=None, scales=None):
     for i, k in enumerate(range(0, a.shape[1], 32)):
         given = {} if scales is None else {"a_scales": scales[0][:, i : i + 1]}
         given |= {} if scales is None else {"b_scales": scales[1][:, i : i + 1]}
-        acc = tensor_core_mma(core, a[:, k : k + 32], b[:, k : k + 32], acc, **given)
+        acc = tensor_core_gemm(core, a[:, k : k + 32], b[:, k : k + 32], acc=acc, **given)
     return acc
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from perf.cases import HEADLINE, MODELS, ROUTINGS, ends_of, split_rows
+from tests.helpers import each
 
 #: (N, K) of both layers and experts of a rank, from the models' cards.
 PUBLISHED = {
@@ -37,7 +38,7 @@ def test_every_model_splits_over_its_ranks():
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize(("groups", "rows"), [(1, 7), (8, 0), (10, 1000), (128, 130)])
+@each(("groups", "rows"), [(1, 7), (8, 0), (10, 1000), (128, 130)])
 def test_rows_add_up_and_are_repeatable(routing, groups, rows):
     sizes = split_rows(routing, groups, rows, seed=3)
     assert len(sizes) == groups and sum(sizes) == rows and min(sizes) >= 0

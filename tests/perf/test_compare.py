@@ -2,11 +2,10 @@
 
 import dataclasses
 
-import pytest
-
 from perf import committed, compare
 from perf.__main__ import main
 from perf.records import pooled, write
+from tests.helpers import each
 from tests.perf.test_records import BASE
 
 TIME = dataclasses.replace(BASE, spread=1.0)
@@ -20,7 +19,7 @@ def verdict(old, new, **options):
     return changes[0].verdict
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "wanted"),
     [(100_000, "same"), (102_000, "same"), (102_001, "worse"), (97_999, "better"), (0, "better")],
 )

@@ -8,6 +8,7 @@ import pytest
 
 from perf.dashboard.numerics import read_numerics
 from perf.dashboard.page import ASSETS, page
+from tests.helpers import each
 from tests.perf.chromium import MISSING, Browser
 from tests.perf.dashboard_records import (
     COUNTS,
@@ -118,7 +119,7 @@ def made(pages):
     return pages / "made.html"
 
 
-@pytest.mark.parametrize("which", ["made", "committed"])
+@each("which", ["made", "committed"])
 def test_views_load_and_draw(browser, pages, which):
     browser.open(pages / f"{which}.html")
     slugs = browser.evaluate(f"[...{PAGE}.kernels.keys()]")
@@ -341,7 +342,7 @@ def test_a_screen_reader_finds_its_way(browser, made):
         assert all(browser.all("figure", f"e.querySelectorAll('tbody tr').length === {drawn}"))
 
 
-@pytest.mark.parametrize(("width", "which"), [(390, "committed"), (320, "made")])
+@each(("width", "which"), [(390, "committed"), (320, "made")])
 def test_a_phone_needs_no_sideways_scrolling(browser, pages, width, which):
     browser.resize(width, 800, is_phone=True)
     browser.open(pages / f"{which}.html")
@@ -379,7 +380,7 @@ def contrast(*colors):
     return (max(found) + 0.05) / (min(found) + 0.05)
 
 
-@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+@each("theme", [0, 1], ids=["light", "dark"])
 def test_colours_can_be_read(theme):
     style = (ASSETS / "style.css").read_text()
     pairs = re.findall(r"--(\w+): light-dark\(#(\w+), #(\w+)\)", style)

@@ -17,6 +17,7 @@ from perf.peers import PEERS, all_peers, deep_gemm, pytorch, quack, transformer_
 from perf.peers.base import NOISE, linear_nvfp4, padded_rows, row_scales, unpadded_rows
 from perf.suites import layer
 from perf.suites.quantize import Input, Quantization
+from tests.helpers import each
 
 CPU = torch.device("cpu")
 SHAPE = GroupedShape("small", "up", 4, 32, 128)
@@ -69,7 +70,7 @@ def test_torch_products():
         assert error_of(contender) <= contender.bound == NOISE["bfloat16"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("quantize", "decode", "bound"),
     [
         (pytorch.nvfp4_given, pytorch.nvfp4_values, 0.12),
@@ -152,7 +153,7 @@ def fake_deep_gemm(install, *, layout_is_right=True):
     return seen
 
 
-@pytest.mark.parametrize("below", [0, 1000])
+@each("below", [0, 1000])
 def test_deep_gemm_layouts(install, monkeypatch, below):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: (9, 0))
     monkeypatch.setattr(deep_gemm, "_MASKED_BELOW", below)
@@ -200,7 +201,7 @@ def fake_quack(install):
     install("quack.gemm_interface", gemm=gemm, gemm_gated=gated, gemm_dgated=dgated)
 
 
-@pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad"])
+@each("kind", ["fprop", "dgrad", "wgrad"])
 def test_quack_products(install, kind):
     fake_quack(install)
     (contender,) = quack.PEER({}).products(product(kind))

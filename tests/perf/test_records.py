@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from perf import records
 from perf.records import RESULTS, Record, Writer, latest, load, read, write
+from tests.helpers import each
 
 BASE = Record(
     suite="gemm",
@@ -100,7 +101,7 @@ def test_files_are_joined_by_appending(tmp_path):
     assert read(path) == [plain, plain]
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "text"),
     [
         ({"kind": "tpu"}, "kind must be one of gpu, cpu, emulator"),

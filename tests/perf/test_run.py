@@ -24,7 +24,7 @@ from perf.suites import SUITES, gemm, layer, suite
 from perf.suites.base import Options, element_bytes
 from perf.suites.gemm import Pair
 from perf.suites.quantize import Input, Quantization
-from tests.helpers import has_compiler
+from tests.helpers import each, has_compiler
 
 CPU = torch.device("cpu")
 SHAPE = GroupedShape("small", "up", 3, 64, 32)
@@ -103,7 +103,7 @@ def test_contenders_are_chosen_by_name_and_format():
     assert task.matches("rows=1$") and not task.matches("rows=2")
 
 
-@pytest.mark.parametrize("product", ["fprop", "dgrad", "wgrad"])
+@each("product", ["fprop", "dgrad", "wgrad"])
 def test_products_are_checked_against_fp32(product):
     """A result that is right passes, and one with a group, a row or a scale wrong does not."""
     work = Operands(SHAPE, 40, product, "17 0 23", CPU, seed=1)
@@ -217,7 +217,7 @@ def test_layers_are_compared_with_fp32():
         assert work.error(wrong) == pytest.approx(0.1, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["host", "memory"])
+@each("name", ["host", "memory"])
 def test_suites_without_a_gpu(name):
     records, _ = run(name)
     assert records and {r.suite for r in records} == {name}

@@ -4,17 +4,16 @@ from fractions import Fraction
 
 import hypothesis.strategies as st
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 
 from cute_kernels.formats import E4M3, E5M2, E8M0, MXFP8, FP8Block
 from cute_kernels.reference import conversions
 from cute_kernels.reference.codecs import codec_of
-from tests.helpers import DTYPES, assert_same_bytes
+from tests.helpers import DTYPES, assert_same_bytes, each
 from tests.reference import block_oracle
 
-both_elements = pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda e: e.name)
+both_elements = each("element", [E4M3, E5M2], ids=lambda e: e.name)
 FMAX = torch.finfo(torch.float32).max
 
 
@@ -36,7 +35,7 @@ def beside(values):
 
 
 @both_elements
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_number_to_fp8(dtype, element):
     values = every(dtype).float()
     got = conversions.encode(element, values)
@@ -78,7 +77,7 @@ def test_any_fp32_number_to_e8m0(value):
 
 
 @both_elements
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_the_scale_of_every_amax_of_mxfp8(dtype, element):
     """The smallest power of two by which the amax becomes an FP8 number without saturating."""
     amax = finite(dtype)
@@ -92,8 +91,8 @@ def test_the_scale_of_every_amax_of_mxfp8(dtype, element):
 
 
 @both_elements
-@pytest.mark.parametrize("pow2", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@each("pow2", [False, True])
+@each("dtype", DTYPES)
 def test_the_scale_of_every_amax_of_fp8_block(dtype, pow2, element):
     amax = finite(torch.bfloat16 if dtype == torch.float32 else dtype)
     amax = torch.cat([amax, torch.tensor([torch.inf])])

@@ -3,13 +3,12 @@
 import math
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cute_kernels.reference import conversions
-from tests.helpers import assert_same_bytes, ends, ops
+from tests.helpers import assert_same_bytes, each, ends, ops
 from tests.reference import oracle
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -32,13 +31,13 @@ def scalars(convert, values):
     return torch.tensor([convert(v) for v in values.tolist()], dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_number_to_e2m1(dtype):
     values = every(dtype)
     assert_same_bytes(conversions.encode_e2m1(values), scalars(oracle.round_e2m1, values))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_number_to_e4m3(dtype):
     values = every(dtype)
     assert_same_bytes(conversions.encode_e4m3(values), scalars(oracle.round_e4m3, values))
@@ -83,7 +82,7 @@ def test_codes_pack_low_nibble_first_and_unpack_to_their_values():
     assert_same_bytes(conversions.pack_codes(conversions.encode_e2m1(got)), packed)
 
 
-@pytest.mark.parametrize("amax", [2688.0, 6.0, 1.7, 1e-36, 3e38, math.inf])
+@each("amax", [2688.0, 6.0, 1.7, 1e-36, 3e38, math.inf])
 def test_every_bf16_number_as_the_amax_of_a_block(amax):
     """One number a block: its scale is the rounding of the number itself."""
     values = every(torch.bfloat16)

@@ -8,15 +8,15 @@ from cute_kernels.formats import FP8, MXFP8, FP8Block
 from cute_kernels.reference.dots import Adder, dot
 from cute_kernels.reference.operands import Rows
 from cute_kernels.reference.tensor_core import NAN_BITS
-from tests.helpers import assert_same_bytes
+from tests.helpers import assert_same_bytes, each
 from tests.reference import fp8_oracle
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = {"e4m3": E4M3, "e5m2": E5M2}
 BACKENDS = {None: "none", "sm_90a": "sm_90a", "sm_100a": "sm_100a"}
 
-each_a = pytest.mark.parametrize("a_dtype", DTYPES.values(), ids=DTYPES)
-each_b = pytest.mark.parametrize("b_dtype", DTYPES.values(), ids=DTYPES)
+each_a = each("a_dtype", DTYPES)
+each_b = each("b_dtype", DTYPES)
 each_core = pytest.mark.parametrize("core", BACKENDS, ids=BACKENDS.values())
 
 
@@ -86,7 +86,7 @@ def test_inf_and_nan_reach_their_rows_only(core, a_dtype):
         assert (got[:, 2].contiguous().view(torch.int32) == NAN_BITS[torch.float32]).all()
 
 
-@pytest.mark.parametrize("pow2", [True, False])
+@each("pow2", [True, False])
 def test_scales_whose_product_no_fp32_number_holds(pow2):
     """The first scale is multiplied by the partial sum, not by the other scale."""
     a, b = codes([[1.0] * 128]), codes([[1.0] * 128])
@@ -163,7 +163,7 @@ def test_blocks_of_mxfp8_on_hopper_lose_nothing_to_each_other():
 
 
 @each_core
-@pytest.mark.parametrize("rows", [1, 255, 257, 600])
+@each("rows", [1, 255, 257, 600])
 def test_tiles_do_not_show(core, rows):
     a, b = finite_codes(rows, 272, E4M3), finite_codes(300, 272, E4M3)
     scales = [torch.rand(len(x), 3) + 0.5 for x in (a, b)]

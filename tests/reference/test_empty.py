@@ -5,6 +5,7 @@ import torch
 
 from tests.helpers import (
     dequantize_arguments,
+    each,
     ends,
     k_grouped_arguments,
     m_grouped_arguments,
@@ -31,8 +32,8 @@ def test_quantize_uniform_groups_of_no_rows(text, shapes):
     assert [tuple(t.shape) for t in outputs] == shapes
 
 
-@pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("uniform", [False, True])
+@each("columnwise", [False, True])
+@each("uniform", [False, True])
 @every_text
 def test_dequantize_no_rows(text, columnwise, uniform):
     x = torch.ones(*((3, 0) if uniform else (0,)), 64)
@@ -43,7 +44,7 @@ def test_dequantize_no_rows(text, columnwise, uniform):
     assert out.shape == x.shape
 
 
-@pytest.mark.parametrize("shape", [(0, 16), (5, 0), (2, 5, 0), (2, 0, 16)])
+@each("shape", [(0, 16), (5, 0), (2, 5, 0), (2, 0, 16)])
 def test_amax_of_nothing_is_zero(shape):
     offs = None if len(shape) == 3 else ends(0, 0)
     assert ops.grouped_amax(torch.ones(shape), offs).tolist() == [0.0, 0.0]

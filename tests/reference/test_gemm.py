@@ -11,6 +11,7 @@ from tests.helpers import (
     assert_same_bytes,
     dequantize_arguments,
     dtype_ulp,
+    each,
     end_rows,
     ends,
     offsets,
@@ -28,7 +29,7 @@ def assert_within_bound(got, want, size, depth):
     assert ((got.double() - want).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
+@each("accumulate", [False, True])
 def test_out_form_leaves_tail_and_empty_groups_alone(accumulate):
     x, w, offs = sample(41, 32), sample(3, 24, 32), offsets((20, 0, 12))
     plain = ops.m_grouped_gemm(x, w, offs, out_dtype=torch.float32)
@@ -91,9 +92,9 @@ def test_garbage_offsets_act_as_their_clamped_values(rows):
     assert (out[40:] == 7.0).all() and (out[int(legal[-1]) : 40] == 7.0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("out_dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("transpose_b", [False, True])
+@each("dtype", DTYPES)
+@each("out_dtype", DTYPES)
+@each("transpose_b", [False, True])
 def test_plain_fprop_is_the_fp64_product_rounded(dtype, out_dtype, transpose_b):
     splits = (20, 0, 33, 1)
     x, offs = torch.randn(58).repeat(70, 1).T.to(dtype), offsets(splits)
@@ -116,8 +117,8 @@ def test_plain_fprop_is_the_fp64_product_rounded(dtype, out_dtype, transpose_b):
     assert (total[54:] == 3.0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("out_dtype", DTYPES.values(), ids=DTYPES)
+@each("dtype", DTYPES)
+@each("out_dtype", DTYPES)
 def test_plain_wgrad_is_the_fp64_product_rounded(dtype, out_dtype):
     splits = (20, 0, 33)
     a, b = torch.randn(55, 8).to(dtype), torch.randn(55, 12).to(dtype)
@@ -130,7 +131,7 @@ def test_plain_wgrad_is_the_fp64_product_rounded(dtype, out_dtype):
         start = end
 
 
-@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@each("splits", SPLITS)
 def test_plain_groups_equal_calls_of_their_own(splits):
     x, dy, w = sample(sum(splits), 48), sample(sum(splits), 16), sample(len(splits), 16, 48)
     fprop = ops.m_grouped_gemm(x, w, offsets(splits))

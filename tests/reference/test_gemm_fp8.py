@@ -3,7 +3,6 @@
 import itertools
 
 import numpy as np
-import pytest
 import torch
 
 from cute_kernels.formats import parse
@@ -13,6 +12,7 @@ from tests.helpers import (
     SPLITS,
     assert_same_bytes,
     dequantize_arguments,
+    each,
     end_rows,
     ends,
     k_grouped_arguments,
@@ -66,10 +66,10 @@ KINDS = FP8_KINDS | NVFP4_PAIRS
 #: Formats whose K need not fill the last block.
 RAGGED_K = {name: pair for name, pair in PAIRS.items() if parse(pair[0]).k_multiple == 16}
 
-each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-each_kind = pytest.mark.parametrize("pair", KINDS.values(), ids=KINDS)
-each_fp8 = pytest.mark.parametrize("pair", FP8_KINDS.values(), ids=FP8_KINDS)
-each_way = pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
+each_pair = each("pair", PAIRS)
+each_kind = each("pair", KINDS)
+each_fp8 = each("pair", FP8_KINDS)
+each_way = each("transpose_b", [False, True], ids=["fprop", "dgrad"])
 
 
 def multiply(pair, a, b, offs, bias=None, alpha=None, transpose_b=False):
@@ -202,13 +202,13 @@ def check_against_fp64(case):
 
 @each_kind
 @each_way
-@pytest.mark.parametrize("splits", SPLITS_OF_GEMM.values(), ids=SPLITS_OF_GEMM)
+@each("splits", SPLITS_OF_GEMM)
 def test_every_split_against_fp64(pair, transpose_b, splits):
     check_against_fp64(Product(pair, splits, transpose_b=transpose_b))
 
 
 @each_pair
-@pytest.mark.parametrize("splits", SPLITS_OF_GEMM.values(), ids=SPLITS_OF_GEMM)
+@each("splits", SPLITS_OF_GEMM)
 def test_wgrad_against_fp64(pair, splits):
     case = Wgrad(pair, splits)
     got = case.run()
@@ -256,8 +256,8 @@ def test_wgrad_bits(pair):
 
 
 @each_way
-@pytest.mark.parametrize("pair", RAGGED_K.values(), ids=RAGGED_K)
-@pytest.mark.parametrize("depth", [16, 48, 112, 144, 272])
+@each("pair", RAGGED_K)
+@each("depth", [16, 48, 112, 144, 272])
 def test_k_need_not_fill_a_block(pair, transpose_b, depth):
     case = Product(pair, (2, 1), 16, depth, transpose_b=transpose_b)
     want = torch.zeros(len(case.x), 16)
@@ -305,7 +305,7 @@ def test_1500_groups(pair):
 
 
 @each_kind
-@pytest.mark.parametrize("accumulate", [False, True])
+@each("accumulate", [False, True])
 def test_out_leaves_tail_and_empty_groups_alone(pair, accumulate):
     case = Product(pair, (20, 0, 12), tail=9)
     functional = case.run()
@@ -377,7 +377,7 @@ def test_nan_stays_in_its_row_and_group(pair):
 
 @each_way
 @each_fp8
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_plain_activations_beside_quantized_weights(pair, transpose_b, dtype):
     case = Product(pair, (20, 0, 12), transpose_b=transpose_b)
     bias, alpha = torch.randn(3, 32), torch.tensor([1.7, 2.0, -0.3])
@@ -417,7 +417,7 @@ def test_delayed_scales_meet_current_ones():
         assert_same_bytes(got[rows], scaled(*acc_and_factor(a, b)))
 
 
-@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@each("splits", SPLITS)
 def test_all_of_a_step_on_one_split(splits):
     """Views that are not contiguous give the bits of dense operands."""
     for pair in KINDS.values():

@@ -12,6 +12,7 @@ from tests.helpers import (
     assert_same_buffers,
     assert_same_bytes,
     dequantize_arguments,
+    each,
     ends,
     many_groups,
     offsets,
@@ -49,7 +50,7 @@ RULES = {
 TEXTS = [*NVFP4, *RULES]
 every_format = pytest.mark.parametrize("text", TEXTS)
 every_nvfp4 = pytest.mark.parametrize("text", NVFP4)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+every_dtype = each("dtype", DTYPES)
 
 
 def buffer_names(text, rowwise=True, columnwise=True):
@@ -144,13 +145,13 @@ def check_out_form(x, text, offs, like, amax=None):
 
 
 @every_format
-@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@each("splits", SPLITS)
 def test_ragged_splits(splits, text):
     check(sample(sum(splits), 48 if text in NVFP4 else 96), text, offsets(splits))
 
 
 @every_format
-@pytest.mark.parametrize("cols", [1, 2, 3, 4, 5, 9, 17])
+@each("cols", [1, 2, 3, 4, 5, 9, 17])
 def test_widths(cols, text):
     check(sample(47, cols * parse(text).k_multiple), text, offsets((17, 0, 30)))
 
@@ -174,18 +175,18 @@ def test_amaxes_from_denormal_to_the_largest(dtype, text):
 
 
 @every_format
-@pytest.mark.parametrize("value", [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3.4e38])
+@each("value", [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3.4e38])
 def test_constant_input(value, text):
     check(torch.full((18, 64), value), text, offsets((1, 17)))
 
 
 @every_format
-@pytest.mark.parametrize("shape", [(1, 1, 32), (2, 40, 96), (3, 128, 32), (2, 130, 160)], ids=str)
+@each("shape", [(1, 1, 32), (2, 40, 96), (3, 128, 32), (2, 130, 160)], ids=str)
 def test_uniform_groups(shape, text):
     check(sample(*shape), text)
 
 
-@pytest.mark.parametrize("text", ["nvfp4", *RULES])
+@each("text", ["nvfp4", *RULES])
 def test_more_than_a_thousand_groups(text):
     offs = many_groups()
     check(sample(int(offs[-1]) + 3, parse(text).k_multiple), text, offs)
@@ -202,9 +203,7 @@ def test_the_tail_is_neither_read_nor_written(text):
 
 
 @every_format
-@pytest.mark.parametrize(
-    "rows", [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1], [0, 0]], ids=str
-)
+@each("rows", [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1], [0, 0]], ids=str)
 def test_garbage_offsets_act_as_their_clamped_values(rows, text):
     x = sample(40, 32)
     check_out_form(x, text, ends(*rows), quantize(x, text, ends(*rows)))
@@ -227,7 +226,7 @@ def decoded(buffers, text, columnwise, rows, dtype, offs):
 
 @every_dtype
 @every_format
-@pytest.mark.parametrize("columnwise", [False, True])
+@each("columnwise", [False, True])
 def test_dequantize(text, columnwise, dtype):
     x, offs = weird_values(205, 160, torch.float32), offsets((19, 0, 41, 130, 0))
     buffers, values = quantize(x, text, offs), "values_t" if columnwise else "values"
@@ -241,7 +240,7 @@ def test_dequantize(text, columnwise, dtype):
 
 
 @pytest.mark.parametrize("text", RULES)
-@pytest.mark.parametrize("rows", [1, 128, 140])
+@each("rows", [1, 128, 140])
 def test_dequantize_uniform(rows, text):
     x = sample(3, rows, 160)
     buffers, want = quantize(x, text), expected(x, text, None)
@@ -254,14 +253,14 @@ def test_dequantize_uniform(rows, text):
 
 
 @every_nvfp4
-@pytest.mark.parametrize("uniform", [False, True])
+@each("uniform", [False, True])
 def test_given_amax(uniform, text):
     amax = torch.tensor([0.3, 1e4, 0.0])  # smaller than the values, larger, and none
     x = sample(3, 20, 32)
     check(*((x, text) if uniform else (x.flatten(0, 1), text, offsets((20, 20, 20)))), amax=amax)
 
 
-@pytest.mark.parametrize("amax", [torch.nan, torch.inf, 1e-45, 1e-36, 3.4e38])
+@each("amax", [torch.nan, torch.inf, 1e-45, 1e-36, 3.4e38])
 def test_given_amax_at_the_extremes(amax):
     x = weird_values(20, 32, torch.float32)
     check(x, "nvfp4", ends(20), amax=torch.tensor([amax]))

@@ -1,7 +1,6 @@
 """Offsets, amax and dbias."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +9,7 @@ from tests.helpers import (
     DTYPES,
     SPLITS,
     assert_same_bytes,
+    each,
     end_rows,
     offsets,
     ops,
@@ -38,7 +38,7 @@ def test_offsets_count_past_32_bits():
     assert got.tolist() == [(g + 1) << 42 for g in range(3)]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@each("dtype", [torch.int32, torch.int64])
 def test_offsets_saturate(dtype):
     info = torch.iinfo(dtype)
     for multiplier in (1, 3, 1 << 20, (1 << 31) - 1):
@@ -57,8 +57,8 @@ def test_offsets_of_many_groups():
     assert out.equal(splits.cumsum(0).int())
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@each("dtype", DTYPES)
+@each("splits", SPLITS)
 def test_amax(splits, dtype):
     x = weird_values(sum(splits) + 2, 20, dtype)
     x[sum(splits) :] = torch.inf  # the tail
@@ -81,8 +81,8 @@ def tree_sum(rows):
     return rows[0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("splits", [(300, 0, 1, 127, 128, 129), (0,), (1,)], ids=str)
+@each("dtype", DTYPES)
+@each("splits", [(300, 0, 1, 127, 128, 129), (0,), (1,)], ids=str)
 def test_dbias_order(splits, dtype):
     dy = sample(sum(splits) + 3, 7, dtype=dtype)
     dy[sum(splits) :] = torch.nan  # the tail

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from cute_kernels import emulator
 from cute_kernels.reference import tensor_core
-from cute_kernels.reference.tensor_core import instruction_k, tensor_core_gemm, tensor_core_mma
-from tests.helpers import assert_same_bytes
+from cute_kernels.reference.tensor_core import tensor_core_gemm
+from tests.helpers import assert_same_bytes, each
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8
@@ -337,7 +337,7 @@ def test_bits_do_not_depend_on_the_cut(data):
     for s in range(steps):
         pieces = [x.chunk(steps, dim=1)[s] for x in (a, b)]
         scales = {name: x.chunk(steps, dim=1)[s] for name, x in options.items() if name != "acc"}
-        acc = tensor_core_mma(kind.arch, *pieces, acc, **scales)
+        acc = tensor_core_gemm(kind.arch, *pieces, acc=acc, **scales)
     assert_same_bytes(acc, whole)
 
 
@@ -348,7 +348,7 @@ def test_arguments_are_left_alone():
     assert not acc.any()
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 16), (3, 0, 16), (3, 2, 0)])
+@each(("m", "n", "k"), [(0, 3, 16), (3, 0, 16), (3, 2, 0)])
 def test_empty(m, n, k):
     acc = torch.randn(m, n)
     got = tensor_core_gemm(
@@ -361,7 +361,7 @@ def zeros(rows, cols, dtype):
     return torch.zeros(rows, cols, dtype=torch.uint8).view(dtype)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "options", "message"),
     [
         (("sm_80", F16, F16), {}, "arch must be one of sm_90a, sm_100a, got 'sm_80'"),
@@ -399,14 +399,7 @@ def test_shape_errors():
     x = torch.zeros(2, 32, dtype=F16)
     with pytest.raises(ValueError, match="one K, got 32 and 16"):
         tensor_core_gemm("sm_90a", x, x[:, :16])
-    with pytest.raises(ValueError, match="K must be 16, that of one instruction, got 32"):
-        tensor_core_mma("sm_90a", x, x, torch.zeros(2, 2))
     codes = torch.zeros(2, 32, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"a_scales must have shape \(2, 4\), got \(2, 3\)"):
         scales = {"a_scales": zeros(2, 3, E4M3), "b_scales": zeros(2, 4, E4M3)}
         tensor_core_gemm("sm_100a", codes, codes, **scales)
-
-
-def test_instruction_k():
-    for kind in KINDS:
-        assert instruction_k(kind.arch, kind.a) == kind.k

@@ -16,7 +16,6 @@ from cute_kernels.runtime import aot, architecture, cache, compile_kernel, forge
 from cute_kernels.runtime import compile as compile_module
 from cute_kernels.runtime.compile import compile_to_disk, is_on_disk
 from cute_kernels.runtime.worker import Worker
-from tests.helpers import each
 from tests.runtime import toy_kernels
 from tests.runtime.toy_kernels import Scale
 
@@ -116,23 +115,6 @@ def test_what_was_hashed_is_what_is_loaded(on_disk, monkeypatch):
     monkeypatch.setattr(cache.DiskCache, "load", load_and_exchange)
     assert callable(compile_kernel(SPEC, SM90))
     assert on_disk() == 0
-
-
-@each("damage", [lambda data: data[:-100], lambda data: b"\0" + data[1:]])
-def test_a_damaged_object_is_compiled_again(on_disk, damage):
-    path = object_path()
-    good = path.read_bytes()
-    path.write_bytes(damage(good))
-    compile_kernel(SPEC, SM90)
-    assert on_disk() == 1
-    assert len(object_path().read_bytes()) == len(good)
-
-
-@each("what", ["_source_digest", "installed_versions"])
-def test_after_a_change_of_sources_or_versions_all_is_compiled_again(on_disk, monkeypatch, what):
-    monkeypatch.setattr(cache, what, lambda *module: "changed" if module else ("changed-1",))
-    compile_kernel(SPEC, SM90)
-    assert on_disk() == 1
 
 
 def test_the_disk_cache_can_be_turned_off(traced, monkeypatch, tmp_path):

@@ -47,11 +47,8 @@ bool compare(const Instruction& in, u8 type, u64 a, u64 b) {
   return compare_integers(in.sub, zero_extend(a, bits), zero_extend(b, bits));
 }
 
-// setp p|q, a, b {, c}: q is the comparison's opposite; of packed halves, p is that of the low and
-// q that of the high half.
+// setp p|q, a, b {, c}: q is the comparison's opposite.
 void set_predicate(Warp& w, const Instruction& in, u32 mask) {
-  const bool packed = in.type == T_F16X2 || in.type == T_BF16X2;
-  const u8 type = packed ? (u8)(in.type == T_F16X2 ? T_F16 : T_BF16) : in.type;
   const bool combined = in.num_operands > 4;
   u64 scratch[3][32] = {};
   const Source a = source(w, operand(in, 2), scratch[0]), b = source(w, operand(in, 3), scratch[1]);
@@ -68,13 +65,8 @@ void set_predicate(Warp& w, const Instruction& in, u32 mask) {
     return v;
   };
   FOR_LANES (lane, mask) {
-    const bool first =
-        compare(in, type, packed ? (u16)a[lane] : a[lane], packed ? (u16)b[lane] : b[lane]);
-    const bool second =
-        packed ? compare(in, type, (u16)(a[lane] >> 16), (u16)(b[lane] >> 16)) : !first;
-    const bool other = (c[lane] & 1) ^ negated;
-    if (p) p[lane] = combine(first, other);
-    if (q) q[lane] = combine(second, other);
+    const bool v = compare(in, in.type, a[lane], b[lane]), other = (c[lane] & 1) ^ negated;
+    if (p) p[lane] = combine(v, other);
+    if (q) q[lane] = combine(!v, other);
   }
 }
-

@@ -8,12 +8,8 @@ using i128 = __int128;
 
 static void add_sub(Warp& w, const Instruction& in, u32 mask) {
   const int bits = type_bits(in.type);
-  const bool subtract = in.op == SUB, saturate = in.flags & F_SAT;
-  each_lane(w, in, mask, [=](u64 a, u64 b) {
-    if (!saturate) return zero_extend(subtract ? a - b : a + b, bits);
-    const i64 x = sign_extend(a, bits), y = sign_extend(b, bits);
-    return zero_extend(std::clamp<i64>(subtract ? x - y : x + y, INT32_MIN, INT32_MAX), bits);
-  });
+  const bool subtract = in.op == SUB;
+  each_lane(w, in, mask, [=](u64 a, u64 b) { return zero_extend(subtract ? a - b : a + b, bits); });
 }
 
 static void multiply(Warp& w, const Instruction& in, u32 mask) {
@@ -43,23 +39,18 @@ static void divide(Warp& w, const Instruction& in, u32 mask) {
 }
 
 static void minmax(Warp& w, const Instruction& in, u32 mask) {
-  const bool minimum = in.op == MIN, packed = in.type == T_U16X2 || in.type == T_S16X2;
-  const bool with_sign = is_signed(in.type) || in.type == T_S16X2;
+  const bool minimum = in.op == MIN, with_sign = is_signed(in.type);
+  const int bits = type_bits(in.type);
   const int count = in.num_operands - 1;
-  auto pick = [=](u64 a, u64 b, int bits) -> u64 {
+  auto pick = [=](u64 a, u64 b) -> u64 {
     const u64 x = zero_extend(a, bits), y = zero_extend(b, bits);
     const bool less = with_sign ? sign_extend(a, bits) < sign_extend(b, bits) : x < y;
     return less == minimum ? x : y;
   };
-  auto relu = [&](u64 v, int bits) {
-    return (in.flags & F_RELU) && sign_extend(v, bits) < 0 ? 0 : v;
-  };
   each_lane(w, in, mask, count, [&](u64 a, u64 b, u64 c, u64, int) -> u64 {
-    if (packed) return relu(pick(a, b, 16), 16) | relu(pick(a >> 16, b >> 16, 16), 16) << 16;
-    const int bits = type_bits(in.type);
-    u64 r = pick(a, b, bits);
-    if (count == 3) r = pick(r, c, bits);
-    return relu(r, bits);
+    u64 r = pick(a, b);
+    if (count == 3) r = pick(r, c);
+    return (in.flags & F_RELU) && sign_extend(r, bits) < 0 ? 0 : r;
   });
 }
 

@@ -4,47 +4,13 @@
 #include "machine.h"
 
 namespace {
-enum Category : u8 { ALU_CLASS, MEMORY_CLASS, TENSOR_CLASS, SYNC_CLASS, FLOW_CLASS };
-Category category_of(u16 op) {
-  switch (op) {
-    case BRA:
-    case BRX:
-    case EXIT: return FLOW_CLASS;
-    case LD:
-    case ST:
-    case ATOM:
-    case RED:
-    case FENCE_PROXY_ASYNC: return MEMORY_CLASS;
-    case TRAP:
-    case NOP:
-    case NANOSLEEP:
-    case BAR:
-    case BARWARP:
-    case CLUSTER_ARRIVE:
-    case CLUSTER_WAIT:
-    case FENCE:
-    case SETMAXNREG:
-    case UNSUPPORTED: return SYNC_CLASS;
-  }
-  if (op >= MBAR_INIT && op <= STMATRIX) return MEMORY_CLASS;
-  if (op >= WGMMA && op <= TC_FENCE) return TENSOR_CLASS;
-  return ALU_CLASS;
-}
-struct Categories {
-  Category of[NUM_OPCODES];
-  Categories() {
-    for (int i = 0; i < NUM_OPCODES; i++) of[i] = category_of(i);
-  }
-};
-const Categories categories;
+bool is_flow(const Instruction& in) { return in.op >= BRA; }
 
 Status execute(Warp& w, const Instruction& in, u32 mask) {
-  switch (categories.of[in.op]) {
-    case ALU_CLASS: return execute_alu(w, in, mask);
-    case MEMORY_CLASS: return execute_memory(w, in, mask);
-    case TENSOR_CLASS: return execute_tensor(w, in, mask);
-    default: return execute_sync(w, in, mask);
-  }
+  if (in.op < LD) return execute_alu(w, in, mask);
+  if (in.op < WGMMA) return execute_memory(w, in, mask);
+  if (in.op < TRAP) return execute_tensor(w, in, mask);
+  return execute_sync(w, in, mask);
 }
 
 void cta_exit(CTA* c) {
@@ -203,7 +169,7 @@ bool Machine::visit(Warp& w) {
     instruction = &in;
     warp = &w;
     const u32 taken = guarded(w, in, mask);
-    const bool flow = categories.of[in.op] == FLOW_CLASS;
+    const bool flow = is_flow(in);
     const Status status = flow || !taken ? OK : execute(w, in, taken);
     if (status != OK) {
       if (status == CONVERGE) w.waits_for = "the other lanes of the warp to converge";
