@@ -11,7 +11,32 @@ import functools
 
 from cute_kernels.records import Record, check_choice, read
 
-__all__ = ["ACTIVATIONS", "Activation", "is_gated", "parse_activation"]
+__all__ = ["ACTIVATIONS", "Activation", "Numbers", "is_gated", "parse_activation"]
+
+_hex = float.fromhex
+
+
+class Numbers:
+    """The fp32 numbers of the formulas that ``cute_kernels.reference.activations`` states."""
+
+    #: The largest of fp32.
+    FMAX = _hex("0x1.fffffep+127")
+    #: Beyond it, derivatives are at their limits, and its cube is finite.
+    FAR = 2.0**32
+    #: Added, it rounds to integers, which are then the low bits.
+    MAGIC = 1.5 * 2.0**23
+    LOG2E = _hex("0x1.715476p+0")
+    LN2 = _hex("0x1.62e4p-1"), _hex("0x1.7f7d1cp-20")
+    #: (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2, from the constant term up.
+    EXP = tuple(
+        map(_hex, ("0x1p-1", "0x1.5554b2p-3", "0x1.5554c8p-5", "0x1.12266ap-7", "0x1.6d721ap-10"))
+    )
+    #: (tanh(r) / r - 1) / r^2 for 0 <= r <= ln(2) / 2 in powers of r^2.
+    TANH = tuple(map(_hex, ("-0x1.55554ep-2", "0x1.110c54p-3", "-0x1.b83438p-5", "0x1.3f46fp-6")))
+    #: 1.702; 0.79788456, 0.03567741 and 0.1070322243.
+    QUICK = _hex("0x1.b3b646p+0")
+    GELU = _hex("0x1.988454p-1"), _hex("0x1.2444f4p-5"), _hex("0x1.b6676cp-4")
+
 
 #: The curve of each activation, and whether a second half of its input multiplies it.
 _FACTS: dict[str, tuple[str, bool]] = {

@@ -33,9 +33,12 @@ OPS = (
     "grouped_dequantize",
     "grouped_gemm",
     "grouped_gemm_w4a16",
+    "grouped_gemm_w4a8",
     "delayed_scaling_update",
     "compute_routing",
     "moe_gather",
+    "moe_activate",
+    "moe_activate_gradient",
     "moe_combine",
 )
 _INTEGERS = (torch.int32, torch.int64)
@@ -55,6 +58,8 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_gemm", None): ARCHITECTURES,
     ("compute_routing", None): ARCHITECTURES,
     ("moe_gather", None): ARCHITECTURES,
+    ("moe_activate", None): ARCHITECTURES,
+    ("moe_activate_gradient", None): ARCHITECTURES,
     ("moe_combine", None): ARCHITECTURES,
     ("grouped_quantize", "nvfp4"): ARCHITECTURES,
     ("grouped_dequantize", "nvfp4"): ARCHITECTURES,
@@ -69,24 +74,30 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_gemm", "fp8"): ARCHITECTURES,
     ("grouped_gemm", "fp8_block"): ARCHITECTURES,
     ("grouped_gemm", "mxfp8"): ("reference", "sm_100a"),
-    ("grouped_gemm_w4a16", "nvfp4"): ("reference", "sm_90a"),
-    ("grouped_gemm_w4a16", "fp8"): ("reference",),
-    ("grouped_gemm_w4a16", "fp8_block"): ("reference",),
-    ("grouped_gemm_w4a16", "mxfp8"): ("reference",),
+    ("grouped_gemm_w4a16", "nvfp4"): ARCHITECTURES,
+    ("grouped_gemm_w4a16", "fp8"): ("reference", "sm_100a"),
+    ("grouped_gemm_w4a16", "fp8_block"): ("reference", "sm_100a"),
+    ("grouped_gemm_w4a16", "mxfp8"): ("reference", "sm_100a"),
+    # By the format of the activations.
+    ("grouped_gemm_w4a8", "fp8"): ("reference", "sm_100a"),
+    ("grouped_gemm_w4a8", "fp8_block"): ("reference", "sm_100a"),
+    ("grouped_gemm_w4a8", "mxfp8"): ("reference", "sm_100a"),
 }
 #: Ops and formats that the reference backend adds like a tensor core that has no kernel of them.
 _ADDED_ALIKE: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_gemm", "mxfp8"): ("sm_90a",),
 }
 #: The ops that a tensor core adds in.
-_GEMMS = ("grouped_gemm", "grouped_gemm_w4a16")
+_GEMMS = ("grouped_gemm", "grouped_gemm_w4a16", "grouped_gemm_w4a8")
 #: Reference backends that add like a tensor core, and whose.
 _ADDS_LIKE = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
 #: Ops and formats of which some architectures run the rowwise copy only.
-_COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
+_COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
+    ("grouped_gemm_w4a16", "mxfp8"): ("reference",)
+}
 #: Values of a record's fields that the reference alone runs, by the name of the format.
 _REFERENCE_ONLY: dict[str, dict[str, object]] = {
-    "nvfp4": {"hadamard": True, "four_over_six": True},
+    "nvfp4": {"four_over_six": True},
 }
 #: Ops on the scales that formats take from the caller.
 _OF_SCALES = ("delayed_scaling_update",)
@@ -205,6 +216,8 @@ def _why_not_format(op: str, fmt: Format | None) -> str:
     kind = type(fmt).__name__
     if all(name != fmt.name for _, name in _RUNS):
         return f"{kind} is not built yet"
+    if op == "grouped_gemm_w4a8" and fmt.element.bits < 8:
+        return "it is of activations of a byte beside weights of four bits"
     if (op, fmt.name) not in _RUNS:
         takes_formats = any(other == op and name is not None for other, name in _RUNS)
         return (
@@ -257,7 +270,7 @@ def _why_not_transformed(
 
 
 def _why_not_prepacked(op: str, arch: str) -> str:
-    if op == "grouped_gemm_w4a16":
+    if op in ("grouped_gemm_w4a16", "grouped_gemm_w4a8"):
         return "prepacked weights multiply quantized activations: unpack() them"
     if op == "grouped_gemm" and arch not in _PREPACKED:
         return f"prepacked weights are for sm_90a, not {arch}: unpack() them"
@@ -330,7 +343,7 @@ def markdown_table() -> str:
                 titles.setdefault(cells(op, None, dtype=dtype), []).append(title)
         if any(other == op and name is not None for other, name in _RUNS):
             for title, fmt, prepacked in formats:
-                if op in _OF_SCALES and not fmt.takes_scale:
+                if op in _OF_SCALES and not fmt.takes_scale or (op, fmt.name) not in _RUNS:
                     continue
                 titles.setdefault(cells(op, fmt, prepacked=prepacked), []).append(title)
         if op in _ACTIVATES:

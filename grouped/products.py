@@ -51,8 +51,8 @@ def grouped_gemm(
     Args:
         a: a GroupedTensor, or a plain tensor with ``offs``.
         b: likewise, and of the dtype of ``a`` if both are plain. Quantized weights beside plain
-            bf16 or fp16 activations (W4A16) are taken, quantized activations beside plain weights
-            are not.
+            bf16 or fp16 activations (W4A16) are taken, and NVFP4 weights beside FP8, FP8Block or
+            MXFP8 activations (W4A8); quantized activations beside plain weights are not.
         offs: (G,) end rows, for a plain ``a``.
         bias: (G, N) for the first two, added in fp32.
         alpha: (G,) fp32 factors.

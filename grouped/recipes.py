@@ -152,17 +152,23 @@ def _require_built(role: str, fmt: Format) -> None:
 
 def _check_products(x: Format, weight: Format, grad_output: Format) -> None:
     """Refuse formats that are not multiplied with each other."""
-    _check_product("fprop multiplies input by weight", x, weight)
-    _check_product("dgrad multiplies grad_output by weight", grad_output, weight, None, weight)
+    _check_product("fprop multiplies input by weight", x, weight, weights=True)
+    dgrad = "dgrad multiplies grad_output by weight"
+    _check_product(dgrad, grad_output, weight, None, weight, weights=True)
     _check_product("wgrad multiplies grad_output by input", grad_output, x, grad_output, x)
 
 
 def _check_product(
-    name: str, a: Format, b: Format, rows_a: Format | None = None, rows_b: Format | None = None
+    name: str,
+    a: Format,
+    b: Format,
+    rows_a: Format | None = None,
+    rows_b: Format | None = None,
+    weights: bool = False,
 ) -> None:
-    """Refuse a product; the last two are the formats of columnwise copies that it reads."""
+    """Refuse a product; ``rows_*`` are the formats of columnwise copies that it reads."""
     try:
-        check_pair(a, b)
+        check_pair(a, b, weights=weights)
         check_transforms(rows_a, rows_b)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
@@ -202,8 +208,7 @@ class BF16(_Named):
 class NVFP4(_Named):
     """NVFP4 operands: 1x16 blocks for activations and gradients, 16x16 for weights.
 
-    Both options are on in NVIDIA's recipe for pretraining and off here, for no kernel runs them
-    yet: on a GPU they need the reference backend.
+    Both options are on in NVIDIA's recipe for pretraining and off here: they take instructions.
 
     Args:
         propagate_nonfinite: as in ``Recipe``.

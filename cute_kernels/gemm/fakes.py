@@ -47,35 +47,44 @@ class FakeArguments:
         self.is_k_grouped = config.grouping == "k_grouped"
         self.groups, self.rows = cute.sym_int(), cute.sym_int()
         # Contiguous extents of operands and of outputs are whole vectors.
-        is_aligned = config.mn_major[0] or config.has_row_scales
+        is_aligned = config.mn_major[0] or config.loads_row_scales
         self.m = cute.sym_int(divisibility=N_ALIGN if is_aligned else 1)
         self.n, self.k = (cute.sym_int(divisibility=N_ALIGN) for _ in range(2))
 
-    def codes(self) -> tuple[Any, Any]:
-        """Codes of quantized operands."""
-        a, b = (codes_type(kind) for kind in (self.config.kind, self.config.b_kind))
-        # A columnwise copy is padded along K, so B may be wider than A.
-        width = cute.sym_int(divisibility=N_ALIGN)
+    def operands(self) -> tuple[Any, Any]:
+        """Codes of quantized operands, values of plain ones."""
+        config = self.config
+        a, b = (codes_type(kind) for kind in (config.kind, config.b_kind))
+        if self.is_k_grouped and config.kind.fmt is None:
+            return _pitched(a, self.rows, self.m), _pitched(b, self.rows, self.n)
         if self.is_k_grouped:
-            width = cute.sym_int(divisibility=TILE_ROWS * self.config.kind.bits // a.width)
-            turn = 1 if self.config.kind.is_transposed else -1
+            width = cute.sym_int(divisibility=TILE_ROWS * config.kind.bits // a.width)
+            turn = 1 if config.kind.is_transposed else -1
             return _pitched(a, *(self.m, width)[::turn]), _pitched(b, *(self.n, width)[::turn])
-        turn = -1 if self.config.transpose_b else 1
-        return _pitched(a, self.rows, self.k), _pitched(b, self.groups, *(self.n, width)[::turn])
+        depth = self.k
+        if config.b_kind.fmt is not None:
+            # A columnwise copy is padded along K, so B may be wider than A.
+            depth = cute.sym_int(divisibility=N_ALIGN)
+        rows = (depth, self.n) if config.transpose_b else (self.n, depth)
+        return _pitched(a, self.rows, self.k), _pitched(b, self.groups, *rows)
 
     def scales(self) -> tuple[Any, Any]:
         """Block scales of both; None without."""
-        config, lead = self.config, () if self.is_k_grouped else (self.groups,)
-        if not config.kind.is_block_scaled:
-            return None, None
-        if not config.has_row_scales:
-            return _scale_tiles(), _scale_tiles(*lead)
         # Of slots, or of the columns of a columnwise copy.
         rows = [cute.sym_int(divisibility=N_ALIGN) for _ in range(2)]
+        lead = (self.groups,)
         if self.is_k_grouped:
-            rows = [self.m, self.n]
-        a, b = config.kind, config.b_kind
-        return self._row_scales(a, rows[0]), self._row_scales(b, rows[1], *lead)
+            rows, lead = [self.m, self.n], ()
+        return self._scales(self.config.kind, rows[0]), self._scales(
+            self.config.b_kind, rows[1], *lead
+        )
+
+    def _scales(self, kind: OperandKind, rows: Any, *lead: Any) -> Any:
+        if not kind.is_block_scaled:
+            return None
+        if kind.has_row_scales and not self.config.takes_scale_tiles:
+            return self._row_scales(kind, rows, *lead)
+        return _scale_tiles(*lead)
 
     def _row_scales(self, kind: OperandKind, rows: Any, *lead: Any) -> Any:
         """(blocks along K, rows); of squares (blocks along rows, blocks along K) of any strides."""
@@ -85,14 +94,6 @@ class FakeArguments:
         return make_fake_tensor(
             cutlass.Float32, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=4
         )
-
-    def matrices(self) -> tuple[Any, Any]:
-        """Plain operands."""
-        dtype = DSL_TYPES[self.config.operand]
-        if self.is_k_grouped:
-            return _pitched(dtype, self.rows, self.m), _pitched(dtype, self.rows, self.n)
-        b = (self.k, self.n) if self.config.transpose_b else (self.n, self.k)
-        return _pitched(dtype, self.rows, self.k), _pitched(dtype, self.groups, *b)
 
     def expanded(self, dtype: str) -> Any:
         """Values in whole pieces of K, of the operand beside codes."""
@@ -113,13 +114,15 @@ class FakeArguments:
     def arguments(self) -> GemmArguments:
         """All of them, both operands as they are stored."""
         config = self.config
-        a_amax = b_amax = bias = None
-        a, b = self.matrices() if config.kind.fmt is None else self.codes()
+        bias = None
+        a, b = self.operands()
         a_scales, b_scales = self.scales()
-        if config.kind.level_factor is not None:
-            a_amax = b_amax = self.per_group()
-            if config.row_scaled:
-                a_amax = _compact(cutlass.Float32, self.rows, align=4)
+        a_amax, b_amax = (
+            None if kind.level_factor is None else self.per_group()
+            for kind in (config.kind, config.b_kind)
+        )
+        if config.row_scaled:
+            a_amax = _compact(cutlass.Float32, self.rows, align=4)
         if config.bias_dtype is not None:
             bias = _compact(DSL_TYPES[config.bias_dtype], self.groups, self.n)
         return GemmArguments(

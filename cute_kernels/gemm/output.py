@@ -7,15 +7,12 @@ the operands' second level, 1/2688 for NVFP4, times alpha if there is one; then 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from cute_kernels.gemm.operands import OperandKind
-
-if TYPE_CHECKING:
-    from cute_kernels.gemm.problem import GemmConfig
+from cute_kernels.gemm.problem import GemmConfig
 
 __all__ = ["VECTOR_BYTES", "EpilogueTensors", "out_offset", "vector_at"]
 
@@ -41,13 +38,13 @@ class EpilogueTensors(NamedTuple):
     bias: cute.Tensor | None
 
     @cute.jit
-    def factor(self, kind: OperandKind, group: Int32, at: Int32) -> Float32:
+    def factor(self, config: GemmConfig, group: Int32, at: Int32) -> Float32:
         """The f of the module, with the amax of A at ``at``: its row or its group."""
         factor = Float32(1.0)
         if cutlass.const_expr(self.amax_b is not None):
-            factor = self.amax_b[group] * Float32(kind.level_factor)
+            factor = self.amax_b[group] * Float32(config.b_kind.level_factor)
         if cutlass.const_expr(self.amax_a is not None):
-            factor = (self.amax_a[at] * Float32(kind.level_factor)) * factor
+            factor = (self.amax_a[at] * Float32(config.kind.level_factor)) * factor
         if cutlass.const_expr(self.alpha is not None):
             factor = factor * self.alpha[group]
         return factor

@@ -211,7 +211,7 @@ class GemmConfig(abc.ABC):
             kind = getattr(self, name)
             if kind not in OPERANDS and (name == "operand" or kind is not None):
                 raise ValueError(f"{name} must be one of {', '.join(OPERANDS)}, got {kind!r}")
-        if (self.kind.bits, self.kind.scale) != (self.b_kind.bits, self.b_kind.scale):
+        if not (self.is_alike or self.decoded_to is not None and self.grouping == "m_grouped"):
             raise ValueError(f"{self.operand} is not multiplied by {self.b_operand}")
         if self.grouping not in ("m_grouped", "k_grouped"):
             raise ValueError(f"grouping must be m_grouped or k_grouped, got {self.grouping!r}")
@@ -229,7 +229,7 @@ class GemmConfig(abc.ABC):
             raise ValueError("a k_grouped product takes no bias")
         if self.zero_tail and (self.grouping == "k_grouped" or self.accumulate):
             raise ValueError("zero_tail needs an m_grouped product that does not accumulate")
-        if self.transpose_b and (self.kind.is_transposed or self.grouping == "k_grouped"):
+        if self.transpose_b and (self.b_kind.is_transposed or self.grouping == "k_grouped"):
             raise ValueError(
                 "transpose_b needs an m_grouped product of operands without a transposed copy"
             )
@@ -281,6 +281,20 @@ class GemmConfig(abc.ABC):
         return OPERANDS[self.b_operand or self.operand]
 
     @property
+    def is_alike(self) -> bool:
+        """Whether both operands have elements of one width and the same block scales."""
+        return (self.kind.bits, self.kind.scale) == (self.b_kind.bits, self.b_kind.scale)
+
+    @property
+    def decoded_to(self) -> OperandKind | None:
+        """What codes are decoded to: a plain A's kind, bf16 beside codes of a byte; None if not."""
+        if self.b_kind.fmt is None or self.is_alike:
+            return None
+        if self.kind.fmt is None:
+            return self.kind
+        return OPERANDS["bfloat16"] if self.b_kind.bits < self.kind.bits else None
+
+    @property
     def m_kind(self) -> OperandKind:
         """What operand M is made of."""
         return self.b_kind if self.tile.swap_ab else self.kind
@@ -306,9 +320,14 @@ class GemmConfig(abc.ABC):
         return self.grouping == "k_grouped" and not self.kind.has_slots
 
     @property
-    def has_row_scales(self) -> bool:
-        """Whether the kernel reads fp32 block scales."""
-        return self.kind.has_row_scales
+    def takes_scale_tiles(self) -> bool:
+        """Whether fp32 block scales come as tiles of E8M0."""
+        return False
+
+    @property
+    def loads_row_scales(self) -> bool:
+        """Whether the kernel reads fp32 block scales of A."""
+        return self.kind.has_row_scales and not self.takes_scale_tiles
 
     @property
     def mn_major(self) -> tuple[bool, bool]:
@@ -333,12 +352,12 @@ class GemmConfig(abc.ABC):
         if problem.n < 1 or problem.n % N_ALIGN:
             return Support(False, f"N must be a positive multiple of {N_ALIGN}, got {problem.n}")
         if self.grouping == "m_grouped":
-            align = self.kind.k_align
+            align = max(self.kind.k_align, self.b_kind.k_align)
             if problem.k < 1 or problem.k % align:
                 return Support(False, f"K must be a positive multiple of {align}, got {problem.k}")
         else:
             # Rows of elements, or of their scales, that TMA can address.
-            align = N_ALIGN if self.mn_major[0] or self.has_row_scales else 1
+            align = N_ALIGN if self.mn_major[0] or self.loads_row_scales else 1
             if problem.m < 1 or problem.m % align:
                 return Support(
                     False, f"columns of A must be a positive multiple of {align}, got {problem.m}"

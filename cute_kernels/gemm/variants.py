@@ -59,6 +59,10 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
             cls = CONFIGS[arch]
             yield from _m_grouped(cls, kind, dtype)
             yield from _k_grouped(cls, kind, dtype)
+            if arch == "sm_100a" and kind.bits < 8:
+                base = Sm100GemmConfig("bfloat16", b_operand=operand, zero_tail=True)
+                for tile in filter(base.may_choose, base.tile_shapes):
+                    yield dataclasses.replace(base, tile=tile)
             if arch == "sm_90a" and not kind.is_wgmma:
                 yield from (ExpandConfig(is_ragged) for is_ragged in (False, True))
                 yield from _served(kind)

@@ -8,10 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Int64, cute
+from cutlass import Int32, Int64, cute
 
 from cute_kernels.gemm.problem import RAGGED_ROWS
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+from cute_kernels.layout.shapes import (
+    PITCH_ALIGNMENT,
+    SF_TILE_BYTES,
+    SF_TILE_COLS,
+    SF_TILE_ROWS,
+    SF_TILE_WORDS,
+)
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.operands import OperandKind
@@ -19,12 +25,14 @@ if TYPE_CHECKING:
 __all__ = [
     "DSL_TYPES",
     "codes_type",
+    "codes_view",
     "element_type",
     "matrix_view",
     "output_view",
     "ragged_rows_view",
     "row_scales_view",
     "scale_type",
+    "scale_words_view",
     "scales_view",
     "squares_view",
 ]
@@ -98,6 +106,31 @@ def matrix_view(matrix: cute.Tensor, kind: OperandKind, mn_major: bool) -> cute.
         shape[:2], stride[:2] = shape[1::-1], stride[1::-1]
     layout = cute.make_layout(tuple(shape), stride=tuple(stride))
     return cute.make_tensor(cute.recast_ptr(matrix.iterator, dtype=element_type(kind)), layout)
+
+
+def codes_view(codes: cute.Tensor) -> cute.Tensor:
+    """([G,] rows, bytes) codes as bytes (rows, bytes, G or 1)."""
+    groups, group_stride = 1, Int64(0)
+    if len(codes.shape) == 3:
+        groups = codes.shape[0]
+        group_stride = cute.assume(Int64(codes.stride[0]), PITCH_ALIGNMENT)
+    rows, width = codes.shape[-2:]
+    pitch = cute.assume(Int64(codes.stride[-2]), PITCH_ALIGNMENT)
+    layout = cute.make_layout((rows, width, groups), stride=(pitch, 1, group_stride))
+    return cute.make_tensor(cute.recast_ptr(codes.iterator, dtype=cutlass.Uint8), layout)
+
+
+def scale_words_view(scales: cute.Tensor) -> cute.Tensor:
+    """Scale tiles ([G,] row tiles, K tiles, 512) as 32-bit words (row tiles, K tiles, words, G)."""
+    row_tiles, k_tiles, _ = scales.shape[-3:]
+    groups = scales.shape[0] if len(scales.shape) == 4 else 1
+    row_stride = cute.assume(Int64(k_tiles) * SF_TILE_WORDS, SF_TILE_WORDS)
+    group_stride = cute.assume(row_stride * row_tiles, SF_TILE_WORDS)
+    layout = cute.make_layout(
+        (row_tiles, k_tiles, SF_TILE_WORDS, groups),
+        stride=(row_stride, SF_TILE_WORDS, 1, group_stride),
+    )
+    return cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=Int32), layout)
 
 
 def scales_view(scales: cute.Tensor, kind: OperandKind) -> cute.Tensor:

@@ -16,17 +16,20 @@ __all__ = [
     "SF_TILE_BYTES",
     "SF_TILE_COLS",
     "SF_TILE_ROWS",
+    "SF_TILE_WORDS",
     "ceil_div",
     "round_up",
     "scale_tiles",
 ]
 
-#: Elements of K in the pieces in which kernels for sm_90a change the order of NVFP4 products.
+#: Elements of K in the pieces in which kernels decode codes that they do not multiply as they are;
+#: those for sm_90a change the order of NVFP4 products within one.
 PIECE_K = 128
-#: Rows, scales a row, and bytes of one block-scale tile.
+#: Rows, scales a row, bytes and 32-bit words of one block-scale tile.
 SF_TILE_ROWS = 128
 SF_TILE_COLS = 4
 SF_TILE_BYTES = SF_TILE_ROWS * SF_TILE_COLS
+SF_TILE_WORDS = SF_TILE_BYTES // 4
 #: Where groups have shapes of their own, the codes and scales of each start at a multiple of this
 #: many bytes: enough for TMA, and a cache line.
 MEMBER_ALIGNMENT = 128

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-__all__ = ["CombineConfig", "GatherConfig", "RoutingConfig"]
+__all__ = ["ActivateConfig", "CombineConfig", "GatherConfig", "RoutingConfig"]
 
 #: Pairs of a token and an expert that one CTA sorts before a cluster of them is faster.
 _ONE_CTA = 4096
@@ -74,3 +74,33 @@ class CombineConfig:
     #: The compiled function takes (h, row, weight, y, num_sms): h (R, H), row (T, k) int32, weight
     #: (T, k) fp32 or None, y (T, H).
     kernel: ClassVar[str] = "cute_kernels.moe.rows:CombineKernel"
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivateConfig:
+    """An activation of the rows of experts, or its gradient.
+
+    Attributes:
+        activation: its text.
+        arch: whose instructions are used.
+        dtype: of all rows.
+        gradient: its gradient is made.
+        weighted: rows have weights, which have gradients, too.
+        interleaved: A and B of a gated activation alternate.
+        ragged: rows of a tail are left alone.
+        vectorized: eight columns of the result are 16 bytes of a row or more.
+    """
+
+    activation: str
+    arch: str
+    dtype: str = "bfloat16"
+    gradient: bool = False
+    weighted: bool = False
+    interleaved: bool = False
+    ragged: bool = True
+    vectorized: bool = True
+
+    #: The compiled function takes (x, grad, offs, weight, pair, out, scaled, dweight, num_sms):
+    #: x (R, W); grad (R, N), weight and dweight (T * k,) fp32, pair (R,) int32 and scaled (R, N),
+    #: each None where there is none; out (R, N), or (R, W) of a gradient.
+    kernel: ClassVar[str] = "cute_kernels.moe.activate:ActivateKernel"

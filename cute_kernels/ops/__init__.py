@@ -17,6 +17,8 @@ __all__ = [
     "k_grouped_gemm",
     "m_grouped_gemm",
     "m_grouped_quantize_gemm",
+    "moe_activate",
+    "moe_activate_gradient",
     "moe_combine",
     "moe_gather",
 ]
@@ -31,5 +33,7 @@ grouped_quantize = quantize.GroupedQuantize.invoke
 k_grouped_gemm = gemm.KGroupedGemm.invoke
 m_grouped_gemm = gemm.MGroupedGemm.invoke
 m_grouped_quantize_gemm = gemm.MGroupedQuantizeGemm.invoke
+moe_activate = moe.MoeActivate.invoke
+moe_activate_gradient = moe.MoeActivateGradient.invoke
 moe_combine = moe.MoeCombine.invoke
 moe_gather = moe.MoeGather.invoke

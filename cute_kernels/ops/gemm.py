@@ -35,7 +35,7 @@ from cute_kernels.ops.checks import (
 )
 from cute_kernels.ops.derivatives import not_differentiable
 from cute_kernels.ops.launch import gemm as launch_gemm
-from cute_kernels.ops.pairs import check_accumulation, check_pair, check_transforms
+from cute_kernels.ops.pairs import check_accumulation, check_pair, check_transforms, is_w4a8
 from cute_kernels.ops.quantize import GroupedQuantize
 from cute_kernels.ops.registry import Allocator, Op, register
 from cute_kernels.reference.groups import Groups
@@ -159,18 +159,20 @@ class GroupedGemm(Op):
         return self.a.dtype if self.a_format is None else torch.bfloat16
 
     def capability(self) -> tuple[str, Format | None]:
-        is_mixed = self.a_format is None and self.b_format is not None
-        name = "grouped_gemm_w4a16" if is_mixed else "grouped_gemm"
-        return name, self.b_record if is_mixed else self.a_record
+        if self.a_format is None and self.b_format is not None:
+            return "grouped_gemm_w4a16", self.b_record
+        is_narrow = is_w4a8(self.a_record, self.b_record)
+        return "grouped_gemm_w4a8" if is_narrow else "grouped_gemm", self.a_record
 
     def require(self, backend: Backend) -> None:
         name, fmt = self.capability()
         # What adds like a tensor core takes what the kernels do that it stands for.
         arch = backend.arch if backend.tensor_core is None else f"reference:{backend.tensor_core}"
-        dtype = None if fmt is not None and name == "grouped_gemm" else self.a.dtype
+        dtype = self.a.dtype if fmt is None or name == "grouped_gemm_w4a16" else None
         facts = {"columnwise": self.uses_columnwise, "prepacked": self.prepacked}
         require(name, fmt, arch, dtype=dtype, **facts)
         if self.b_record not in (None, fmt):
+            name = "grouped_gemm_w4a16" if name == "grouped_gemm_w4a8" else name
             require(name, self.b_record, arch, **facts)
 
     def operands(self) -> tuple[Parts, Parts]:
@@ -192,7 +194,7 @@ class GroupedGemm(Op):
         if a is not None and b is None:
             raise ValueError(f"b must be quantized if a is, got a_format={self.a_format!r} alone")
         if a is not None and b is not None:
-            check_pair(a, b)
+            check_pair(a, b, weights=isinstance(self, MGrouped))
         check_accumulation(self.accumulation, a, b)
 
 
@@ -312,7 +314,8 @@ class MGroupedGemm(MGrouped):
     """Rows of each group of A times its matrix of B.
 
     Plain operands are differentiable in a, b and bias. A plain ``a`` beside a quantized ``b`` is
-    multiplied by the values that b stands for (W4A16).
+    multiplied by the values that b stands for (W4A16), and so are codes of a byte beside those of
+    four bits (W4A8).
 
     Args:
         a: (T, K) bf16, fp16 or fp32; or the codes of a ragged tensor's rowwise copy.

@@ -1,4 +1,4 @@
-"""Ops of a mixture of experts between its products: routing, gather and combine."""
+"""Ops of a mixture of experts between its products: routing, gather, activation and combine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from cute_kernels.activations import parse_activation
 from cute_kernels.layout.buffers import BufferSpec
-from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype, check_tensor, same_device
+from cute_kernels.ops.checks import (
+    INPUT_DTYPES,
+    check_dtype,
+    check_offs,
+    check_tensor,
+    same_device,
+)
 from cute_kernels.ops.launch import moe as launch_moe
+from cute_kernels.ops.prologue import check_prologue, result_columns
 from cute_kernels.ops.registry import Op, register
 from cute_kernels.reference import moe as reference
 
@@ -21,7 +29,7 @@ if TYPE_CHECKING:
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["ComputeRouting", "MoeCombine", "MoeGather"]
+__all__ = ["ComputeRouting", "MoeActivate", "MoeActivateGradient", "MoeCombine", "MoeGather"]
 
 _INT32, _FP32 = (torch.int32,), (torch.float32,)
 
@@ -200,3 +208,135 @@ class MoeCombine(_Plain):
 
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
         reference.combine(self.h, self.row, self.weight, outputs[0])
+
+
+def _check_activation(x: Tensor, activation: str, offs: Tensor | None, interleaved: bool) -> None:
+    check_tensor("x", x, dtypes=INPUT_DTYPES, ndim=(2,))
+    check_prologue("x", x, activation, None)
+    if interleaved and not parse_activation(activation).is_gated:
+        raise ValueError(f"interleaved is of gated activations, which {activation} is not")
+    if offs is not None:
+        check_offs(offs)
+        same_device("x", x.device, offs=offs)
+
+
+def _activate_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.activation, offs, ctx.interleaved = inputs
+    ctx.save_for_backward(x, offs)
+
+
+def _activate_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, offs = ctx.saved_tensors
+    given = (x, dy.to(x.dtype), ctx.activation, offs, ctx.interleaved)
+    return torch.ops.cute_kernels.moe_activate_gradient(*given)[0], None, None, None
+
+
+@register
+@dataclasses.dataclass
+class MoeActivate(_Plain):
+    """An activation of the rows of experts, in fp32 and rounded once to the dtype of ``x``.
+
+    ``cute_kernels.reference.activations`` states its bits.
+
+    Args:
+        x: (R, W) bf16, fp16 or fp32; W = 2 N of a gated activation.
+        activation: its text, as ``grouped_quantize`` takes it.
+        offs: (G,) int32 end rows: rows from the last on are neither read nor written.
+        interleaved: columns of a gated activation's two inputs alternate, A first, instead of
+            being halves [A | B].
+
+    Returns:
+        (R, N).
+    """
+
+    x: Tensor
+    activation: str
+    offs: Tensor | None = None
+    interleaved: bool = False
+
+    name: ClassVar[str] = "moe_activate"
+    setup_context = staticmethod(_activate_context)
+    backward = staticmethod(_activate_backward)
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def check(self) -> None:
+        _check_activation(self.x, self.activation, self.offs, self.interleaved)
+
+    def outputs(self) -> list[BufferSpec]:
+        columns = result_columns(self.x.shape[1], self.activation, None)
+        return [BufferSpec((self.x.shape[0], columns), self.x.dtype)]
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return launch_moe.activate(self, launch)
+
+    def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+        act = parse_activation(self.activation)
+        reference.activate(self.x, act, self.offs, self.interleaved, outputs[0])
+
+
+@register
+@dataclasses.dataclass
+class MoeActivateGradient(_Plain):
+    """The gradient of ``moe_activate``, and of the weights of rows if there are some.
+
+    A token's output is the sum of its rows, each with a weight p, of a second product of what
+    ``moe_activate`` gives. The gradient of that product's input without p, ``grad``, is enough for
+    the gradient of p: it is <grad, a>, so that the rows that p multiplied need not be kept
+    (SonicMoE, arXiv 2512.14080). ``cute_kernels.reference.moe`` states the bits.
+
+    Args:
+        x: as for ``moe_activate``.
+        grad: (R, N) of the dtype of ``x``: the gradient of its result, without the weight.
+        activation: as for ``moe_activate``.
+        offs: likewise.
+        interleaved: likewise.
+        weight: (T, k) fp32, p of each pair of a token and an expert.
+        pair: (R,) int32, the pair of each row: with ``weight``.
+
+    Returns:
+        The gradient with respect to ``x`` of its shape, given ``p * grad``. With weights also
+        ``p * a`` (R, N) of the dtype of ``x``, which the gradient of the second product's weight
+        reads, and the gradient of ``weight`` (T, k) fp32, 0 where there is no row.
+    """
+
+    x: Tensor
+    grad: Tensor
+    activation: str
+    offs: Tensor | None = None
+    interleaved: bool = False
+    weight: Tensor | None = None
+    pair: Tensor | None = None
+
+    name: ClassVar[str] = "moe_activate_gradient"
+    returns_list: ClassVar[bool] = True
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def check(self) -> None:
+        _check_activation(self.x, self.activation, self.offs, self.interleaved)
+        check_prologue("x", self.x, self.activation, self.grad)
+        if (self.weight is None) != (self.pair is None):
+            raise ValueError("weight and pair go together: give both or none")
+        if self.weight is not None and self.pair is not None:
+            check_tensor("weight", self.weight, dtypes=_FP32, ndim=(2,))
+            check_tensor("pair", self.pair, dtypes=_INT32, shape=(self.x.shape[0],))
+        same_device("x", self.device, weight=self.weight, pair=self.pair)
+
+    def outputs(self) -> list[BufferSpec]:
+        specs = [BufferSpec(tuple(t.shape), t.dtype) for t in (self.x, self.grad)]
+        if self.weight is None:
+            return specs[:1]
+        return [*specs, BufferSpec(tuple(self.weight.shape), torch.float32, zeroed=True)]
+
+    def kernels(self, launch: Launcher) -> Runner:
+        return launch_moe.activate_gradient(self, launch)
+
+    def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+        act = parse_activation(self.activation)
+        given = (self.x, self.grad, act, self.offs, self.interleaved, self.weight, self.pair)
+        reference.activate_gradient(*given, outputs)

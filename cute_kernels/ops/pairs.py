@@ -7,18 +7,26 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cute_kernels.formats import Format
 
-__all__ = ["ACCUMULATIONS", "check_accumulation", "check_pair", "check_transforms"]
+__all__ = ["ACCUMULATIONS", "check_accumulation", "check_pair", "check_transforms", "is_w4a8"]
 
 #: Sums in one accumulator; or in a fresh one every 128 of K, each added to an fp32 sum.
 ACCUMULATIONS = ("fast", "split")
 
 
-def check_pair(a: Format, b: Format) -> None:
+def is_w4a8(a: Format | None, b: Format | None) -> bool:
+    """Whether B has codes of four bits beside those of a byte of A."""
+    return a is not None and b is not None and (a.element.bits, b.element.bits) == (8, 4)
+
+
+def check_pair(a: Format, b: Format, *, weights: bool = False) -> None:
     """Two formats must have codes of one width and the same kind of block scales.
 
     E4M3 and E5M2 may meet. Of block scales that are fp32 numbers one side's must be those of single
-    rows: theirs is the one that is multiplied first.
+    rows: theirs is the one that is multiplied first. If B is ``weights``, one matrix a group, its
+    codes may have four bits beside those of a byte.
     """
+    if weights and is_w4a8(a, b):
+        return
     if a.element.bits != b.element.bits or a.scale != b.scale:
         raise ValueError(
             f"a and b must have formats of one kind, got a_format={a.text!r} and "
@@ -54,7 +62,7 @@ def check_accumulation(value: str | None, a: Format | None, b: Format | None) ->
         return
     if value not in ACCUMULATIONS:
         raise ValueError(f"accumulation must be {' or '.join(ACCUMULATIONS)}, got {value!r}")
-    if a is None or b is None or a.scale is not None:
+    if a is None or b is None or a.scale is not None or b.scale is not None:
         names = " and ".join("plain tensors" if fmt is None else fmt.text for fmt in (a, b))
         raise ValueError(
             "accumulation is a choice for quantized operands without block scales, such as fp8; "

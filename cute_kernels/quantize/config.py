@@ -57,11 +57,13 @@ def _is_per_row(format: str, columnwise: bool = False) -> bool:
     return level is not None and level.per == "row"
 
 
-def _columnwise_only(fmt: Format) -> Format:
-    """The record that says the same of the columnwise copy, and no more."""
-    if fmt.second_level == fmt.columnwise_level:
-        return fmt
-    return dataclasses.replace(fmt, row_scaled=False)  # type: ignore[call-arg]
+def _one_copy(fmt: Format, columnwise: bool) -> Format:
+    """The record that says the same of one copy, and no more."""
+    if columnwise and fmt.second_level != fmt.columnwise_level:
+        return dataclasses.replace(fmt, row_scaled=False)  # type: ignore[call-arg]
+    if fmt.is_transformed and not columnwise:
+        return dataclasses.replace(fmt, hadamard=False)  # type: ignore[call-arg]
+    return fmt
 
 
 def _takes_copies(
@@ -169,6 +171,7 @@ class RowsConfig:
     @classmethod
     def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a") -> Self:
         """The configuration with the fewest lanes a row that holds the row."""
+        fmt = _one_copy(fmt, columnwise=False)
         for warps, rows in cls.teams:
             config = cls(
                 fmt.text, problem.dtype, problem.grouping, warps, rows_per_warp=rows, arch=arch
@@ -249,8 +252,9 @@ class TileConfig:
     #: scales_t, scale_inv, scale, amax, column_amax, seed, num_sms), with None for what the
     #: configuration or the format does not use: row_amax (T,) fp32 is used when ``uses_row_amax``,
     #: group_amax (G,) fp32 when ``uses_group_amax``, the scales where the format takes them;
-    #: scale_inv, scale and, when ``reports_amax``, amax (G,) fp32 are results; seed (2,) int64 is
-    #: of stochastic formats. x needs at least one row.
+    #: scale_inv, scale and, when ``reports_amax``, amax (G,) fp32 are results; column_amax (G,)
+    #: fp32 is used when ``has_own_columns``; seed (2,) int64 is of stochastic formats. x needs at
+    #: least one row.
     kernel: ClassVar[str] = "cute_kernels.quantize.tiles.kernel:TileQuantizer"
     #: Warps that convert one 128x128 tile together.
     warps_per_team: ClassVar[int] = 4
@@ -265,14 +269,19 @@ class TileConfig:
         config = cls(fmt.text, problem.dtype, problem.grouping, arch=arch, **what)
         if fmt.second_level is None or fmt.takes_scale:
             config = dataclasses.replace(config, compute_amax=False)
-        if config.rowwise:
+        if config.rowwise and config.columnwise:
             return config
-        return dataclasses.replace(config, format=_columnwise_only(fmt).text)
+        return dataclasses.replace(config, format=_one_copy(fmt, config.columnwise).text)
 
     @property
     def is_2d(self) -> bool:
         """Whether square blocks have one scale in both directions."""
         return parse(self.format).is_2d
+
+    @property
+    def has_own_columns(self) -> bool:
+        """Whether both copies are written, and the columnwise one has amaxes of its own."""
+        return self.rowwise and self.columnwise and parse(self.format).is_transformed
 
     @property
     def is_stochastic(self) -> bool:
@@ -468,9 +477,7 @@ class DequantizeConfig:
         cls, fmt: Format, dtype: str, grouping: Grouping, columnwise: bool
     ) -> DequantizeConfig:
         """The configuration that reads a copy of ``fmt``; formats with equal bytes share one."""
-        fmt = fmt.as_decoded
-        if columnwise:
-            fmt = _columnwise_only(fmt)
+        fmt = _one_copy(fmt.as_decoded, columnwise)
         if fmt.is_2d and fmt.scale is not None and fmt.scale.layout == "tiles_128x4":
             # The scale of a square block is stored once a row.
             fmt = dataclasses.replace(fmt, block=type(fmt)().block)  # type: ignore

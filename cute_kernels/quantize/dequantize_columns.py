@@ -12,6 +12,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from cute_kernels.device.convert import pack_words
+from cute_kernels.device.hadamard import CHUNK, undo
 from cute_kernels.device.memory import load_global, load_global_if, store_global
 from cute_kernels.device.ptx import bits_as_f32
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, scale_tiles
@@ -32,7 +33,8 @@ __all__ = [
     "store_row",
 ]
 
-#: Columns of a lane, also the rows that it writes at a time; rows of a lane; columns of a warp.
+#: Columns of a lane, and the rows that it writes at a time, or half of them; rows of a lane;
+#: columns of a warp.
 LANE_COLS, QUARTER_ROWS, COLUMN_STRIP = 8, 32, 64
 
 
@@ -71,6 +73,8 @@ class ColumnDecoder:
         scale = codec.fmt.scale
         self.is_tiled = scale is not None and scale.layout == "tiles_128x4"
         self.is_transposed = codec.fmt.columnwise == "transposed"
+        #: Rows that are converted at a time.
+        self.step = CHUNK if codec.fmt.is_transformed else LANE_COLS
         #: Scale tiles of a slot tile.
         self.scale_tiles = scale_tiles(TILE_ROWS, codec.block) if self.is_tiled else 0
 
@@ -89,22 +93,22 @@ class ColumnDecoder:
             factors = self.factors(copy, cols, column, quarter, place)
             row = quarter * QUARTER_ROWS
             out_at = target + Int64(row) * cols * self.element + column * self.element
-            for first in cutlass.range_constexpr(0, QUARTER_ROWS, LANE_COLS):
+            for first in cutlass.range_constexpr(0, QUARTER_ROWS, self.step):
                 if row < place.count:
                     if cutlass.const_expr(self.is_transposed):
                         numbers = [
-                            self.eight_of_column(packed[c], factors[c], first)
+                            self.part_of_column(packed[c], factors[c], first)
                             for c in range(LANE_COLS)
                         ]
-                        rows = [[numbers[c][i] for c in range(LANE_COLS)] for i in range(LANE_COLS)]
+                        rows = [list(of_row) for of_row in zip(*numbers, strict=True)]
                     else:
                         rows = self.eight_rows(codes_at + pitch * first, pitch, factors)
-                    for i in cutlass.range_constexpr(LANE_COLS):
+                    for i in cutlass.range_constexpr(self.step):
                         if row + i < place.count:
                             at = out_at + Int64(cols) * (i * self.element)
                             store_row(at, rows[i], self.dtype)
-                row += LANE_COLS
-                out_at += Int64(cols) * (LANE_COLS * self.element)
+                row += self.step
+                out_at += Int64(cols) * (self.step * self.element)
 
     def codes_at(
         self, codes: cute.Tensor, cols: Int32, column: Int32, quarter: Int32, place: SlotTile
@@ -184,14 +188,15 @@ class ColumnDecoder:
 
     # ------------------------------------------------------------------ numbers
 
-    def eight_of_column(
+    def part_of_column(
         self, packed: list[Uint32], factors: list[Float32], first: int
     ) -> list[Float32]:
-        """The numbers of a lane's rows ``first`` and on of one column."""
-        words = self.codec.code_bytes(LANE_COLS) // 4
-        start = first // LANE_COLS * words
+        """The numbers of a lane's rows ``first`` and on of one column, as many as are converted."""
+        words = self.codec.code_bytes(self.step) // 4
+        start = first // self.step * words
         factor = factors[first * len(factors) // QUARTER_ROWS]
-        return [code * factor for code in self.codec.decode(packed[start : start + words])]
+        numbers = [code * factor for code in self.codec.decode(packed[start : start + words])]
+        return undo(numbers) if self.codec.fmt.is_transformed else numbers
 
     def eight_rows(
         self, at: Int64, pitch: Int64, factors: list[list[Float32]]

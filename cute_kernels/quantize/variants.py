@@ -24,6 +24,8 @@ from cute_kernels.quantize.config import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cute_kernels.quantize.config import Grouping
+
 __all__ = ["kernel_specs"]
 
 Config = (
@@ -42,10 +44,13 @@ _FORMATS: tuple[Format, ...] = (
     *(FP8(dtype) for dtype in FP8_ELEMENTS),
 )
 #: Of bf16 and one grouping only, as recipes have them: activations and gradients, and weights.
-_FROM_BF16: tuple[tuple[Format, str], ...] = (
+_FROM_BF16: tuple[tuple[Format, Grouping], ...] = (
+    (NVFP4(hadamard=True), "ragged"),
+    (NVFP4(hadamard=True, stochastic_rounding=True), "ragged"),
     (FP8Block(), "ragged"),
     (FP8Block(block=(128, 128)), "uniform"),
 )
+_GROUPINGS: tuple[Grouping, ...] = ("ragged", "uniform")
 _DIRECTIONS = ((True, False), (False, True), (True, True))
 
 
@@ -60,7 +65,7 @@ def kernel_specs(arch: str) -> Iterator[Config]:
     if support("delayed_scaling_update", FP8(scaling="delayed"), arch):
         for is_max, takes_amax in itertools.product((True, False), repeat=2):
             yield DelayedConfig(is_max, takes_amax)
-    for dtype, grouping in itertools.product(DTYPE_BYTES, ("ragged", "uniform")):
+    for dtype, grouping in itertools.product(DTYPE_BYTES, _GROUPINGS):
         if support("grouped_amax", None, arch):
             yield AmaxConfig(dtype, grouping, arch=arch)
             # For tiles with amaxes of rows where those of groups are given.
@@ -85,7 +90,8 @@ def _dequantizers(fmt: Format, dtype: str, grouping: str) -> Iterator[Dequantize
 
 
 def _rows(fmt: Format, dtype: str, grouping: str, arch: str) -> Iterator[RowsConfig]:
-    if fmt.is_2d:
+    # The rowwise copy of a format that transforms the other is that of one that does not.
+    if fmt.is_2d or fmt.is_transformed:
         return
     for warps, rows in RowsConfig.teams:
         config = RowsConfig(fmt.text, dtype, grouping, warps, rows_per_warp=rows, arch=arch)
@@ -102,9 +108,12 @@ def _rows(fmt: Format, dtype: str, grouping: str, arch: str) -> Iterator[RowsCon
             yield ValuesConfig(**vars(config))
 
 
-def _tiles(fmt: Format, dtype: str, grouping: str, arch: str) -> Iterator[TileConfig]:
+def _tiles(fmt: Format, dtype: str, grouping: Grouping, arch: str) -> Iterator[TileConfig]:
     computes = (False,) if fmt.second_level is None else (False, True)
     for (rowwise, columnwise), compute_amax in itertools.product(_DIRECTIONS, computes):
-        config = TileConfig(fmt.text, dtype, grouping, rowwise, columnwise, compute_amax, arch)
-        if rowwise or not config.uses_row_amax:
+        problem = QuantizeProblem(dtype, fmt.k_multiple, grouping)
+        what = {"rowwise": rowwise, "columnwise": columnwise, "compute_amax": compute_amax}
+        config = TileConfig.choose(fmt, problem, arch, **what)
+        # Otherwise it is another format's, too.
+        if config.format == fmt.text:
             yield config

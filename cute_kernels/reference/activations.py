@@ -73,6 +73,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cute_kernels.activations import Numbers
 from cute_kernels.reference.conversions import f32
 
 if TYPE_CHECKING:
@@ -81,25 +82,6 @@ if TYPE_CHECKING:
     from cute_kernels.activations import Activation
 
 __all__ = ["activate", "activate_gradient", "exp", "sigmoid", "tanh"]
-
-_hex = float.fromhex
-_FMAX = torch.finfo(torch.float32).max
-#: Beyond it, derivatives are at their limits, and its cube is finite.
-_FAR = 2.0**32
-#: Added, it rounds to integers, which are then the low bits.
-_MAGIC = 1.5 * 2.0**23
-
-_LOG2E = _hex("0x1.715476p+0")
-_LN2 = _hex("0x1.62e4p-1"), _hex("0x1.7f7d1cp-20")
-#: (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2, from the constant term up.
-_EXP = tuple(
-    map(_hex, ("0x1p-1", "0x1.5554b2p-3", "0x1.5554c8p-5", "0x1.12266ap-7", "0x1.6d721ap-10"))
-)
-#: (tanh(r) / r - 1) / r^2 for 0 <= r <= ln(2) / 2 in powers of r^2.
-_TANH = tuple(map(_hex, ("-0x1.55554ep-2", "0x1.110c54p-3", "-0x1.b83438p-5", "0x1.3f46fp-6")))
-
-_QUICK = 1.702
-_GELU = f32(0.79788456), f32(0.03567741), f32(0.1070322243)
 
 
 def _polynomial(r: Tensor, coefficients: tuple[float, ...]) -> Tensor:
@@ -119,10 +101,10 @@ def _power_of_two(bits: Tensor) -> Tensor:
 def exp(x: Tensor) -> Tensor:
     """e^x of fp32, as the module's docstring states it."""
     x = x.clamp(-104.0, 89.0)
-    z = (x * _LOG2E).add_(_MAGIC + 254)
-    n = z - (_MAGIC + 254)
-    r = x.sub_(n * _LN2[0]).sub_(n * _LN2[1])
-    p = _polynomial(r, _EXP).mul_(r * r).add_(r).add_(1.0)
+    z = (x * Numbers.LOG2E).add_(Numbers.MAGIC + 254)
+    n = z - (Numbers.MAGIC + 254)
+    r = x.sub_(n * Numbers.LN2[0]).sub_(n * Numbers.LN2[1])
+    p = _polynomial(r, Numbers.EXP).mul_(r * r).add_(r).add_(1.0)
     m = z.view(torch.int32)
     a = m >> 1
     return p.mul_(_power_of_two(a)).mul_(_power_of_two(m - a))
@@ -131,11 +113,11 @@ def exp(x: Tensor) -> Tensor:
 def tanh(x: Tensor) -> Tensor:
     """The hyperbolic tangent of fp32, as the module's docstring states it."""
     a = x.abs().clamp_max_(10.0)
-    n = (a * (2 * _LOG2E)).floor_()
-    z = n + (_MAGIC + 126)
-    r = a.sub_(n * (_LN2[0] / 2)).sub_(n * (_LN2[1] / 2))
+    n = (a * (2 * Numbers.LOG2E)).floor_()
+    z = n + (Numbers.MAGIC + 126)
+    r = a.sub_(n * (Numbers.LN2[0] / 2)).sub_(n * (Numbers.LN2[1] / 2))
     w = r * r
-    t = _polynomial(w, _TANH).mul_(w * r).add_(r)
+    t = _polynomial(w, Numbers.TANH).mul_(w * r).add_(r)
     s = _power_of_two(z.view(torch.int32))
     u = (t * (s + 0.5)).add_(s - 0.5)
     return u.div_(u + t.neg_().add_(1.0)).copysign_(x)
@@ -183,14 +165,16 @@ class _SquaredRelu(_Relu):
 
 class _Gelu(_Curve):
     def core(self, x: Tensor) -> Tensor:
-        return tanh((x * x).mul_(_GELU[1]).add_(_GELU[0]).mul_(x))
+        return tanh((x * x).mul_(Numbers.GELU[1]).add_(Numbers.GELU[0]).mul_(x))
 
     def value(self, x: Tensor, core: Tensor) -> Tensor:
-        return (core * 0.5).add_(0.5).mul_(x.clamp_min(-_FMAX))
+        return (core * 0.5).add_(0.5).mul_(x.clamp_min(-Numbers.FMAX))
 
     def slope(self, x: Tensor, core: Tensor) -> Tensor:
-        w = x.clamp(-_FAR, _FAR)
-        steep = (w * w).mul_(_GELU[2]).add_(_GELU[0]).mul_((core * core).neg_().add_(1.0))
+        w = x.clamp(-Numbers.FAR, Numbers.FAR)
+        steep = (
+            (w * w).mul_(Numbers.GELU[2]).add_(Numbers.GELU[0]).mul_((core * core).neg_().add_(1.0))
+        )
         return w.mul_(0.5).mul_(steep).add_((core + 1.0).mul_(0.5))
 
 
@@ -207,10 +191,10 @@ class _Silu(_Curve):
         return sigmoid(self._argument(x))
 
     def value(self, x: Tensor, core: Tensor) -> Tensor:
-        return x.clamp_min(-_FMAX).mul_(core)
+        return x.clamp_min(-Numbers.FMAX).mul_(core)
 
     def slope(self, x: Tensor, core: Tensor) -> Tensor:
-        w = self._argument(x).clamp_(-_FAR, _FAR)
+        w = self._argument(x).clamp_(-Numbers.FAR, Numbers.FAR)
         return w.mul_(core).mul_(1.0 - core).add_(core)
 
 
@@ -223,7 +207,7 @@ class _ClampedSilu(_Silu):
         return super()._argument(x.clamp_max(self._limit))
 
     def value(self, x: Tensor, core: Tensor) -> Tensor:
-        return x.clamp(-_FMAX, self._limit).mul_(core)
+        return x.clamp(-Numbers.FMAX, self._limit).mul_(core)
 
     def slope(self, x: Tensor, core: Tensor) -> Tensor:
         return super().slope(x, core).masked_fill_(x > self._limit, 0.0)
@@ -234,7 +218,7 @@ _CURVES: dict[str, Callable[[Activation], _Curve]] = {
     "srelu": lambda act: _SquaredRelu(),
     "gelu": lambda act: _Gelu(),
     "silu": lambda act: _Silu(),
-    "qgelu": lambda act: _Silu(_QUICK),
+    "qgelu": lambda act: _Silu(Numbers.QUICK),
     "clamped_silu": lambda act: _ClampedSilu(act.alpha, act.limit),
 }
 

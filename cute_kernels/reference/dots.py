@@ -2,7 +2,8 @@
 
 Values are codes times block scales. Without a tensor core:
 
-- Plain operands, FP8, MXFP8, and plain operands beside quantized ones: values are exact in fp64.
+- Plain operands, FP8, MXFP8, plain operands beside quantized ones, and codes of a byte beside NVFP4
+  (W4A8): values are exact in fp64.
   They are multiplied and added there, and the sum is rounded to fp32 once.
 - NVFP4: values have at most 6 significant bits, so the products of one block of 16 add exactly in
   fp32 in any order. The accumulator takes one block after the other in ascending order, each with
@@ -33,6 +34,12 @@ MXFP8     a fresh accumulator for each      mxf8f6f4
           * 2^(ea + eb - 254) + y)
 NVFP4     fp16 instructions, see below      mxf4nvf4
 ========  ================================  ====================================================
+
+Codes beside plain operands are decoded to the dtype of these on sm_100a, and both operands of W4A8
+to bf16 (a code of NVFP4 times its scale has 6 significant bits, E4M3 has 4): each product of a code
+and its block scale is rounded to fp32 and then to that dtype, as ``grouped_dequantize`` does it
+without a second level; then all of K is one chain. That is exact for FP8 and NVFP4, and in bf16 for
+powers of two within its range. sm_90a decodes NVFP4 beside plain operands, see below.
 
 No fp32 number is as large or small as the power of two in the cell of MXFP8 may be; it is exact
 here. sm_90a has no instructions for NVFP4: fp16 ones multiply the values, which are exact in fp16.
@@ -95,7 +102,7 @@ def dot(a: Rows, b: Rows, adder: Adder) -> Tensor:
     """A (M, K) @ B (N, K)^T, block scales included, (M, N) fp32."""
     if a.fmt is None and b.fmt is None and adder.tensor_core is not None:
         return tensor_core_gemm(adder.tensor_core, a.codes, b.codes)
-    if a.fmt is None or b.fmt is None:
+    if a.fmt is None or b.fmt is None or a.fmt.element.bits != b.fmt.element.bits:
         return _mixed(a, b, adder)
     scale = a.fmt.scale
     return _DOTS[adder.tensor_core, None if scale is None else scale.element](a, b, adder)
@@ -106,11 +113,14 @@ def _fp64(a: Rows, b: Rows, adder: Adder) -> Tensor:
 
 
 def _mixed(a: Rows, b: Rows, adder: Adder) -> Tensor:
-    """Of two operands of which at least one is plain."""
+    """Of plain operands beside codes, or of codes of two widths."""
     if adder.tensor_core is None:
         return _fp64(a, b, adder)
-    dtype = a.codes.dtype if a.fmt is None else b.codes.dtype
-    return _hopper(a.values(torch.float32), b.values(torch.float32), dtype)
+    dtype = next((x.codes.dtype for x in (a, b) if x.fmt is None), torch.bfloat16)
+    left, right = a.values(torch.float32), b.values(torch.float32)
+    if adder.tensor_core == "sm_100a":
+        return tensor_core_gemm(adder.tensor_core, left.to(dtype), right.to(dtype))
+    return _hopper(left, right, dtype)
 
 
 # --------------------------------------------------------------------------------- FP8, MXFP8

@@ -5,11 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+
+from cute_kernels.reference.activations import activate as activate_elements
+from cute_kernels.reference.activations import activate_gradient as gradient_of_elements
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Sequence
 
-__all__ = ["combine", "compute_routing", "gather"]
+    from cute_kernels.activations import Activation
+
+__all__ = ["activate", "activate_gradient", "combine", "compute_routing", "gather"]
+
+#: Neighbouring columns that one lane of a warp adds up, and lanes.
+_RUN, _LANES = 8, 32
 
 
 def compute_routing(
@@ -66,3 +75,76 @@ def combine(h: Tensor, row: Tensor, weight: Tensor | None, y: Tensor) -> None:
             term *= torch.where(there, weight[:, k], 0)[:, None]
         sums += term
     y.copy_(sums)
+
+
+def _halves(x: Tensor, interleaved: bool) -> Tensor:
+    """[A | B] of columns that alternate."""
+    return x.unflatten(-1, (-1, 2)).mT.flatten(-2) if interleaved else x
+
+
+def _live(x: Tensor, offs: Tensor | None) -> slice:
+    """The rows before the tail."""
+    return slice(0, len(x) if offs is None else min(len(x), max(0, int(offs[-1]))))
+
+
+def activate(
+    x: Tensor, act: Activation, offs: Tensor | None, interleaved: bool, out: Tensor
+) -> None:
+    """Write ``act`` of the rows of ``x`` to ``out``, rounded once from fp32."""
+    live = _live(x, offs)
+    out[live] = activate_elements(_halves(x[live].float(), interleaved), act).to(out.dtype)
+
+
+def activate_gradient(
+    x: Tensor,
+    grad: Tensor,
+    act: Activation,
+    offs: Tensor | None,
+    interleaved: bool,
+    weight: Tensor | None,
+    pair: Tensor | None,
+    outputs: Sequence[Tensor],
+) -> None:
+    """Write the gradient with respect to ``x``, and with weights what depends on them.
+
+    With a = ``act(x)`` rounded to the dtype of ``x`` and p the weight of the row, all in fp32:
+
+        outputs[0] = the gradient of act at x, given fl(p * grad)
+        outputs[1] = fl(p * a)
+        outputs[2] = sum of fl(grad * a)
+
+    The sum is that of a warp: lane l adds columns 256 i + 8 l + j in ascending i and j from 0 on;
+    the lanes are added as a tree, lane l and l + 16 first.
+    """
+    live = _live(x, offs)
+    numbers, g = _halves(x[live].float(), interleaved), grad[live].float()
+    p = None
+    if weight is not None and pair is not None:
+        _, scaled, dweight = outputs
+        at = pair[live].long()
+        there = (at >= 0) & (at < weight.numel())
+        p = torch.where(there, weight.flatten()[torch.where(there, at, 0)], 0).unsqueeze(1)
+        a = activate_elements(numbers, act).to(x.dtype).float()
+        scaled[live] = (p * a).to(x.dtype)
+        sums = _warp_sum(g * a)
+        dweight.view(-1)[at[there]] = sums[there]
+        g = p * g
+    into = outputs[0]
+    dx = gradient_of_elements(numbers, g, act)
+    if interleaved:
+        dx = dx.unflatten(-1, (2, -1)).mT.flatten(-2)
+    into[live] = dx.to(x.dtype)
+
+
+def _warp_sum(terms: Tensor) -> Tensor:
+    """The sum of each row, in the order of a warp."""
+    padded = torch.nn.functional.pad(terms, (0, -terms.shape[1] % (_RUN * _LANES)))
+    strips = padded.view(len(terms), -1, _LANES, _RUN)
+    lanes = terms.new_zeros(len(terms), _LANES)
+    for i in range(strips.shape[1]):
+        for j in range(_RUN):
+            lanes += strips[:, i, :, j]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]

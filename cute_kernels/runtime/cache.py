@@ -49,6 +49,7 @@ _STARTED = time.time()
 #: compiles them.
 _KERNEL_SOURCE = ("formats", "layout", "device", "quantize", "gemm")
 _COMPILER_SOURCE = (
+    "activations.py",
     "records.py",
     "runtime/arch.py",
     "runtime/compile.py",

@@ -23,7 +23,7 @@ from transformers.integrations import moe as hf
 import grouped
 from cute_kernels import active_backend, ops, support
 from grouped import recipes
-from grouped.nn.swiglu import swiglu
+from grouped.nn.activation import activate
 from grouped.recipes import Recipe, check_recipe
 from grouped.tensor import GroupedTensor
 
@@ -160,7 +160,7 @@ def _forward_of(recipe: Recipe) -> Forward:
         offs, token, _, row = ops.compute_routing(top_k_index, self.num_experts)
         first, second = _weight_names(self)
         hidden = _linear(self, ops.moe_gather(hidden_states, token, row), first, offs, recipe)
-        rows = _linear(self, _activated(self, hidden), second, offs, recipe)
+        rows = _linear(self, _activated(self, hidden, offs), second, offs, recipe)
         if self.has_post_expert_norm:
             rows = self.post_expert_norm(rows)
         y: Tensor = ops.moe_combine(rows, row, top_k_weights.float(), hidden_states.dtype)
@@ -175,12 +175,12 @@ def _linear(experts: Any, x: Tensor, name: str, offs: Tensor, recipe: Recipe) ->
     return grouped.linear(x.to(weight.dtype), weight, bias, offs, recipe)
 
 
-def _activated(experts: Any, hidden: Tensor) -> Tensor:
+def _activated(experts: Any, hidden: Tensor, offs: Tensor) -> Tensor:
     if not experts.has_gate:
         act: Tensor = experts.act_fn(hidden)
         return act
     is_silu = isinstance(getattr(experts, "act_fn", None), nn.SiLU | SiLUActivation)
     if is_silu and type(experts)._apply_gate is hf._default_apply_gate:
-        return swiglu(hidden)
+        return activate(hidden, "swiglu", offs)
     gated: Tensor = experts._apply_gate(hidden)
     return gated

@@ -58,7 +58,8 @@ class GroupedLinear(debug.Watched):
         a capacity buffer, are never read; they are zeros in the output and in the input's gradient.
 
     A ``weight`` that is a GroupedTensor (``grouped.quantize``) is used as it is, without a
-    high-precision copy; under BF16 beside bf16 or fp16 activations (W4A16).
+    high-precision copy; under BF16 beside bf16 or fp16 activations (W4A16), of NVFP4 under
+    a recipe of FP8 beside its activations (W4A8).
 
     Raises:
         ValueError: sizes that are not positive, or that the recipe's blocks do not divide.

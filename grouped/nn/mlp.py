@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from grouped.nn.activation import activate, as_activation
 from grouped.nn.linear import GroupedLinear
-from grouped.nn.swiglu import swiglu
+from grouped.offsets import as_offs
 
 if TYPE_CHECKING:
+    from cute_kernels.activations import Activation
     from grouped.offsets import Offsets
     from grouped.recipes import Recipe
 
@@ -18,13 +20,19 @@ __all__ = ["GroupedMLP"]
 
 
 class GroupedMLP(nn.Module):
-    """SwiGLU experts: ``y = W2_g (silu(a) * b)`` with ``[a | b] = W1_g x`` for rows of group g.
+    """Experts: ``y = W2_g act(W1_g x)`` for the rows of group g.
+
+    By default SwiGLU: ``act(W1_g x) = silu(a) * b`` with ``[a | b] = W1_g x``.
 
     Args:
         num_groups: G, the number of experts.
         hidden_size: width of input and output; a multiple of 16 for a quantized recipe.
         intermediate_size: width between the two layers; a multiple of 16 likewise.
         bias: whether both layers have biases.
+        activation: a name such as ``"swiglu"`` or ``"gelu"``, or a ``grouped.Activation``. W1 has
+            2 * intermediate_size rows a group for gated ones. It is computed in fp32, rounded once
+            to the dtype of the input; ``cute_kernels.reference.activations`` states its bits.
+        interleaved: rows a and b of W1 alternate, a first, as gpt-oss has them.
         recipe: formats of both layers; BF16 by default.
         single_parameter: as in ``GroupedLinear``.
         fuse_wgrad_accumulation: as in ``GroupedLinear``.
@@ -43,6 +51,8 @@ class GroupedMLP(nn.Module):
         intermediate_size: int,
         bias: bool = False,
         *,
+        activation: str | Activation = "swiglu",
+        interleaved: bool = False,
         recipe: Recipe | None = None,
         single_parameter: bool = True,
         fuse_wgrad_accumulation: bool = False,
@@ -51,6 +61,8 @@ class GroupedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.activation = as_activation(activation, interleaved)
+        self.interleaved = interleaved
 
         def linear(inputs: int, outputs: int) -> GroupedLinear:
             return GroupedLinear(
@@ -66,7 +78,7 @@ class GroupedMLP(nn.Module):
                 dtype=dtype,
             )
 
-        self.gate_up = linear(hidden_size, 2 * intermediate_size)
+        self.gate_up = linear(hidden_size, intermediate_size * (1 + self.activation.is_gated))
         self.down = linear(intermediate_size, hidden_size)
 
     def reset_parameters(self) -> None:
@@ -78,9 +90,17 @@ class GroupedMLP(nn.Module):
         self, x: Tensor, offs: Offsets, *, is_first_microbatch: bool | None = None
     ) -> Tensor:
         """Apply the experts; arguments as in ``GroupedLinear.forward``."""
-        hidden = swiglu(self.gate_up(x, offs, is_first_microbatch=is_first_microbatch))
-        y: Tensor = self.down(hidden, offs, is_first_microbatch=is_first_microbatch)
+        z = self.gate_up(x, offs, is_first_microbatch=is_first_microbatch)
+        rows = z.reshape(-1, z.shape[-1])
+        ends = as_offs(offs, rows.shape[0], rows.device)
+        hidden = activate(rows, self.activation.text, ends, self.interleaved)
+        hidden = hidden.view(*z.shape[:-1], hidden.shape[1])
+        y: Tensor = self.down(hidden, ends, is_first_microbatch=is_first_microbatch)
         return y
+
+    def extra_repr(self) -> str:
+        """The activation."""
+        return f"activation={self.activation.text!r}, interleaved={self.interleaved}"
 
     def backward_dw(self) -> None:
         """Compute what a backward pass left, of both layers: see ``GroupedLinear.backward_dw``."""

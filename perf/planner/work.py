@@ -29,9 +29,8 @@ _BF16 = 2.0
 _FEW_WAVES = 4.0
 #: Rows of a tile from which its products hide half of what is decoded beside them.
 _WIDE = 128
-#: Bytes an element and launches of ``grouped.nn.swiglu``, call by call: float, silu, mul_, to; and
-#: backward float, silu, mul_, copy_, float, mul, silu_backward, copy_.
-_GATE = {"forward": (6 + 8 + 10 + 6, 4), "backward": (6 + 8 + 10 + 6 + 6 + 10 + 12 + 6, 8)}
+#: Bytes an element and launches of SwiGLU: two inputs and a result; and with its gradient two more.
+_GATE = {"forward": (4 + 2, 1), "backward": (4 + 2 + 4, 1)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,9 @@ import grouped
 from cute_kernels.layout.buffers import buffers
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from grouped.nn.swiglu import swiglu
 from perf.measure.memory import Saved, Sizes, measure, saved_by
 from tests.grouped.cases import ALL_RECIPES, QUANTIZED, WEIGHT_FORMAT
-from tests.helpers import assert_same_bytes, each, sample
+from tests.helpers import each, sample
 
 ROWS, GROUPS, HIDDEN, WIDTH = 40, 3, 64, 32
 OFFS = torch.tensor([13, 13, 35], dtype=torch.int32)
@@ -109,21 +108,6 @@ def test_a_quantized_weight_is_kept_as_it_is(recipe):
     with saved_by(layer) as saved:
         layer(sample(ROWS, HIDDEN).requires_grad_(), OFFS)
     assert sort(saved) == sort([_OFFS, *expected_of_linear(recipe, ROWS, WIDTH, HIDDEN)])
-
-
-@each("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_gate_is_what_autograd_makes_of_it(dtype):
-    x, dy = torch.randn(50, 2 * WIDTH), torch.randn(50, WIDTH)
-    x[0, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])
-    leaves = [x.to(dtype).requires_grad_() for _ in range(2)]
-    gate, up = leaves[0].chunk(2, dim=-1)
-    want = (torch.nn.functional.silu(gate.float()) * up.float()).to(dtype)
-    got = swiglu(leaves[1])
-    assert_same_bytes(got.detach(), want.detach(), any_nan=True)
-    for y in (got, want):
-        y.backward(dy.to(dtype))
-    assert_same_bytes(leaves[1].grad, leaves[0].grad, any_nan=True)
-    assert_same_bytes(leaves[1].detach(), x.to(dtype), any_nan=True)
 
 
 @each("recipe", ALL_RECIPES)

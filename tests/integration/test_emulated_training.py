@@ -1,5 +1,6 @@
 """A training step on the emulated GPU: the kernels under the modules, forward and backward."""
 
+import functools
 import itertools
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("cutlass")
 
 OFFS = torch.tensor([40, 40, 57, 96], dtype=torch.int32)
 BOTH = [grouped.recipes.BF16, grouped.recipes.NVFP4, grouped.recipes.NVFP4RowScaled]
+BOTH += [functools.partial(grouped.recipes.NVFP4, hadamard=True, stochastic_rounding=True)]
 FP8 = [grouped.recipes.FP8Block, grouped.recipes.FP8Current, grouped.recipes.MXFP8]
 ALL = itertools.product(["sm_90a", "sm_100a"], BOTH + FP8)
 STEPS = [
@@ -65,3 +67,29 @@ def test_a_step_has_the_bits_of_the_tensor_core_reference(recipe, arch):
     torch.testing.assert_close(loss, near_loss, rtol=loss_bound, atol=0)
     for name, gradient in gradients.items():
         assert (gradient - near[name]).norm() <= bound * near[name].norm(), name
+
+
+SERVED = (grouped.recipes.BF16, grouped.recipes.MXFP8, grouped.recipes.FP8Current)
+
+
+@pytest.mark.parametrize("recipe", SERVED)
+def test_nvfp4_weights_beside_other_activations(recipe):
+    """W4A16 and W4A8 in a module: y and the gradient of x."""
+    layer = grouped.nn.GroupedLinear(4, 256, 128, recipe=recipe(), dtype=torch.bfloat16)
+    fmt = grouped.NVFP4(block=(16, 16))
+    weight = grouped.quantize(layer.weight.detach(), fmt, columnwise=True)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(96, k, generator=generator).bfloat16() for k in (256, 128))
+    found = []
+    for backend in ("emulated:sm_100a", "reference:sm_100a"):
+        leaf = x.clone().requires_grad_()
+        with cute_kernels.backend(backend):
+            y = layer(leaf, OFFS)
+            y.backward(dy)
+        found.append((y.detach(), leaf.grad))
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+    with torch.no_grad():
+        exact = layer(x, OFFS)
+    assert (found[0][0] - exact).norm() <= 0.01 * exact.norm()

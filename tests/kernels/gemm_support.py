@@ -122,12 +122,11 @@ def quantize(x: Tensor, offs: Tensor | None, fmt: Format, columnwise: bool = Fal
     return Operand(codes, scales, *rest[:1], fmt=fmt, columnwise=columnwise)
 
 
-def formats_of(config: GemmConfig) -> tuple[Format, Format]:
-    """Formats of A and B that a configuration multiplies."""
+def formats_of(config: GemmConfig) -> tuple[Format | None, Format | None]:
+    """Formats of A and B that a configuration multiplies; None of plain ones."""
     found = []
     for kind in (config.kind, config.b_kind):
         fmt = kind.fmt
-        assert fmt is not None
         if isinstance(fmt, FP8Block):
             fmt = dataclasses.replace(fmt, pow2_scales=getattr(config, "pow2_scales", False))
         found.append(fmt)
@@ -266,15 +265,12 @@ def m_grouped(
     x = randn(rows, k, seed=seed)
     transposed = columnwise_b or config.transpose_b
     w = randn(groups, *((k, n) if transposed else (n, k)), seed=seed + 1)
-    if config.kind.fmt is not None:
-        a_fmt, b_fmt = formats_of(config)
-        b = quantize(w, None, b_fmt, columnwise_b)
-        if activations_of(config) is not None:
-            a = _plain(config, x, rows - tail)
-        else:
-            a = quantize(x, offs, a_fmt)
+    a_fmt, b_fmt = formats_of(config)
+    b = _plain(config, w) if b_fmt is None else quantize(w, None, b_fmt, columnwise_b)
+    if a_fmt is None or activations_of(config) is not None:
+        a = _plain(config, x, rows - tail)
     else:
-        a, b = _plain(config, x, rows - tail), _plain(config, w)
+        a = quantize(x, offs, a_fmt)
     return Product(
         config,
         a,
@@ -293,8 +289,8 @@ def k_grouped(
     """Two ragged operands over their rows (wgrad)."""
     offs, rows = offsets(sizes), sum(sizes) + tail
     x, y = randn(rows, m, seed=seed), randn(rows, n, seed=seed + 1)
-    if config.kind.fmt is not None:
-        a_fmt, b_fmt = formats_of(config)
+    a_fmt, b_fmt = formats_of(config)
+    if a_fmt is not None and b_fmt is not None:
         a, b = quantize(x, offs, a_fmt, True), quantize(y, offs, b_fmt, True)
     else:
         a, b = _plain(config, x, rows - tail), _plain(config, y, rows - tail)

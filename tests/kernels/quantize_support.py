@@ -130,17 +130,20 @@ def run_tiles(
     groups = len(problem.groups)
     group_amax = torch.full((groups,), -7.0) if config.uses_group_amax else None
     row_amax = torch.full((len(problem.matrix),), -7.0) if config.uses_row_amax else None
+    column_amax = torch.full((groups,), -7.0) if config.has_own_columns else None
     if not config.compute_amax:
         known = expected(problem, fmt, config.rowwise, True, given)
         group_amax = known["amax_t"] if config.uses_group_amax else None
+        if column_amax is not None:
+            column_amax, group_amax = group_amax, known["amax"]
         row_amax = known["amax"] if config.uses_row_amax else None
     copies = [out[name] for name in ("codes", "scales", "codes_t", "scales_t")]
-    rest = (*NO_TILE_RESULTS[:-1], SEED if fmt.is_stochastic else None, NUM_SMS)
+    rest = (*NO_RESULTS, None, column_amax, SEED if fmt.is_stochastic else None, NUM_SMS)
     compiled(config)(problem.x, problem.offs, row_amax, group_amax, *copies, *rest)
     if config.rowwise:
         out["amax"] = row_amax if config.uses_row_amax else group_amax
     if config.columnwise:
-        out["amax_t"] = group_amax
+        out["amax_t"] = group_amax if column_amax is None else column_amax
     return out
 
 

@@ -36,6 +36,7 @@ KINDS = {
     "rowwise": ("nvfp4", False),
     "row-scaled": ("nvfp4:row_scaled", False),
     "columnwise": ("nvfp4", True),
+    "transformed": ("nvfp4:hadamard", True),
 }
 E5M2 = torch.float8_e5m2
 _BYTES: tuple[Format, ...] = (
@@ -122,7 +123,7 @@ def test_ragged_groups_of_bytes(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("kind", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("kind", ["rowwise", "columnwise", "transformed"])
 def test_other_dtypes(kind: str, dtype: str) -> None:
     for case in ("odd rows, K past two strips", "tail", "one row"):
         check_case("sm_90a", kind, dtype, case)
@@ -176,7 +177,7 @@ def test_only_the_rows_of_groups_are_touched(kind: str) -> None:
     codes, scales, amax = args[:3]
     live = int(offs[-1])
     out = torch.full((rows, cols), -7.0, dtype=torch.bfloat16)
-    if kind == "columnwise":
+    if args[-1]:
         spare = [codes]
         needed = [amax, offs]
     else:
@@ -264,9 +265,13 @@ def test_configurations_say_what_they_take() -> None:
     assert not config.can_implement(QuantizeProblem("float32", 40))
     assert not config.can_implement(QuantizeProblem("float32", 48, "uniform"))
     assert not config.can_implement(QuantizeProblem("float16", 48))
-    for fmt in (NVFP4(row_scaled=True), NVFP4(block=(16, 16))):  # the columns read alike
+    for fmt in (NVFP4(row_scaled=True), NVFP4(block=(16, 16)), NVFP4(stochastic_rounding=True)):
         chosen = DequantizeConfig.choose(fmt, "float32", "ragged", columnwise=True)
         assert chosen == DequantizeConfig("nvfp4", "float32", columnwise=True)
+    transformed = NVFP4(hadamard=True, stochastic_rounding=True)
+    for columnwise, text in ((False, "nvfp4"), (True, "nvfp4:hadamard")):
+        chosen = DequantizeConfig.choose(transformed, "float32", "ragged", columnwise)
+        assert chosen == DequantizeConfig(text, "float32", columnwise=columnwise)
     for same, as_well in (
         (FP8Block(pow2_scales=False, amax_epsilon=1e-4), FP8Block()),
         (FP8(scaling="delayed"), FP8()),

@@ -26,6 +26,18 @@ CONFIGS = [
     for tile in SM100_TILES
     if Sm100GemmConfig(operand).takes(tile)
 ]
+CONFIGS += [
+    Sm100GemmConfig("bfloat16", b_operand=operand, out_dtype="float32", tile=tile)
+    for operand, kind in OPERANDS.items()
+    for tile in SM100_TILES
+    if kind.fmt is not None
+]
+CONFIGS += [
+    Sm100GemmConfig(operand, b_operand="nvfp4", tile=tile)
+    for operand in ("fp8", "fp8_block", "mxfp8")
+    for tile in SM100_TILES
+    if Sm100GemmConfig(operand, b_operand="nvfp4").takes(tile)
+]
 PROBLEM = GemmProblem("nvfp4", "m_grouped", "bfloat16", groups=32, rows=4096, n=4096, k=7168)
 NUM_SMS = 148
 
@@ -42,7 +54,11 @@ def test_memory_of_every_tile_fits(config: Sm100GemmConfig) -> None:
     if config.tile.swap_ab:
         staged = 4 * 32 * 32 * (4 if config.out_dtype == "float32" else 2)
     assert config.num_ab_stage >= 3
-    assert config.num_ab_stage * config.stage_bytes + staged <= 227 * 1024 - 2048
+    stages = config.num_ab_stage * config.stage_bytes
+    if config.codes:
+        assert config.num_codes_stage >= 3
+        stages += config.num_codes_stage * config.codes_stage_bytes
+    assert stages + staged <= 227 * 1024 - 2048
     used = 2 * config.tile.n - config.acc_overlap + sum(config.sf_columns)
     assert used <= TMEM_COLUMNS
     # The epilogue gives shared columns back before it has read half of an accumulator.
@@ -78,6 +94,7 @@ def test_a_format_finds_its_kind_by_element_and_scale() -> None:
                 True,
                 squares,
             )
+    assert operand_of(MXFP8(block=(32, 32))) is OPERANDS["mxfp8"]
     other = dataclasses.make_dataclass("Other", [], bases=(MXFP8,), frozen=True)
     other.scale = NVFP4.scale
     with pytest.raises(UnsupportedError, match="no grouped GEMM kernel multiplies"):
@@ -97,6 +114,9 @@ def test_arrivals_count_every_warp_once() -> None:
     assert (one.acc_consumer_arrivals, two.acc_consumer_arrivals) == (4, 8)
     roles = [*one.epilogue_warp_ids, one.mma_warp_id, one.load_warp_id, one.scheduler_warp_id]
     assert sorted(roles) == list(range(one.num_threads // 32))
+    decoding = WarpSchedule(2, decodes=True)
+    assert (decoding.num_threads, decoding.tile_consumer_arrivals) == (512, 15)
+    assert (one.stage_arrivals, decoding.stage_arrivals, decoding.num_decode_warps) == (1, 9, 8)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +127,9 @@ def test_arrivals_count_every_warp_once() -> None:
         ({"operand": "fp8_block:block=128x128"}, "each row"),
         ({"operand": "fp8_block", "tile": Sm100Tile(128, 128, swap_partial=True)}, "cannot have"),
         ({"operand": "fp8_block", "tile": Sm100Tile(256, 256, 2)}, "cannot have the tile"),
+        ({"b_operand": "bfloat16"}, "not multiplied by bfloat16"),
+        ({"operand": "bfloat16", "b_operand": "nvfp4", "grouping": "k_grouped"}, "multiplied"),
+        ({"operand": "bfloat16", "b_operand": "mxfp8", "transpose_b": True}, "along K"),
         ({"out_dtype": "float64"}, "out_dtype"),
         ({"grouping": "n_grouped"}, "grouping"),
         ({"tile": Sm100Tile(64, 64)}, "tile"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers import ends
+from tests.kernels import test_gemm_decoded as decoded
 from tests.kernels import test_gemm_fp8 as fp8
 from tests.kernels import test_gemm_sm90 as sm90
 from tests.kernels import test_gemm_sm100 as sm100
@@ -61,6 +62,7 @@ CONFIGS = {
     "sm_100a promoted few": sm100_fp8.M_GROUPED["promoted few"],
     "sm_100a promoted wgrad": sm100_fp8.K_GROUPED["promoted"],
     "sm_100a mxfp8 wgrad": sm100_fp8.K_GROUPED["mxfp8 add"],
+    "sm_100a w4a16": decoded.CONFIGS["nvfp4 256x128"],
     "sm_100a wgrad": sm100.WGRAD_ADD,
     "sm_100a bf16 wgrad": sm100.PLAIN_WGRAD,
 }

@@ -65,6 +65,7 @@ VARIANTS: dict[str, dict] = {
     "square": {"format": SQUARE},
     "square, both": {"format": SQUARE, "columnwise": True},
     "stochastic": {"format": STOCHASTIC, "columnwise": True},
+    "Hadamard": {"format": "nvfp4:hadamard,stochastic_rounding", "columnwise": True},
     "stochastic, square": {"format": f"{SQUARE},stochastic_rounding", "columnwise": True},
 }
 
@@ -121,9 +122,12 @@ def test_tiles_of_other_dtypes(variant: str, dtype: str) -> None:
     ("variant", "grouping", "arch"),
     [
         *itertools.product(
-            ("both", "row-scaled and columnwise", "square"), ("ragged", "uniform"), (ARCH,)
+            ("both", "row-scaled and columnwise", "square", "Hadamard"),
+            ("ragged", "uniform"),
+            (ARCH,),
         ),
         ("both", "uniform", "sm_90a"),
+        ("Hadamard", "ragged", "sm_90a"),
     ],
 )
 def test_two_phases_compute_the_amaxes(variant: str, grouping: str, arch: str) -> None:
@@ -197,6 +201,9 @@ def test_special_values(arch: str, dtype: str) -> None:
     problem = Problem(torch.cat([x, tiny]), offs)
     check_tiles(tiles(dtype, columnwise=True, arch=arch), problem)
     check_tiles(tiles(dtype, format=SQUARE, columnwise=True, arch=arch), problem)
+    if dtype == "bfloat16":
+        for variant in ("stochastic, square", "Hadamard"):
+            check_tiles(tiles(arch=arch, **VARIANTS[variant]), problem)
     check_rows(Rows(dtype=dtype, warps_per_row=1, arch=arch), problem)
 
 
@@ -223,10 +230,8 @@ def test_more_than_a_thousand_groups(kind: str) -> None:
     ("arch", "variant", "cols"),
     [
         # Two more column tiles than stages for one CTA.
-        *(
-            (ARCH, v, 1040)
-            for v in ("both", "row-scaled and columnwise", "square, both", "stochastic")
-        ),
+        *((ARCH, v, 1040) for v in ("both", "row-scaled and columnwise", "square, both")),
+        *((arch, "Hadamard", 528) for arch in ARCHITECTURES),
         ("sm_90a", "both", 528),
     ],
 )

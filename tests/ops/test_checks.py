@@ -121,6 +121,8 @@ WRONG_TYPES = {
         ((X, OFFS.long()), "index must be int32, got int64"),
         ((X, OFFS, X), "row must be int32, got float32"),
     ],
+    "moe_activate": [((X.int(), "silu"), "x must be bfloat16 or float16 or float32")],
+    "moe_activate_gradient": [((X, X.half(), "silu"), "grad must be float32, got float16")],
     "moe_combine": [
         ((X.int(), ROW), "h must be bfloat16 or float16 or float32, got int32"),
         ((X, ROW.long()), "row must be int32, got int64"),
@@ -171,6 +173,18 @@ WRONG_VALUES = {
         ((X, ROW), "index must have 1 dimensions, got shape (3, 2)"),
         ((X, OFFS, ROW), "row must have size 8 in dimension 0, got shape (3, 2)"),
         ((X, META_OFFS), "index must be on the device of x"),
+    ],
+    "moe_activate": [
+        ((W, "silu"), "x must have 2 dimensions, got shape (2, 16, 32)"),
+        ((X, "silly"), "silly"),
+        ((X, "silu", None, True), "interleaved is of gated activations, which silu is not"),
+        ((X[:, :3], "swiglu"), "must have an even number of columns, got 3"),
+        ((X, "silu", META_OFFS), "offs must be on the device of x"),
+    ],
+    "moe_activate_gradient": [
+        ((X, X, "swiglu"), "grad must have size 16 in dimension 1, got shape (8, 32)"),
+        ((X, X, "silu", None, False, X), "weight and pair go together"),
+        ((X, X, "silu", None, False, X, OFFS), "pair must have size 8 in dimension 0"),
     ],
     "moe_combine": [
         ((W, ROW), "h must have 2 dimensions, got shape (2, 16, 32)"),

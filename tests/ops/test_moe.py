@@ -1,9 +1,13 @@
 """Routing, gather and combine against loops over tokens; kernels against the reference."""
 
+import functools
+
 import pytest
 import torch
+from torch.nn import functional as F
 
 import cute_kernels
+import grouped
 from cute_kernels.moe import RoutingConfig
 from cute_kernels.ops import registry
 from tests.helpers import DTYPES, Graphs, assert_all_same, assert_same_bytes, each, ops, sample
@@ -144,6 +148,79 @@ def test_gather_and_combine_kernels(arch):
         assert not ops.moe_gather(none[0], none[1].flatten()).any()
         assert ops.moe_gather(none[0], none[1][:0].flatten()).shape == (0, 8)
         assert not ops.moe_combine(torch.ones(3, 8), none[1][:, :0]).any()
+
+
+ACTIVATIONS = [
+    ("swiglu", torch.bfloat16, 264, False),
+    ("clamped_swiglu:limit=2.0", torch.float32, 24, True),
+    ("silu", torch.float16, 13, False),
+    ("geglu", torch.bfloat16, 9, True),
+]
+
+
+def activation_calls(name, dtype, cols, interleaved, ragged=True):
+    """The op, its gradient, and that with weights, of rows with special values."""
+    gated = "glu" in name
+    x, _, weight, _, row = operands(20, cols * (1 + gated), 2, 4, dtype, cols)
+    x, grad = torch.cat([x, -x]), sample(40, cols, dtype=dtype)
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-30, 100.0, -100.0])
+    x[1, :8], grad[2, :8] = special.to(dtype), special.to(dtype)
+    ids = ids_of(20, 2, 4, seed=cols)
+    offs, _, pair, _ = ops.compute_routing(ids, 4)
+    rest = (offs if ragged else None, interleaved)
+    x[int(offs[-1]) :] = torch.nan
+    return int(offs[-1]) if ragged else None, [
+        lambda: [ops.moe_activate(x, name, *rest)],
+        lambda: ops.moe_activate_gradient(x, grad, name, *rest),
+        lambda: ops.moe_activate_gradient(x, grad, name, *rest, weight, pair),
+    ]
+
+
+@each(("name", "dtype", "cols", "interleaved"), ACTIVATIONS)
+def test_activations(name, dtype, cols, interleaved):
+    """Against autograd in fp64 of what a layer computes with them."""
+    act = grouped.Activation(name.partition(":")[0])
+    if "limit" in name:
+        act = grouped.Activation("clamped_swiglu", limit=2.0)
+    gated, rows = act.is_gated, 12
+    x, grad = (torch.randn(rows, cols * n).to(dtype) for n in (1 + gated, 1))
+    weight = torch.rand(rows, 1)
+    pair = torch.randperm(rows).int()
+    exact = x.double().requires_grad_()
+    p = weight.double().requires_grad_()
+    halves = exact.unflatten(1, (-1, 2)).unbind(-1) if interleaved else exact.chunk(2, dim=1)
+    a, b = halves if gated else (exact, torch.ones(()))
+    if act.is_clamped:
+        a, b = a.clamp(max=2.0), b.clamp(-2.0, 2.0) + 1
+    gelu = functools.partial(F.gelu, approximate="tanh")
+    curve = {"geglu": gelu}.get(name, F.silu)
+    y = (a * (1.702 * a).sigmoid() if act.is_clamped else curve(a)) * b
+    tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 2e-6}
+    got = ops.moe_activate(x, act.text, None, interleaved)
+    torch.testing.assert_close(got.double(), y, **tolerance)
+    (y * p[pair.long()] * grad.double()).sum().backward()
+    dx, scaled, dp = ops.moe_activate_gradient(x, grad, act.text, None, interleaved, weight, pair)
+    torch.testing.assert_close(dx.double(), exact.grad, **tolerance)
+    torch.testing.assert_close(scaled.double(), (y * p[pair.long()]).detach(), **tolerance)
+    torch.testing.assert_close(dp.double(), p.grad, rtol=2e-2, atol=2e-2)
+    (plain,) = ops.moe_activate_gradient(x, grad, act.text, None, interleaved)
+    leaf = x.clone().requires_grad_()
+    ops.moe_activate(leaf, act.text, None, interleaved).backward(grad)
+    assert_same_bytes(leaf.grad, plain)
+
+
+@each(("name", "dtype", "cols", "interleaved"), ACTIVATIONS)
+@each("arch", ARCHITECTURES)
+def test_activation_kernels(arch, name, dtype, cols, interleaved):
+    pytest.importorskip("cutlass")
+    live, calls = activation_calls(name, dtype, cols, interleaved, ragged=cols != 24)
+    for i, call in enumerate(calls if cols in (264, 13) else calls[-1:]):
+        want = call()
+        with cute_kernels.backend(f"emulated:{arch}", **MODES[i + 1]):
+            for got, wanted in zip(call(), want, strict=True):
+                # Of the tail nothing is said.
+                rows = live if len(got) == 40 else None
+                assert_same_bytes(got[:rows], wanted[:rows], any_nan=True)
 
 
 def test_gradients():

@@ -118,6 +118,10 @@ def inverse(top_k):
     return token, row
 
 
+def weights_and_pairs():
+    return torch.rand(ROWS, 1), torch.randperm(ROWS).int()
+
+
 F32 = torch.float32
 HADAMARD, STOCHASTIC = "nvfp4:hadamard", "nvfp4:block=16x16,stochastic_rounding"
 #: No amax, and both directions.
@@ -137,6 +141,15 @@ BY_OP = {
     },
     "compute_routing": {"wild ids": lambda: (torch.tensor([[3, 0], [-1, 2], [7, 3]]), 4)},
     "moe_gather": {"inverse": lambda: (x(grad=True), *inverse(2)), "alone": lambda: (x(), OFFS)},
+    "moe_activate": {
+        "halves": lambda: (x(grad=True), "swiglu", OFFS),
+        "interleaved": lambda: (x(dtype=torch.bfloat16), "clamped_swiglu:limit=3.0", None, True),
+        "plain": lambda: (x(grad=True), "gelu"),
+    },
+    "moe_activate_gradient": {
+        "weights": lambda: (x(), x(16), "swiglu", OFFS, True, *weights_and_pairs()),
+        "alone": lambda: (x(), x(), "silu"),
+    },
     "moe_combine": {
         "weights": lambda: (w(30, 8, grad=True), inverse(2)[1], w(15, 2, grad=True), F32),
         "sum": lambda: (x(dtype=torch.bfloat16), inverse(1)[1]),

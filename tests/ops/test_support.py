@@ -33,8 +33,10 @@ UNSAYABLE = {
         (op for op in OPS if (op, None) in capability._RUNS and op != "grouped_gemm"), FORMATS[1:]
     ),
     *itertools.product(
-        ("grouped_quantize", "grouped_dequantize", "grouped_gemm_w4a16"), FORMATS[:1]
+        ("grouped_quantize", "grouped_dequantize", "grouped_gemm_w4a16", "grouped_gemm_w4a8"),
+        FORMATS[:1],
     ),
+    *(("grouped_gemm_w4a8", fmt) for fmt in FORMATS if fmt is not None and fmt.element.bits < 8),
     *itertools.product(("delayed_scaling_update",), set(FORMATS) - SCALED),
 }
 OFFS = offsets((4, 0, 2))
@@ -51,7 +53,7 @@ def combinations():
         taken = [d for d in DTYPES if d in capability._DTYPES[op]]
         allowed = [d for d in taken if support(op, fmt, arch, dtype=d, prepacked=prepacked)]
         # No GEMM quantizes on the way to a format that takes scales: then nothing has a dtype.
-        has_dtype = not (op == "grouped_gemm" and fmt in SCALED)
+        has_dtype = op != "grouped_gemm_w4a8" and not (op == "grouped_gemm" and fmt in SCALED)
         for dtype in DTYPES if allowed and has_dtype else taken[:1]:
             # On the emulator one dtype runs; tests of the kernels have the others.
             if dtype not in allowed or arch == "reference" or dtype == allowed[0]:
@@ -143,6 +145,12 @@ def grouped_gemm_w4a16(fmt, dtype):
     ops.m_grouped_gemm(*m_grouped_arguments(x, [codes, *scales], OFFS, b_format=fmt.text))
 
 
+def grouped_gemm_w4a8(fmt, dtype):
+    texts = {"a_format": fmt.text, "b_format": "nvfp4"}
+    b = held(NVFP4(), uniform=True)
+    ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, **texts))
+
+
 def delayed_scaling_update(fmt, dtype):
     ops.delayed_scaling_update(torch.ones(2, 3, dtype=dtype), torch.ones(3, dtype=dtype), fmt.text)
 
@@ -152,6 +160,10 @@ CALLS = {
     "compute_offsets": lambda fmt, dtype: ops.compute_offsets(torch.tensor([4, 0, 2]).to(dtype)),
     "compute_routing": lambda fmt, dtype: ops.compute_routing(torch.ones(3, 2).to(dtype), 4),
     "moe_gather": lambda fmt, dtype: ops.moe_gather(torch.ones(6, K).to(dtype), OFFS),
+    "moe_activate": lambda fmt, dtype: ops.moe_activate(torch.ones(6, K).to(dtype), "swiglu"),
+    "moe_activate_gradient": lambda fmt, dtype: ops.moe_activate_gradient(
+        torch.ones(6, K).to(dtype), torch.ones(6, K).to(dtype), "silu"
+    ),
     "moe_combine": lambda fmt, dtype: ops.moe_combine(torch.ones(6, K).to(dtype), OFFS[:, None]),
     "grouped_amax": lambda fmt, dtype: ops.grouped_amax(torch.ones(6, K).to(dtype), OFFS),
     "grouped_dbias": lambda fmt, dtype: ops.grouped_dbias(torch.ones(6, K).to(dtype), OFFS),
@@ -159,6 +171,7 @@ CALLS = {
     "grouped_dequantize": grouped_dequantize,
     "grouped_gemm": grouped_gemm,
     "grouped_gemm_w4a16": grouped_gemm_w4a16,
+    "grouped_gemm_w4a8": grouped_gemm_w4a8,
 }
 
 

@@ -11,6 +11,7 @@ from cute_kernels import UnsupportedError, backend
 from cute_kernels.formats import parse
 from cute_kernels.reference.tensor_core import tensor_core_gemm
 from tests.helpers import assert_same_bytes, each, m_grouped_arguments, ops
+from tests.reference.oracle import RCP_2688
 from tests.reference.rational import fp32
 from tests.reference.test_gemm_fp8 import F32, FP8_KINDS, FP8_PAIRS, Product, Wgrad, scaled
 
@@ -34,7 +35,7 @@ def elements(x, text):
 
 
 def chain(core, a, b, acc=None, scales=None):
-    """Instructions of K 32 one after the other."""
+    """Instructions of K 32 one after the other, or two of K 16."""
     acc = torch.zeros(len(a), len(b)) if acc is None else acc
     for i, k in enumerate(range(0, a.shape[1], 32)):
         given = {} if scales is None else {"a_scales": scales[0][:, i : i + 1]}
@@ -204,13 +205,46 @@ def test_grouped_takes_the_choice(core):
             assert_same_bytes(found[None], found[default])
 
 
+def decoded(x, dtype):
+    """Codes times block scales, rounded to fp32 and to ``dtype``."""
+    scales = np.ones((len(x.codes), 1)) if x.scales is None else x.scales
+    scales = np.repeat(scales, x.vec, axis=1)[:, : x.codes.shape[1]]
+    wide = np.float64 if dtype == torch.float64 else np.float32
+    return torch.from_numpy(wide(x.codes) * wide(scales)).to(dtype)
+
+
+@each_way
+@each("text", ["fp8:dtype=e5m2", "fp8_block", "fp8_block:block=128x128,pow2_scales=false", "mxfp8"])
+def test_w4a8(text, transpose_b):
+    """Both operands are decoded to bf16; without a tensor core products are exact."""
+    case = Product((text, "nvfp4"), SPLITS, 32, DEPTH, transpose_b=transpose_b)
+    got, exact = run_m("sm_100a", case), case.run()
+    for _, rows, a, b in case.members():
+        left, right = (decoded(x, torch.bfloat16) for x in (a, b))
+        levels = [torch.tensor(x.level) for x in (a, b) if x.level is not None]
+        levels[-1] *= torch.tensor(RCP_2688)
+        factor = levels[0] * levels[1] if len(levels) > 1 else levels[0]
+        assert_same_bytes(got[rows], scaled(chain("sm_100a", left, right), factor))
+        left, right = (decoded(x, torch.float64) for x in (a, b))
+        assert_same_bytes(exact[rows], scaled((left @ right.T).float(), factor))
+    with pytest.raises(UnsupportedError, match="no sm_90a kernel of grouped_gemm_w4a8"):
+        run_m("sm_90a", case)
+
+
 @each("pair", FP8_KINDS)
-def test_plain_operands_beside_quantized_ones_have_no_tensor_core(pair):
-    case = Product(pair, SPLITS)
-    arguments = m_grouped_arguments(case.x, case.b, case.offs, b_format=pair[1])
-    for core in CORES:
-        with (
-            backend(f"reference:{core}"),
-            pytest.raises(UnsupportedError, match=f"no {core} kernel of grouped_gemm_w4a16"),
-        ):
-            ops.m_grouped_gemm(*arguments)
+@each("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_are_decoded_beside_plain_operands(pair, dtype):
+    """Code times block scale, rounded to fp32 and to the other operand's dtype; then one chain."""
+    case = Product(pair, SPLITS, 24, 304 // 32 * 32)
+    x = case.x.to(dtype)
+    arguments = m_grouped_arguments(x, case.b, case.offs, out_dtype=F32, b_format=pair[1])
+    with backend("reference:sm_100a"):
+        got = ops.m_grouped_gemm(*arguments)
+    for _, rows, _, b in case.members():
+        acc = chain("sm_100a", x[rows], decoded(b, dtype))
+        assert_same_bytes(got[rows], scaled(acc, b.level))
+    with (
+        backend("reference:sm_90a"),
+        pytest.raises(UnsupportedError, match="no sm_90a kernel of grouped_gemm_w4a16"),
+    ):
+        ops.m_grouped_gemm(*arguments)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.formats import parse
 from grouped.nn import GroupedMLP
-from grouped.nn.swiglu import swiglu
+from grouped.nn.activation import activate
 from perf import explain
 from perf.__main__ import main
 from perf.planner import gpus, layer, model, observed, work
@@ -187,11 +187,12 @@ class Traffic(TorchDispatchMode):
         self.names.append(str(func))
         name = func._schema.name
         computes = not func.is_view and "empty" not in name and "detach" not in name
-        if computes and name.startswith("aten::") and isinstance(out, torch.Tensor):
+        outs = [out] if isinstance(out, torch.Tensor) else out
+        if computes and name.startswith(("aten::", "cute_kernels::moe_activate")):
             given = [a for a in args if isinstance(a, torch.Tensor)]
             if name == "aten::copy_":
                 given = given[1:]
-            self.bytes += sum(t.nbytes for t in (*given, out))
+            self.bytes += sum(t.nbytes for t in (*given, *outs))
             self.launches += 1
         return out
 
@@ -200,7 +201,7 @@ def test_the_gate_moves_what_is_said():
     x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(16, 32, dtype=torch.bfloat16)
     with Traffic() as forward:
-        y = swiglu(x)
+        y = activate(x, "swiglu")
     with Traffic() as backward:
         y.backward(dy)
     for traffic, which in ((forward, "forward"), (backward, "backward")):

@@ -24,6 +24,7 @@ from grouped.recipes import NVFP4, FP8Block, FP8Current, NVFP4RowScaled
 from tests.helpers import DTYPES, NVFP4_TEXTS, ends
 
 ARCHITECTURES = [architecture("sm_90a"), architecture("sm_100a")]
+TRANSFORMED = ("nvfp4:hadamard", "nvfp4:hadamard,stochastic_rounding")
 TEXTS = (*NVFP4_TEXTS.values(), "fp8", "fp8:dtype=e5m2")
 
 
@@ -59,6 +60,9 @@ def quantizations():
         if x.dtype == torch.bfloat16:
             text = "fp8_block:block=128x128" if offs is None else "fp8_block"
             yield GroupedQuantize(x, text, offs, None, rowwise, columnwise)
+            for text in TRANSFORMED if columnwise and offs is not None else ():
+                for amax in (None, torch.ones(2, groups) if rowwise else torch.ones(groups)):
+                    yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
 
 
 def dequantizations():

@@ -91,8 +91,8 @@ def test_an_added_row_is_an_added_format(monkeypatch, no_mxfp8):
     reason = support("grouped_quantize", MXFP8(), "sm_90a").reason
     assert reason == "no sm_90a kernel of grouped_quantize yet"
     assert support("grouped_gemm", MXFP8(), "reference").reason == "no grouped_gemm of MXFP8 yet"
-    reason = support("grouped_quantize", NVFP4(hadamard=True), "sm_90a").reason
-    assert reason == "no sm_90a kernel of grouped_quantize for NVFP4(hadamard=True) yet"
+    reason = support("grouped_quantize", NVFP4(four_over_six=True), "sm_90a").reason
+    assert reason == "no sm_90a kernel of grouped_quantize for NVFP4(four_over_six=True) yet"
     assert "| `grouped_quantize` | MXFP8 | yes | - | yes |" in markdown_table()
 
 
@@ -116,8 +116,7 @@ def test_columnwise_copies_may_run_on_fewer_architectures(op, rowwise_only):
         status = support(op, NVFP4(), arch, columnwise=True)
         assert not status
         assert status.reason == f"no {arch} kernel of {op} for the columnwise copy yet"
-    runs = op != "grouped_gemm_w4a16"
-    assert bool(support(op, NVFP4(), "sm_100a", columnwise=True)) == runs
+    assert support(op, NVFP4(), "sm_100a", columnwise=True)
 
 
 def test_the_printed_table_says_where_only_the_rowwise_copy_runs(rowwise_only):

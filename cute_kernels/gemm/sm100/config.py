@@ -4,18 +4,22 @@ The tensor core takes 128 rows of operand M but any 16 of N. With ``swap_ab`` th
 are therefore operand N; with ``swap_partial`` only the last tile of a group has swapped operands,
 if it is partial. Instructions then multiply only as many rows of N as the tile has, rounded up to
 ``N_STEP``.
+
+Codes that no instruction takes with the other operand have stages of their own, twice as long along
+K as those of what is multiplied, which warps decode them to: see ``decode``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 from cute_kernels.formats import FP8, MXFP8
 from cute_kernels.gemm.operands import DTYPE_BYTES, OperandKind, operand_of
 from cute_kernels.gemm.problem import GemmConfig, GemmGrouping, GemmProblem, TileShape
 from cute_kernels.gemm.sm100.heuristics import estimated_cycles
-from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, ceil_div
+from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS, SF_TILE_WORDS, ceil_div
 
 __all__ = [
     "BOX_ROWS",
@@ -25,6 +29,7 @@ __all__ = [
     "ScaleTilesConfig",
     "TMEM_COLUMNS",
     "TMEM_LANES",
+    "Codes",
     "Sm100GemmConfig",
     "Sm100Tile",
 ]
@@ -44,6 +49,8 @@ SWAPPED_BLOCK = 32
 K_BLOCKS = 4
 #: Columns of accumulators whose sums a thread has registers for.
 _PROMOTED_N = 128
+#: Stages of codes that are decoded, at least.
+_LEAST_STAGES = 3
 _SMEM_CAPACITY = 232448
 #: Barriers, tile records and alignment.
 _SMEM_RESERVED = 2048
@@ -83,6 +90,48 @@ SM100_TILES = (
 
 
 @dataclasses.dataclass(frozen=True)
+class Codes:
+    """An operand that is decoded, in one CTA.
+
+    Attributes:
+        side: ``"m"`` or ``"n"``, the operand.
+        kind: what it is made of.
+        rows: its rows in a tile.
+    """
+
+    side: str
+    kind: OperandKind
+    rows: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of codes of a row in a stage of them."""
+        return PIECE_K * self.kind.bits // 8
+
+    @property
+    def scales(self) -> tuple[int, ...]:
+        """Extents of the block scales in a stage: scale tiles as words, or fp32 of rows.
+
+        Empty where there are none, and of squares, of which a stage has one.
+        """
+        if self.kind.has_squares or not self.kind.is_block_scaled:
+            return ()
+        if self.kind.has_row_scales:
+            return self.rows, 1
+        return 1, PIECE_K // self.kind.scale_tile_k, SF_TILE_WORDS
+
+    @property
+    def scale_bytes(self) -> int:
+        """Shared memory of the block scales of a stage."""
+        return 4 * math.prod(self.scales) if self.scales else 0
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage."""
+        return self.rows * self.row_bytes + self.scale_bytes
+
+
+@dataclasses.dataclass(frozen=True)
 class Sm100GemmConfig(GemmConfig):
     """One variant of the grouped GEMM for sm_100a; attributes as ``GemmConfig``."""
 
@@ -98,8 +147,12 @@ class Sm100GemmConfig(GemmConfig):
 
     def refuses(self, tile: Sm100Tile) -> str:
         """Why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
-        if self.m_kind.tcgen05 is None:
+        if self.mma_kind.tcgen05 is None:
             return f"there is no kernel for {self.operand} yet"
+        if self.codes and self.transpose_b:
+            return "codes that are decoded are contiguous along K"
+        if len(self.codes) > 1 and tile.swap_partial and tile.num_ctas > 1:
+            return "rows of A that are decoded are not split by how many there are"
         if tile.may_swap and self.grouping == "k_grouped":
             return "only operands of an m_grouped product may be swapped"
         if self.promotes and (tile.swap_partial or tile.n > _PROMOTED_N):
@@ -112,22 +165,22 @@ class Sm100GemmConfig(GemmConfig):
         Instructions fit themselves to the rows of a group; tiles where they cannot multiply up to a
         tile of rows for each that no group has, and have to be forced.
         """
-        is_fitted = tile.may_swap or self.grouping == "k_grouped" or self.promotes
-        return is_fitted and self.takes(tile)
+        fits = tile.may_swap or self.grouping == "k_grouped" or len(self.codes) > 1
+        return (fits or self.promotes) and self.takes(tile)
 
     def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
         """What a call costs, by a model of time."""
         return estimated_cycles(self, problem, num_sms)
 
     @property
-    def has_row_scales(self) -> bool:
-        """Whether the kernel reads fp32 block scales; powers of two come as tiles of E8M0."""
-        return self.kind.has_row_scales and not self.pow2_scales
+    def takes_scale_tiles(self) -> bool:
+        """Whether fp32 block scales come as tiles of E8M0."""
+        return self.pow2_scales
 
     @property
     def promotes(self) -> bool:
         """Whether sums of every 128 of K go to fp32 registers, times fp32 block scales."""
-        return self.has_row_scales
+        return self.loads_row_scales and self.decoded_to is None
 
     @property
     def row_scales(self) -> tuple[bool, bool]:
@@ -140,22 +193,29 @@ class Sm100GemmConfig(GemmConfig):
         """Shared memory for scales of columns of accumulators: of two blocks of K, of each warp."""
         return 4 * 2 * self.tile.n * 4 if self.row_scales[1] else 0
 
-    @property
-    def m_kind(self) -> OperandKind:
-        """What instructions take for operand M."""
-        return self._taken(super().m_kind)
-
-    @property
-    def n_kind(self) -> OperandKind:
-        """What instructions take for operand N."""
-        return self._taken(super().n_kind)
-
     def _taken(self, kind: OperandKind) -> OperandKind:
         """The kind as instructions take it: none take fp32 scales."""
-        if not self.kind.has_row_scales or kind.fmt is None:
+        if self.decoded_to is not None:
+            return self.decoded_to
+        if kind.fmt is None or not kind.has_row_scales:
             return kind
         cls = MXFP8 if self.pow2_scales else FP8
         return operand_of(cls(kind.fmt.element.dtype))
+
+    @property
+    def mma_kind(self) -> OperandKind:
+        """What A is made of where the tensor core reads it."""
+        return self._taken(self.kind)
+
+    @property
+    def multiplied(self) -> tuple[OperandKind, OperandKind]:
+        """What operands M and N are made of there."""
+        return self._taken(self.m_kind), self._taken(self.n_kind)
+
+    @property
+    def instruction_k(self) -> int:
+        """Elements of K that one instruction contracts."""
+        return self.mma_kind.instruction_k
 
     @property
     def k_blocks(self) -> int:
@@ -165,7 +225,7 @@ class Sm100GemmConfig(GemmConfig):
     @property
     def mma_tiler_mnk(self) -> tuple[int, int, int]:
         """M, N and K of one pipeline stage's tile."""
-        return self.tile.m, self.tile.n, K_BLOCKS * self.kind.instruction_k
+        return self.tile.m, self.tile.n, K_BLOCKS * self.instruction_k
 
     @staticmethod
     def instruction_n(rows: Any) -> Any:
@@ -176,7 +236,7 @@ class Sm100GemmConfig(GemmConfig):
     def element_stage_bytes(self) -> tuple[int, int]:
         """Shared memory of one stage of the elements of operands M and N in one CTA."""
         m, n, k = self.mma_tiler_mnk
-        row_bytes = k * self.kind.bits // 8
+        row_bytes = k * self.mma_kind.bits // 8
         return m // self.tile.num_ctas * row_bytes, n // self.tile.num_ctas * row_bytes
 
     @property
@@ -185,7 +245,7 @@ class Sm100GemmConfig(GemmConfig):
 
         A pair of CTAs splits those of M; both need all of N.
         """
-        if not self.m_kind.is_block_scaled:
+        if not self.mma_kind.is_block_scaled:
             return 0, 0
         m_cta = self.tile.m // self.tile.num_ctas
         return ceil_div(m_cta, SF_TILE_ROWS), ceil_div(self.tile.n, SF_TILE_ROWS)
@@ -193,15 +253,48 @@ class Sm100GemmConfig(GemmConfig):
     @property
     def k_scale_tiles(self) -> int:
         """Tiles of block scales of a stage along K."""
-        if not self.m_kind.is_block_scaled:
+        if not self.mma_kind.is_block_scaled:
             return 0
-        return K_BLOCKS // self.m_kind.k_blocks_of_scale_tile
+        return K_BLOCKS // self.mma_kind.k_blocks_of_scale_tile
 
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage of both operands in one CTA."""
         scales = sum(self.scale_tiles) * self.k_scale_tiles * SF_TILE_BYTES
         return sum(self.element_stage_bytes) + scales
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes that are loaded for a stage in one CTA: not those that are decoded."""
+        of_side = dict(zip(("m", "n"), self.element_stage_bytes, strict=True))
+        return self.stage_bytes - sum(of_side[codes.side] for codes in self.codes)
+
+    @property
+    def codes(self) -> tuple[Codes, ...]:
+        """Operands that come as codes and are decoded."""
+        if self.decoded_to is None:
+            return ()
+        sides = ((self.m_kind, self.tile.m), (self.n_kind, self.tile.n))
+        return tuple(
+            Codes(side, kind, rows // self.tile.num_ctas)
+            for side, (kind, rows) in zip(("m", "n"), sides, strict=True)
+            if kind.fmt is not None
+        )
+
+    @property
+    def codes_stage_bytes(self) -> int:
+        """Shared memory of a stage of codes and their block scales; 0 where none are decoded."""
+        return sum(codes.stage_bytes for codes in self.codes)
+
+    @property
+    def num_codes_stage(self) -> int:
+        """Stages of codes: those for which the others leave room."""
+        left = self._stage_capacity - self.num_ab_stage * self.stage_bytes
+        return left // self.codes_stage_bytes
+
+    @property
+    def _stage_capacity(self) -> int:
+        return _SMEM_CAPACITY - _SMEM_RESERVED - self.staged_bytes - self.column_scale_bytes
 
     @property
     def staged_bytes(self) -> int:
@@ -213,8 +306,9 @@ class Sm100GemmConfig(GemmConfig):
     @property
     def num_ab_stage(self) -> int:
         """Stages of both operands that fit in shared memory."""
-        taken = _SMEM_RESERVED + self.staged_bytes + self.column_scale_bytes
-        return (_SMEM_CAPACITY - taken) // self.stage_bytes
+        of_codes, left = self.codes_stage_bytes, self._stage_capacity
+        balanced = left // (self.stage_bytes + of_codes // 2)
+        return min(balanced, (left - _LEAST_STAGES * of_codes) // self.stage_bytes)
 
     @property
     def store_columns(self) -> int:
@@ -268,7 +362,7 @@ class ScaleTilesConfig:
     @classmethod
     def before(cls, config: Sm100GemmConfig) -> ScaleTilesConfig | None:
         """What a GEMM's scales go through; None if they stay as they are."""
-        if not config.pow2_scales:
+        if not config.takes_scale_tiles:
             return None
         squares = config.kind.has_squares, config.b_kind.has_squares
         return cls(*squares, config.grouping == "m_grouped")

@@ -126,7 +126,7 @@ class Epilogue:
         factor = Float32(1.0)
         if in_group:
             at = row if cutlass.const_expr(self.config.row_scaled) else tile.group
-            factor = self.tensors.factor(self.config.kind, tile.group, at)
+            factor = self.tensors.factor(self.config, tile.group, at)
         self.acc.wait(acc_state)
         num_blocks = self.config.tile.n // self.columns
         for step in cutlass.range(num_blocks, unroll=1):

@@ -147,7 +147,7 @@ class SwappedEpilogue:
         if cutlass.const_expr(self.tensors.has_factor):
             if self.lane < rows:
                 at = row + self.lane if cutlass.const_expr(self.config.row_scaled) else group
-                factor = self.tensors.factor(self.config.kind, group, at)
+                factor = self.tensors.factor(self.config, group, at)
         return factor
 
     @cute.jit

@@ -23,13 +23,15 @@ __all__ = ["estimated_cycles"]
 _FP4_MACS_PER_CYCLE = 16384
 #: Bytes that one SM loads from L2 in a cycle.
 _LOAD_BYTES_PER_CYCLE = 64
+#: Elements that one SM decodes in a cycle: 128 threads' instructions, three an element.
+_DECODED_PER_CYCLE = 43
 #: Cycles before the first MMA of a tile's pipeline and after the last: TMA latency and epilogue.
 _FILL_CYCLES = 2000
 
 
 def estimated_cycles(config: Sm100GemmConfig, problem: GemmProblem, num_sms: int) -> float:
     """Cycles of one call on ``num_sms`` SMs, by the model of this module."""
-    tile, kind = config.tile, config.kind
+    tile, kind = config.tile, config.mma_kind
     tile_m, tile_n, tile_k = config.mma_tiler_mnk
     live = min(problem.groups, problem.rows)
     mean = ceil_div(problem.rows, live)
@@ -46,7 +48,11 @@ def estimated_cycles(config: Sm100GemmConfig, problem: GemmProblem, num_sms: int
     # Whole waves while there are few of them; many even out.
     waves = max(1.0, tiles / clusters) if tiles > 4 * clusters else -(-tiles // clusters)
     macs = tile_m // tile.num_ctas * tile_n * tile_k
+    loaded = config.loaded_bytes + config.codes_stage_bytes // 2
+    decoded = sum(codes.rows for codes in config.codes) * tile_k
     stage = max(
-        macs * kind.bits / 4 / _FP4_MACS_PER_CYCLE, config.stage_bytes / _LOAD_BYTES_PER_CYCLE
+        macs * kind.bits / 4 / _FP4_MACS_PER_CYCLE,
+        loaded / _LOAD_BYTES_PER_CYCLE,
+        decoded / _DECODED_PER_CYCLE,
     )
     return waves * ceil_div(depth, tile_k) * stage + _FILL_CYCLES

@@ -7,6 +7,7 @@ pipeline   from -> to               full; empty
 ========== ======================== =======================================================
 tile ring  scheduler -> all others  one arrival; one a warp
 ab         load -> MMA              the bytes of a stage; one commit
+codes      codes load -> decoders   the bytes of a stage; one a warp
 acc        MMA -> epilogue          one commit; one an epilogue warp
 ========== ======================== =======================================================
 
@@ -18,6 +19,9 @@ The tensor core takes 128 or 256 rows of operand M but any 16 of N. With ``swap_
 tile, of a group's last rows, is multiplied with its operands swapped: the loads of elements stay as
 they are and only the instructions take B for operand M. N is then as small as the rows allow. The
 epilogue finds that tile transposed.
+
+Codes that no instruction takes with the other operand are decoded by warps into the stages that the
+MMA reads; these arrive at their barriers beside the load warp: see ``decode``.
 """
 
 from __future__ import annotations
@@ -30,11 +34,12 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import blackwell_helpers
 
 from cute_kernels.gemm.fakes import FakeArguments, fake_stream
-from cute_kernels.gemm.loader import LoadWarp, TmaSource
+from cute_kernels.gemm.loader import LoadWarp, StageLoad, TmaSource
 from cute_kernels.gemm.output import EpilogueTensors
 from cute_kernels.gemm.problem import Extents
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
 from cute_kernels.gemm.sm100.config import BOX_ROWS, TMEM_COLUMNS
+from cute_kernels.gemm.sm100.decode import CodesLoadWarp, DecodeWarps
 from cute_kernels.gemm.sm100.epilogue import Epilogue, OutputStore
 from cute_kernels.gemm.sm100.epilogue_swapped import SwappedEpilogue
 from cute_kernels.gemm.sm100.epilogue_warps import EpilogueWarps
@@ -49,14 +54,17 @@ from cute_kernels.gemm.sm100.promotion import Promoter
 from cute_kernels.gemm.sm100.storage import Barriers, Layouts, Stages, make_pipelines
 from cute_kernels.gemm.sm100.warp_schedule import NamedBarrierId, WarpSchedule
 from cute_kernels.gemm.views import (
+    codes_view,
     matrix_view,
     output_view,
     ragged_rows_view,
     row_scales_view,
     scale_type,
+    scale_words_view,
     scales_view,
     squares_view,
 )
+from cute_kernels.layout.shapes import PIECE_K
 from cute_kernels.layout.slots import TILE_ROWS, most_rows
 
 if TYPE_CHECKING:
@@ -70,13 +78,17 @@ class Sources(NamedTuple):
     """Something of each tensor that TMA reads: the copies, their coordinates, or both.
 
     Attributes:
-        m: elements of operand M.
-        n: elements of operand N.
+        m: elements of operand M; None if it is decoded.
+        n: elements of operand N; likewise.
         m_scales: block scales of operand M; None without, as the others after it.
         n_scales: block scales of operand N.
         partial_m_scales: block scales of operand M of partial tiles with swapped operands.
         partial_n_scales: those of operand N.
         partial_boxes: elements of A of such tiles, by boxes of rows.
+        m_codes: codes of operand M where they are decoded.
+        n_codes: those of operand N.
+        m_codes_scales: their block scales; None without, and of squares.
+        n_codes_scales: likewise.
     """
 
     m: Any
@@ -86,6 +98,10 @@ class Sources(NamedTuple):
     partial_m_scales: Any = None
     partial_n_scales: Any = None
     partial_boxes: Any = None
+    m_codes: Any = None
+    n_codes: Any = None
+    m_codes_scales: Any = None
+    n_codes_scales: Any = None
 
     @classmethod
     def paired(cls, atoms: Sources, tensors: Sources) -> Sources:
@@ -119,7 +135,7 @@ class Sm100Gemm:
 
     def __init__(self, config: Sm100GemmConfig):
         self.config = config
-        self.warps = WarpSchedule(config.tile.num_ctas)
+        self.warps = WarpSchedule(config.tile.num_ctas, bool(config.codes))
 
     @staticmethod
     def fake_args(config: Sm100GemmConfig) -> tuple[Any, ...]:
@@ -177,9 +193,9 @@ class Sm100Gemm:
                 (row_scales_view if of_rows else squares_view)(x)
                 for x, of_rows in zip((m_scales, n_scales), config.row_scales, strict=True)
             )
-        if cutlass.const_expr(config.m_kind.is_block_scaled):
-            m_scales = scales_view(m_scales, config.m_kind)
-            n_scales = scales_view(n_scales, config.n_kind)
+        if cutlass.const_expr(config.mma_kind.is_block_scaled):
+            m_scales = scales_view(m_scales, config.mma_kind)
+            n_scales = scales_view(n_scales, config.mma_kind)
         if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
             num_rows = a.shape[0]
         else:
@@ -188,7 +204,12 @@ class Sm100Gemm:
         # B may be padded along K, A never is.
         size_k = (n if config.tile.swap_ab else m).shape[1]
         extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], size_k)))
-        sources = self.sources(layouts, m, n, m_scales, n_scales)
+        squares = self.squares(m_scales, n_scales)
+        if cutlass.const_expr(config.codes):
+            codes = (b, a) if config.tile.swap_ab else (a, b)
+            sources = self.decoded_sources(layouts, (m, n), codes, (m_scales, n_scales))
+        else:
+            sources = self.sources(layouts, m, n, m_scales, n_scales)
         stores = self.stores(layouts, out)
         num_clusters = num_sms // config.tile.num_ctas
         self.kernel(
@@ -204,6 +225,7 @@ class Sm100Gemm:
             b_amax,
             alpha,
             bias,
+            squares,
             offs,
             extents,
         ).launch(
@@ -231,18 +253,57 @@ class Sm100Gemm:
         """The TMA copies of one stage of each tensor."""
         staged = layouts.stages
         out = Sources(self.m_source(layouts, m, staged.m), self.n_source(layouts, n, staged.n))
-        if self.config.m_kind.is_block_scaled:
+        if self.config.mma_kind.is_block_scaled:
             out = out._replace(
                 m_scales=self.m_source(layouts, m_scales, staged.m_scales, is_scale=True),
                 n_scales=self.n_scales_source(layouts, n_scales),
             )
         if self.config.tile.swap_partial:
             out = out._replace(partial_boxes=self.box_source(layouts, m))
-        if self.config.tile.swap_partial and self.config.m_kind.is_block_scaled:
+        if self.config.tile.swap_partial and self.config.mma_kind.is_block_scaled:
             out = out._replace(
                 partial_m_scales=self.m_source(layouts, n_scales, staged.m_scales, is_scale=True),
                 partial_n_scales=self.n_scales_source(layouts, m_scales),
             )
+        return out
+
+    def squares(self, *scales: cute.Tensor | None) -> tuple[cute.Tensor | None, ...]:
+        """Scales of squares of operands M and N that are decoded."""
+        decoded = {codes.side for codes in self.config.codes if codes.kind.has_squares}
+        sides = zip(("m", "n"), scales, strict=True)
+        return tuple(squares_view(x) if side in decoded else None for side, x in sides)
+
+    def decoded_sources(
+        self,
+        layouts: Layouts,
+        views: tuple[cute.Tensor, cute.Tensor],
+        codes: tuple[cute.Tensor, cute.Tensor],
+        scales: tuple[cute.Tensor | None, cute.Tensor | None],
+    ) -> Sources:
+        """Those of operands M and N where codes are decoded: as they are given, and views."""
+        config, staged, out = self.config, layouts.stages, Sources(None, None)
+
+        def copy(tensor: cute.Tensor, stages: Any, tiler: tuple[int, ...]) -> TmaSource:
+            stage = cute.slice_(stages, (*[None] * len(tiler), 0))
+            op = cpasync.CopyBulkTensorTileG2SOp()
+            return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, stage, tiler))
+
+        decoded = {each.side: each for each in config.codes}
+        for i, side in enumerate(("m", "n")):
+            if side not in decoded:
+                source = (self.m_source, self.n_source)[i](layouts, views[i], staged[i])
+                out = out._replace(**{side: source})
+                continue
+            each, name = decoded[side], f"{side}_codes"
+            stages = getattr(staged, name)
+            made = {name: copy(codes_view(codes[i]), stages, (each.rows, each.row_bytes))}
+            if each.scales:
+                view = row_scales_view if each.kind.has_row_scales else scale_words_view
+                name += "_scales"
+                made[name] = copy(view(scales[i]), getattr(staged, name), each.scales)
+            out = out._replace(**made)
+        if config.tile.swap_partial and out.m is not None:
+            out = out._replace(partial_boxes=self.box_source(layouts, views[0]))
         return out
 
     def m_source(
@@ -339,6 +400,7 @@ class Sm100Gemm:
         b_amax: cute.Tensor | None,
         alpha: cute.Tensor | None,
         bias: cute.Tensor | None,
+        squares: tuple[cute.Tensor | None, ...],
         offs: cute.Tensor,
         extents: Extents,
     ) -> None:
@@ -349,7 +411,8 @@ class Sm100Gemm:
 
         smem = cutlass.memory.SmemAllocator()
         barriers = Barriers.allocate(config, smem)
-        ab_pipeline, acc_pipeline, ring, tmem = make_pipelines(config, warps, layouts, barriers)
+        pipelines = make_pipelines(config, warps, layouts, barriers)
+        ab_pipeline, acc_pipeline, ring, tmem, codes_pipeline = pipelines
         pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
         shared = self.allocate_stages(smem, layouts)
         acc_layout = layouts.acc_layout()
@@ -367,6 +430,14 @@ class Sm100Gemm:
             sources = Sources.paired(source_atoms, source_tensors)
             loads = StageLoads(layouts, tiled_mma, tiled_mma_sf, cta)
             self.load_warp(loads, sources, shared, tiles, ab_pipeline).run()
+        if cutlass.const_expr(config.codes):
+            if warp == warps.codes_load_warp_id:
+                sources = Sources.paired(source_atoms, source_tensors)
+                self.codes_load_warp(sources, shared, tiles, cta, codes_pipeline).run()
+            if warp >= warps.first_decode_warp_id:
+                DecodeWarps(
+                    config, warps, shared, squares, cta, tiles, codes_pipeline, ab_pipeline
+                ).run()
         if warp == warps.mma_warp_id:
             tmem.wait_for_alloc()
             pointer = tmem.retrieve_ptr(Float32)
@@ -412,12 +483,23 @@ class Sm100Gemm:
                 for x, dtype in zip(staged[:2], layouts.elements, strict=True)
             )
         )
-        if self.config.m_kind.is_block_scaled:
-            dtype = scale_type(self.config.m_kind)
+        if self.config.mma_kind.is_block_scaled:
+            dtype = scale_type(self.config.mma_kind)
             out = out._replace(
                 m_scales=smem.allocate_tensor(dtype, staged.m_scales, byte_alignment=128),
                 n_scales=smem.allocate_tensor(dtype, staged.n_scales, byte_alignment=128),
             )
+        for codes in self.config.codes:
+            name = f"{codes.side}_codes"
+            layout, scales = getattr(staged, name), getattr(staged, f"{name}_scales")
+            made = smem.allocate_tensor(
+                cutlass.Uint8, layout.outer, byte_alignment=1024, swizzle=layout.inner
+            )
+            out = out._replace(**{name: made})
+            if scales is not None:
+                dtype = Float32 if codes.kind.has_row_scales else Int32
+                made = smem.allocate_tensor(dtype, scales, byte_alignment=128)
+                out = out._replace(**{f"{name}_scales": made})
         return out
 
     def allocate_output(
@@ -441,22 +523,48 @@ class Sm100Gemm:
         ab_pipeline: pipeline.PipelineTmaUmma,
     ) -> LoadWarp:
         """The load warp, with how each tensor gets into shared memory."""
-        operand_m = [loads.m(sources.m, shared.m)]
-        operand_n = [loads.n(sources.n, shared.n)]
-        if self.config.m_kind.is_block_scaled:
+        operand_m = [] if sources.m is None else [loads.m(sources.m, shared.m)]
+        operand_n = [] if sources.n is None else [loads.n(sources.n, shared.n)]
+        if self.config.mma_kind.is_block_scaled:
             operand_m.append(loads.m(sources.m_scales, shared.m_scales, is_scale=True))
             operand_n.append(loads.n_scales(sources.n_scales, shared.n_scales))
         rest = (tuple(operand_m), tuple(operand_n), tiles, ab_pipeline)
-        if not self.config.tile.swap_partial:
+        if not self.config.tile.swap_partial or sources.m is None:
             return LoadWarp(self.config, *rest)
         boxes = cute.make_tensor(shared.m.iterator, loads.layouts.boxes.outer)
         partial = SwappedPartial(RowBoxes(sources.partial_boxes, boxes), loads.cta)
-        if self.config.m_kind.is_block_scaled:
+        if self.config.mma_kind.is_block_scaled:
             partial = partial._replace(
                 m_scales=loads.m(sources.partial_m_scales, shared.m_scales, is_scale=True),
                 n_scales=loads.n_scales(sources.partial_n_scales, shared.n_scales),
             )
         return SwappingLoadWarp(self.config, partial, *rest)
+
+    def codes_load_warp(
+        self,
+        sources: Sources,
+        shared: Stages,
+        tiles: TileReader,
+        cta: Int32,
+        codes_pipeline: pipeline.PipelineTmaAsync,
+    ) -> LoadWarp:
+        """The load warp of codes and their block scales."""
+        sides: dict[str, tuple[StageLoad, ...]] = {"m": (), "n": ()}
+        for codes in self.config.codes:
+            kind, name = codes.kind, f"{codes.side}_codes"
+
+            def load(
+                name: str, tiler: tuple[int, ...], divisor: int, is_scale: bool, rows: int
+            ) -> StageLoad:
+                parts = (getattr(sources, name), getattr(shared, name), tiler, divisor)
+                return StageLoad(*parts, cta * rows, Int32(0), 1, is_scale)
+
+            loads = [load(name, (codes.rows, codes.row_bytes), 8 // kind.bits, False, codes.rows)]
+            if codes.scales:
+                divisor = PIECE_K if kind.has_row_scales else kind.scale_tile_k
+                loads.append(load(f"{name}_scales", codes.scales, divisor, True, codes.rows))
+            sides[codes.side] = tuple(loads)
+        return CodesLoadWarp(self.config, *sides.values(), tiles, codes_pipeline)
 
     def instructions(self, layouts: Layouts, shared: Stages, tmem: cute.Pointer) -> StageMma:
         """How a stage is multiplied."""

@@ -247,7 +247,8 @@ class SwappingLoadWarp(LoadWarp):
         copies = [
             (load, *load.copies(row, Int32(0), group))
             for load, row, group in (
-                (self.operand_n[0], tile.n_row, tile.group),
+                # What is decoded is loaded by another warp.
+                *((n, tile.n_row, tile.group) for n in self.operand_n[:1]),
                 (partial.m_scales, tile.n_sf_row, tile.group),
                 (partial.n_scales, tile.m_sf_row, Int32(0)),
             )
@@ -255,7 +256,7 @@ class SwappingLoadWarp(LoadWarp):
         ]
         all_boxes = config.tile.m // num_ctas // BOX_ROWS
         box_bytes = config.element_stage_bytes[0] // all_boxes
-        stage_bytes = config.stage_bytes - (all_boxes - num_boxes) * box_bytes
+        stage_bytes = config.loaded_bytes - (all_boxes - num_boxes) * box_bytes
         for k_tile in cutlass.range(self.num_k_tiles(tile), unroll=1):
             # As producer_acquire, which would expect the bytes of all boxes.
             self.ab_pipeline.sync_object_empty.wait(ab_state.index, ab_state.phase)

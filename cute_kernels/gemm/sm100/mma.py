@@ -93,12 +93,12 @@ class StageMma:
         scale_columns: tuple[int, int],
     ):
         self.config = config
-        kinds = config.m_kind, config.n_kind
-        self.m, self.n = map(umma.ElementStages.of, kinds, (shared.m, shared.n), config.mn_major)
+        stages = (shared.m, shared.n)
+        self.m, self.n = map(umma.ElementStages.of, config.multiplied, stages, config.mn_major)
         self.tmem = Int32(tmem.toint())
         self.acc_stride = acc_stride
         self.scales: tuple[_StagedScales, ...] = ()
-        if config.m_kind.is_block_scaled:
+        if config.mma_kind.is_block_scaled:
             self.scales = tuple(
                 _StagedScales(
                     umma.scale_descriptor(x.iterator), column, tiles, config.k_scale_tiles
@@ -132,7 +132,7 @@ class StageMma:
                 more = Int64(tile.rows < config.tile.rows) * (self.n.block - self.m.block)
                 blocks = self.m.block + more, self.n.block - more
         scales = tuple(self.tmem + x.column for x in self.scales)
-        if cutlass.const_expr(config.m_kind.is_block_scaled and config.tile.n < SF_TILE_ROWS):
+        if cutlass.const_expr(config.mma_kind.is_block_scaled and config.tile.n < SF_TILE_ROWS):
             # A scale tile has four columns of 32 rows each.
             scales = (scales[0], scales[1] + ((tile.n_sf_row & (SF_TILE_ROWS - 1)) >> 5))
         acc = self.tmem + which * self.acc_stride
@@ -159,7 +159,7 @@ class StageMma:
         """Multiply one K block of the stage whose elements are at ``m`` and ``n``."""
         instruction, scales = tile.instruction, ()
         if self.scales:
-            per_tile = self.config.m_kind.k_blocks_of_scale_tile
+            per_tile = self.config.mma_kind.k_blocks_of_scale_tile
             k_scale_tile, number = divmod(k_block, per_tile)
             instruction += umma.scale_id(number) if number else 0
             scales = tuple(
@@ -169,7 +169,7 @@ class StageMma:
         # The first instruction of a tile overwrites; those behind the tile's last do nothing.
         flags = {"more_than": (left, k_block)} if k_block else {"accumulate": k_tile}
         umma.multiply(
-            self.config.m_kind,
+            self.config.mma_kind,
             tile.acc,
             tuple(x + k_block * step for x, step in zip((m, n), tile.blocks, strict=True)),
             instruction,

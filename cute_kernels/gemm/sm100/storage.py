@@ -17,7 +17,7 @@ from cute_kernels.gemm.views import DSL_TYPES, element_type, scale_type
 from cute_kernels.layout.shapes import SF_TILE_ROWS, round_up
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.sm100.config import Sm100GemmConfig
+    from cute_kernels.gemm.sm100.config import Codes, Sm100GemmConfig
 
 __all__ = ["Barriers", "Layouts", "Pipelines", "Stages", "make_pipelines"]
 
@@ -30,12 +30,20 @@ class Stages(NamedTuple):
         n: elements of operand N.
         m_scales: block scales of operand M; None without.
         n_scales: block scales of operand N; None without.
+        m_codes: codes of operand M, (rows, bytes, STAGE), where they are decoded.
+        n_codes: those of operand N.
+        m_codes_scales: their block scales, (*``Codes.scales``, STAGE).
+        n_codes_scales: likewise.
     """
 
     m: Any
     n: Any
     m_scales: Any = None
     n_scales: Any = None
+    m_codes: Any = None
+    n_codes: Any = None
+    m_codes_scales: Any = None
+    n_codes_scales: Any = None
 
 
 class Layouts:
@@ -57,7 +65,7 @@ class Layouts:
 
     def __init__(self, config: Sm100GemmConfig):
         self.config = config
-        kind = config.m_kind
+        kind = config.mma_kind
         self.tiler = config.mma_tiler_mnk
         self.tiler_sf = (
             self.tiler[0] // config.tile.num_ctas,
@@ -65,14 +73,13 @@ class Layouts:
             self.tiler[2],
         )
         group = tcgen05.CtaGroup.ONE if config.tile.num_ctas == 1 else tcgen05.CtaGroup.TWO
-        self.elements = element_type(config.m_kind), element_type(config.n_kind)
+        m, n = self.elements = tuple(map(element_type, config.multiplied))
         self.tiled_mma = self._make_mma(group, self.tiler[:2])
         self.tiled_mma_sf = self._make_mma(tcgen05.CtaGroup.ONE, self.tiler_sf[:2])
         ctas = cute.make_layout((config.tile.num_ctas, 1, 1))
         self.cluster = cute.tiled_divide(ctas, (self.tiled_mma.thr_id.shape,))
         self.cluster_sf = cute.tiled_divide(ctas, (self.tiled_mma_sf.thr_id.shape,))
         stages = config.num_ab_stage
-        m, n = self.elements
         self.stages = Stages(
             blackwell_helpers.make_smem_layout_a(self.tiled_mma, self.tiler, m, stages),
             blackwell_helpers.make_smem_layout_b(self.tiled_mma, self.tiler, n, stages),
@@ -83,6 +90,8 @@ class Layouts:
                 m_scales=blockscaled_layout.make_smem_layout_sfa(*scales),
                 n_scales=blockscaled_layout.make_smem_layout_sfb(*scales),
             )
+        for codes in config.codes:
+            self.stages = self.stages._replace(**self._codes(codes))
         swizzle = tcgen05.SmemLayoutAtomKind.K_SW128
         self.boxes = None
         if config.tile.swap_partial:
@@ -109,7 +118,7 @@ class Layouts:
             )
 
     def _make_mma(self, group: tcgen05.CtaGroup, shape_mn: tuple[int, int]) -> cute.TiledMma:
-        kind = self.config.m_kind
+        kind = self.config.mma_kind
         major = [OperandMajorMode.MN if mn else OperandMajorMode.K for mn in self.config.mn_major]
         if not kind.is_block_scaled:
             return blackwell_helpers.make_trivial_tiled_mma(
@@ -123,6 +132,20 @@ class Layouts:
             group,
             shape_mn,
         )
+
+    def _codes(self, codes: Codes) -> dict[str, Any]:
+        """Stages of codes, whose rows are one swizzle atom, and of their block scales."""
+        stages, scales = self.config.num_codes_stage, None
+        kinds = tcgen05.SmemLayoutAtomKind
+        swizzle = {64: kinds.K_SW64, 128: kinds.K_SW128}[codes.row_bytes]
+        atom = tcgen05.make_smem_layout_atom(swizzle, cutlass.Uint8)
+        shape = (codes.rows, codes.row_bytes, stages)
+        if codes.scales:
+            # Words of tiles, or rows, are contiguous.
+            order = (0, 1, 2) if codes.kind.has_row_scales else (2, 1, 0, 3)
+            scales = cute.make_ordered_layout((*codes.scales, stages), order=order)
+        name = f"{codes.side}_codes"
+        return {name: cute.tile_to_shape(atom, shape, (0, 1, 2)), f"{name}_scales": scales}
 
     def acc_layout(self) -> cute.Layout:
         """Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE)."""
@@ -139,16 +162,16 @@ class Layouts:
         return sfa, sfa + self.config.sf_columns[0]
 
     def stage_bytes(self) -> int:
-        """Bytes that fill one stage of all CTAs that share a tile."""
+        """Bytes that fill one stage of all CTAs that share a tile, without what is decoded."""
         staged = [*zip(self.stages[:2], self.elements, strict=True)]
-        if self.config.m_kind.is_block_scaled:
-            scales = scale_type(self.config.m_kind)
+        if self.config.mma_kind.is_block_scaled:
+            scales = scale_type(self.config.mma_kind)
             staged += [(self.stages.m_scales, scales), (self.stages.n_scales, scales)]
         total = 0
         for layout, dtype in staged:
             total += cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, None, 0)))
         assert total == self.config.stage_bytes
-        return total * self.config.tile.num_ctas
+        return self.config.loaded_bytes * self.config.tile.num_ctas
 
 
 class Barriers(NamedTuple):
@@ -161,6 +184,7 @@ class Barriers(NamedTuple):
         tmem: where the address of tensor memory is put.
         tmem_free: barrier of a CTA pair before tensor memory is freed.
         tiles: the tile records.
+        codes: full and empty barriers of the stages of codes; None if none are decoded.
     """
 
     ab: cute.Pointer
@@ -169,11 +193,15 @@ class Barriers(NamedTuple):
     tmem: cute.Pointer
     tmem_free: cute.Pointer
     tiles: cute.Tensor
+    codes: cute.Pointer | None = None
 
     @staticmethod
     def allocate(config: Sm100GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
         """Reserve them."""
         words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
+        codes = None
+        if config.codes:
+            codes = smem.allocate_array(Int64, 2 * config.num_codes_stage, byte_alignment=8)
         return Barriers(
             ab=smem.allocate_array(Int64, 2 * config.num_ab_stage, byte_alignment=8),
             acc=smem.allocate_array(Int64, 2 * config.num_acc_stage, byte_alignment=8),
@@ -181,6 +209,7 @@ class Barriers(NamedTuple):
             tmem=smem.allocate_array(Int32, 1, byte_alignment=8),
             tmem_free=smem.allocate_array(Int64, 1, byte_alignment=8),
             tiles=smem.allocate_tensor(Int32, words, byte_alignment=16),
+            codes=codes,
         )
 
 
@@ -192,12 +221,14 @@ class Pipelines(NamedTuple):
         acc: accumulators.
         ring: tile records.
         tmem: the allocator of tensor memory.
+        codes: stages of codes; None if none are decoded.
     """
 
     ab: pipeline.PipelineTmaUmma
     acc: pipeline.PipelineUmmaAsync
     ring: pipeline.PipelineAsync
     tmem: cutlass.memory.TmemAllocator
+    codes: pipeline.PipelineTmaAsync | None
 
 
 def make_pipelines(
@@ -211,7 +242,7 @@ def make_pipelines(
     ab_pipeline = pipeline.PipelineTmaUmma.create(
         barrier_storage=barriers.ab,
         num_stages=config.num_ab_stage,
-        producer_group=threads(1),
+        producer_group=threads(warps.stage_arrivals),
         consumer_group=threads(1),
         tx_count=layouts.stage_bytes(),
         cta_layout_vmnk=layouts.cluster,
@@ -241,4 +272,16 @@ def make_pipelines(
         is_two_cta=config.tile.num_ctas == 2,
         two_cta_tmem_dealloc_mbar_ptr=barriers.tmem_free,
     )
-    return Pipelines(ab_pipeline, acc_pipeline, ring, tmem)
+    codes_pipeline = None
+    if barriers.codes is not None:
+        # Those of one CTA are nobody else's.
+        codes_pipeline = pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers.codes,
+            num_stages=config.num_codes_stage,
+            producer_group=threads(1),
+            consumer_group=threads(warps.num_decode_warps),
+            tx_count=config.codes_stage_bytes,
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            defer_sync=True,
+        )
+    return Pipelines(ab_pipeline, acc_pipeline, ring, tmem, codes_pipeline)

@@ -26,19 +26,38 @@ class WarpSchedule:
 
     Attributes:
         num_ctas: CTAs that share a tile's MMA.
+        decodes: whether B comes as codes, which one warp more loads and others decode.
     """
 
     num_ctas: int = 1
+    decodes: bool = False
 
     epilogue_warp_ids = (0, 1, 2, 3)
     mma_warp_id = 4
     load_warp_id = 5
     scheduler_warp_id = 6
+    codes_load_warp_id = 7
+    first_decode_warp_id = 8
+    #: Two teams of warps that decode every second stage each.
+    team_warps = 4
 
     @property
     def num_threads(self) -> int:
         """Threads of a CTA."""
-        return WARP_SIZE * (self.scheduler_warp_id + 1)
+        warps = self.scheduler_warp_id + 1
+        if self.decodes:
+            warps = self.first_decode_warp_id + self.num_decode_warps
+        return WARP_SIZE * warps
+
+    @property
+    def num_decode_warps(self) -> int:
+        """Warps that decode."""
+        return 2 * self.team_warps if self.decodes else 0
+
+    @property
+    def stage_arrivals(self) -> int:
+        """Arrivals that fill a stage: of the load warp, and of a team of each CTA."""
+        return 1 + (self.team_warps * self.num_ctas if self.decodes else 0)
 
     @property
     def num_epilogue_threads(self) -> int:
@@ -52,8 +71,8 @@ class WarpSchedule:
 
     @property
     def tile_consumer_arrivals(self) -> int:
-        """Arrivals that free a tile record: one a warp of epilogue, MMA and load."""
-        return len(self.epilogue_warp_ids) + 2
+        """Arrivals that free a tile record: one a warp but the scheduler."""
+        return self.num_threads // WARP_SIZE - 1
 
     @property
     def acc_consumer_arrivals(self) -> int:

@@ -125,6 +125,8 @@ class Sm90GemmConfig(GemmConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.decoded_to is not None:
+            raise ValueError(f"{self.operand} is not multiplied by {self.b_operand}")
         if self.activations is not None:
             if self.activations not in DECODED_SCALE:
                 kinds = " or ".join(DECODED_SCALE)

@@ -185,9 +185,9 @@ class Epilogue:
                 if cutlass.const_expr(config.row_scaled):
                     local = i * WARPGROUP_SIZE + self.thread
                     if local < cutlass.min(tile.rows, config.tile.n):
-                        factor = self.tensors.factor(config.kind, tile.group, tile.n_row + local)
+                        factor = self.tensors.factor(config, tile.group, tile.n_row + local)
                 else:
-                    factor = self.tensors.factor(config.kind, tile.group, tile.group)
+                    factor = self.tensors.factor(config, tile.group, tile.group)
             factors[i] = factor
         return factors
 

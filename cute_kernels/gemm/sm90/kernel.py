@@ -19,23 +19,23 @@ from cutlass import Float32, Int32, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.gemm.fakes import FakeArguments, fake_stream
-from cute_kernels.gemm.loader import LoadWarp, TmaSource
+from cute_kernels.gemm.loader import LoadWarp, StageLoad, TmaSource
 from cute_kernels.gemm.operands import OPERANDS
 from cute_kernels.gemm.output import EpilogueTensors
 from cute_kernels.gemm.problem import Extents
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
 from cute_kernels.gemm.sm90.consumer import Consumer
 from cute_kernels.gemm.sm90.epilogue import Epilogue
-from cute_kernels.gemm.sm90.fp4.operand import codes_view, scale_words_view
-from cute_kernels.gemm.sm90.loader import StageLoad
 from cute_kernels.gemm.sm90.promotion import Promoter
 from cute_kernels.gemm.sm90.storage import Barriers, Layouts, Stages, make_pipelines
 from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
 from cute_kernels.gemm.views import (
+    codes_view,
     matrix_view,
     output_view,
     ragged_rows_view,
     row_scales_view,
+    scale_words_view,
     squares_view,
 )
 from cute_kernels.layout.slots import TILE_ROWS, most_rows

@@ -54,16 +54,18 @@ def force_tile(tile: TileShape) -> Iterator[None]:
         registry.forget_plans()
 
 
-def _operands(op: GroupedGemm) -> dict[str, Any]:
+def _operands(op: GroupedGemm, arch: str) -> dict[str, Any]:
     """What GEMM configurations say of both operands."""
     if op.b_record is None:
         return {"operand": dtype_name(op.a.dtype)}
     b = operand_of(op.b_record)
+    if op.a_record is None and arch != "sm_90a":
+        return {"operand": dtype_name(op.a.dtype), "b_operand": b.name}
     a = b if op.a_record is None else operand_of(op.a_record)
     fields: dict[str, Any] = {"operand": a.name}
     if a is not b:
         fields["b_operand"] = b.name
-    if op.a_record is not None and a.has_row_scales:
+    if op.a_record is not None and a.has_row_scales and b.has_row_scales:
         fields["pow2_scales"] = op.a_record.has_pow2_scales and op.b_record.has_pow2_scales
     return fields
 
@@ -89,7 +91,7 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
         return _nothing
     cls = CONFIGS[launch.arch]
     base = cls(
-        **_operands(op),
+        **_operands(op, launch.arch),
         tile=cls.any_tile("m_grouped"),
         out_dtype=dtype_name(spec.dtype),
         row_scaled=op.row_scaled,
@@ -119,7 +121,7 @@ def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
         return _zero
     cls = CONFIGS[launch.arch]
     base = cls(
-        **_operands(op),
+        **_operands(op, launch.arch),
         grouping="k_grouped",
         tile=cls.any_tile("k_grouped"),
         out_dtype=dtype_name(spec.dtype),
@@ -151,7 +153,6 @@ def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmCon
 
 
 def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: Launcher) -> Runner:
-    prepare = None
     if isinstance(config, Sm90GemmConfig):
         prepare = sm90_preparation(op, config, launch)
     elif isinstance(config, Sm100GemmConfig):

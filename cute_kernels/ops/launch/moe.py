@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.moe.config import ActivateConfig, CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.ops.arguments import dense, dtype_name, readable
 
 if TYPE_CHECKING:
@@ -14,11 +14,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from cute_kernels.ops.moe import ComputeRouting, MoeCombine, MoeGather
+    from cute_kernels.ops.moe import (
+        ComputeRouting,
+        MoeActivate,
+        MoeActivateGradient,
+        MoeCombine,
+        MoeGather,
+    )
     from cute_kernels.ops.registry import Runner
     from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["combine", "compute_routing", "gather"]
+__all__ = ["activate", "activate_gradient", "combine", "compute_routing", "gather"]
 
 
 def compute_routing(op: ComputeRouting, launch: Launcher) -> Runner:
@@ -64,5 +70,53 @@ def combine(op: MoeCombine, launch: Launcher) -> Runner:
 
     def run(op: MoeCombine, outputs: Sequence[Tensor]) -> None:
         kernel(readable(op.h), dense(op.row), dense(op.weight), outputs[0], launch.num_sms)
+
+    return run
+
+
+def _activate_config(
+    op: MoeActivate | MoeActivateGradient, launch: Launcher, columns: int, **options: bool
+) -> ActivateConfig:
+    return ActivateConfig(
+        op.activation,
+        launch.arch,
+        dtype_name(op.x.dtype),
+        interleaved=op.interleaved,
+        ragged=op.offs is not None,
+        vectorized=columns % 8 == 0,
+        **options,
+    )
+
+
+def activate(op: MoeActivate, launch: Launcher) -> Runner:
+    """How ``moe_activate`` runs."""
+    if not op.x.numel():
+        return lambda op, outputs: None
+    columns = op.outputs()[0].shape[1]
+    kernel = launch.kernel(_activate_config(op, launch, columns))
+
+    def run(op: MoeActivate, outputs: Sequence[Tensor]) -> None:
+        given = (readable(op.x), None, dense(op.offs), None, None, outputs[0])
+        kernel(*given, None, None, launch.num_sms)
+
+    return run
+
+
+def activate_gradient(op: MoeActivateGradient, launch: Launcher) -> Runner:
+    """How ``moe_activate_gradient`` runs."""
+    if not op.x.numel():
+        return lambda op, outputs: None
+    weighted = op.weight is not None
+    options = {"gradient": True, "weighted": weighted}
+    kernel = launch.kernel(_activate_config(op, launch, op.grad.shape[1], **options))
+
+    def run(op: MoeActivateGradient, outputs: Sequence[Tensor]) -> None:
+        rows = readable(op.x), readable(op.grad), dense(op.offs)
+        if op.weight is None:
+            kernel(*rows, None, None, outputs[0], None, None, launch.num_sms)
+            return
+        out, scaled, dweight = outputs
+        weight = op.weight.contiguous().view(-1)
+        kernel(*rows, weight, dense(op.pair), out, scaled, dweight.view(-1), launch.num_sms)
 
     return run

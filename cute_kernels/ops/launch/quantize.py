@@ -69,11 +69,12 @@ def _no_elements(op: GroupedQuantize) -> Runner:
     def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
         out = dict(zip(names, outputs, strict=True))
         amax = op.x.new_zeros(count, dtype=torch.float32) if op.amax is None else op.amax.abs()
-        vectors_of = codec.level(amax) if op.scale is None else codec.level(amax, op.scale)
         for columnwise in asked:
             level = fmt.level(columnwise)
             if level is not None and level.per == "group":
                 vectors = fmt.buffer_names(columnwise)[-len(level.buffers) :]
+                # One for both directions, or one each.
+                vectors_of = codec.level(amax.expand(2, -1)[columnwise], op.scale)
                 for name, vector in zip(vectors, vectors_of, strict=True):
                     out[name].copy_(vector)
 
@@ -156,6 +157,7 @@ def _tiles(op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: L
     )
     kernel = launch.kernel(config)
     by_row, row_kernel, names = config.uses_row_amax, None, tuple(op.specs())
+    has_own = config.has_own_columns
     if by_row and op.amax is not None:
         rows_only = AmaxConfig(problem.dtype, problem.grouping, True, False, launch.arch)
         row_kernel = launch.kernel(rows_only)
@@ -170,12 +172,16 @@ def _tiles(op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: L
         if op.scale is not None:
             group_amax, seen = dense(op.scale), amax
         elif op.amax is not None:
-            _give(op.amax, group_amax)
+            _give(op.amax[0] if has_own else op.amax, group_amax)
+            if has_own:
+                _give(op.amax[1], amax_t)
         if row_kernel is not None:
             row_kernel(x, offs, row_amax, None, launch.num_sms)
         buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
-        kernel(x, offs, row_amax, group_amax, *buffers, seen, None, seed, launch.num_sms)
-        if amax_t is not None and group_amax is not None and amax_t is not group_amax:
+        own = amax_t if has_own else None
+        is_own = has_own or amax_t is group_amax
+        kernel(x, offs, row_amax, group_amax, *buffers, seen, own, seed, launch.num_sms)
+        if amax_t is not None and group_amax is not None and not is_own:
             amax_t.copy_(group_amax)
 
     return run

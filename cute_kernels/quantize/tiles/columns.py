@@ -9,6 +9,7 @@ from cutlass import Float32, Int32, Int64, Uint16, Uint32, cute
 
 from cute_kernels.device.absmax import absmax_pairs, absmax_words, fmax, split_absmax
 from cute_kernels.device.groups import Grouping
+from cute_kernels.device.hadamard import transform_words
 from cute_kernels.device.memory import load_shared, store_global, store_shared, store_shared_half
 from cute_kernels.device.ptx import f32_as_bits
 from cute_kernels.layout.slots import TILE_ROWS
@@ -73,6 +74,7 @@ class ColumnConverter:
         self.num_rows = 64 if self.skips_rows else 32
         self.steps = 1 if self.skips_rows else 4 // self.sharing
         self.num_boxes = self.tile.num_boxes * max(2, self.sharing) // 4
+        self.is_transformed = codec.fmt.is_transformed
 
     def place(self, part: Int32) -> LanePlace:
         """What a lane of warp ``part`` of a team has of the tile."""
@@ -114,7 +116,7 @@ class ColumnConverter:
             draw = None
             if cutlass.const_expr(by.seed is not None and self.config.columnwise):
                 per_word, is_2d = self.tile.cols_per_word, self.config.is_2d
-                place = (first_row, col, mine.twist)
+                place = (first_row, col, self.order(mine))
                 draw = ColumnDraws.of(by.seed, is_2d, cols, what, place, per_word)
             codes_of, pairs_of = self.convert_columns(
                 lanes_at, mine, first_row, col, by, draw, places
@@ -145,7 +147,7 @@ class ColumnConverter:
         codes_of: list[list] = [[] for _ in range(self.tile.cols_per_word)]
         pairs_of: list[list] = [[] for _ in range(self.tile.cols_per_word)]
         for first in cutlass.range_constexpr(0, self.num_rows // self.codec.block, 2):
-            blocks = [self.load_block(lanes_at, first + i) for i in range(2)]
+            blocks = [self.load_block(lanes_at, first + i, mine.twist) for i in range(2)]
             amaxes = [self.amaxes(words) for words in blocks]
             if cutlass.const_expr(self.config.is_2d):
                 self.store_squares(amaxes, mine, first_row // self.codec.block + first, col, places)
@@ -160,21 +162,26 @@ class ColumnConverter:
                         of_block.append(enc)
                 for i, (words, encs) in enumerate(zip(blocks, factors, strict=True)):
                     if cutlass.const_expr(draw is None):
-                        codes = self.codec.encode_columns(words, encs, mine.twist)
+                        codes = self.codec.encode_columns(words, encs, self.order(mine))
                     else:
                         draws = draw.block(first + i)
-                        codes = self.codec.round_columns(words, encs, draws, mine.twist)
+                        codes = self.codec.round_columns(words, encs, draws, self.order(mine))
                     for c in cutlass.range_constexpr(self.tile.cols_per_word):
                         codes_of[c] += codes[c]
         return codes_of, pairs_of
 
-    def load_block(self, lanes_at: list[Int32], block: int) -> list[Uint32]:
-        """A lane's word in each row of one of its blocks of rows."""
+    def order(self, mine: LanePlace) -> Int32 | int:
+        """The twist of the words of ``load_block``."""
+        return 0 if self.is_transformed else mine.twist
+
+    def load_block(self, lanes_at: list[Int32], block: int, twist: Int32 | int) -> list[Uint32]:
+        """A lane's word in each row of one of its blocks of rows, or what these become."""
         first = block * self.codec.block
-        return [
+        words = [
             load_shared(lanes_at[r % 8] + (first + r // 8 * 8) * BOX_BYTES, 1)[0]
             for r in range(self.codec.block)
         ]
+        return transform_words(words, self.arch, twist) if self.is_transformed else words
 
     @cute.jit
     def store_squares(

@@ -68,6 +68,7 @@ class Descriptor(NamedTuple):
         group: the group.
         amax: bits of the group's amax or given scale, 0 where groups have none. The loader reads
             it ahead, for a team would wait for it at every tile.
+        column_amax: likewise of the columnwise copy, where it has one of its own.
     """
 
     tile: Int32
@@ -76,6 +77,7 @@ class Descriptor(NamedTuple):
     count: Int32
     group: Int32
     amax: Int32
+    column_amax: Int32
 
 
 class TilePlaces(NamedTuple):

@@ -40,7 +40,7 @@ from cute_kernels.device.philox import seed_of
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
 from cute_kernels.layout.shapes import SF_TILE_BYTES, scale_tiles
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.amax import AmaxKernels
+from cute_kernels.quantize.chunk_amax import ChunkAmaxKernels
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 from cute_kernels.quantize.levels import LevelWriter
 from cute_kernels.quantize.tiles.bytes import ByteTiles
@@ -66,7 +66,7 @@ __all__ = ["TileQuantizer"]
 _FACTORS_BYTES = 4 * 128
 
 
-class TileQuantizer(AmaxKernels):
+class TileQuantizer(ChunkAmaxKernels):
     """Persistent tile quantizer, see the module."""
 
     def __init__(self, config: TileConfig):
@@ -82,9 +82,11 @@ class TileQuantizer(AmaxKernels):
         self.tiles = tiles(config, self.codec, self.tile, self.team)  # type: ignore[arg-type]
         self.num_compute_warps = config.num_teams * config.warps_per_team
         self.num_threads = (self.num_compute_warps + 1) * WARP_SIZE
+        #: Second levels of a tile: one, or one a copy.
+        self.num_levels = 2 if config.has_own_columns else 1
         #: Whether a team keeps the encode factors of its group's scales in shared memory.
         self.has_table = config.uses_group_amax and self.codec.table_size > 0
-        self.factors_bytes = _FACTORS_BYTES if self.has_table else 0
+        self.factors_bytes = _FACTORS_BYTES * self.num_levels if self.has_table else 0
         #: Columnwise scale tiles of a slot tile, 0 where scales do not go through shared memory.
         self.scale_tiles = 0
         if config.columnwise and config.has_scale_tiles:
@@ -109,7 +111,7 @@ class TileQuantizer(AmaxKernels):
             fake.codes_t() if config.columnwise else None,
             fake.scales_t() if config.columnwise else None,
             *fake.results(),
-            None,
+            fake.level() if config.has_own_columns else None,
             fake.seed() if config.is_stochastic else None,
             Int32(1),
             env_stream(),
@@ -134,7 +136,10 @@ class TileQuantizer(AmaxKernels):
         num_sms: Int32,
         stream: Any,
     ) -> None:
-        if cutlass.const_expr(self.config.compute_amax):
+        if cutlass.const_expr(self.config.compute_amax and self.codec.fmt.is_transformed):
+            own = (None, group_amax) if column_amax is None else (group_amax, column_amax)
+            self.launch_chunk_amax(x, offs, *own, num_sms, stream)
+        elif cutlass.const_expr(self.config.compute_amax):
             self.launch_amax(x, offs, row_amax, group_amax, num_sms, stream)
         if cutlass.const_expr(self.config.reports_amax):
             self.launch_clear(amax, num_sms, stream)
@@ -230,7 +235,7 @@ class TileQuantizer(AmaxKernels):
             cpasync.prefetch_descriptor(line_copy)
             boxes = Tma(box_copy, box_source, box)
             lines = Tma(line_copy, line_source, line)
-            self.loader.load(groups, cols, group_amax, boxes, lines, shared)
+            self.loader.load(groups, cols, group_amax, column_amax, boxes, lines, shared)
         else:
             if cutlass.const_expr(group_amax is not None):
                 threads = self.num_compute_warps * WARP_SIZE
@@ -259,8 +264,8 @@ class TileQuantizer(AmaxKernels):
         stage, phase, copy = team, Int32(0), Int32(0)
         count = Int32(1)
         factors_at = shared.factors.toint() + team * self.factors_bytes
-        table = factors_at if self.has_table else None
-        level, level_of = self.codec.zero_level(), Int32(-1)
+        tables = [factors_at + i * _FACTORS_BYTES for i in range(self.num_levels)]
+        levels, level_of = (self.codec.zero_level(),) * self.num_levels, Int32(-1)
         seen, seen_of = Uint32(0), Int32(0)
         seeds = (None, None)
         if cutlass.const_expr(config.is_stochastic):
@@ -274,10 +279,10 @@ class TileQuantizer(AmaxKernels):
                 scales_at = shared.scales_t.toint() + buffer * self.scales_t_bytes
                 if cutlass.const_expr(self.has_table):
                     if what.group != level_of:
-                        level, table = self.tabulate(what, factors_at, team)
-                        level_of = what.group
+                        levels, level_of = self.levels_of(what), what.group
+                        self.tabulate(levels, tables, team)
                 elif cutlass.const_expr(config.uses_group_amax):
-                    level = self.codec.second_level(bits_as_f32(Uint32(what.amax)))
+                    levels = self.levels_of(what)
                 if cutlass.const_expr(config.reports_amax):
                     if what.group != seen_of:
                         self.report(amax, seen_of, seen)
@@ -288,7 +293,10 @@ class TileQuantizer(AmaxKernels):
                     scales_t=scales_at,
                     squares=shared.squares.toint() + buffer * self.squares_bytes,
                 )
-                by = (Encoding(level, table, seeds[0]), Encoding(level, table, seeds[1]))
+                by = tuple(
+                    Encoding(levels[i], tables[i] if self.has_table else None, seeds[c])
+                    for c, i in enumerate((0, self.num_levels - 1))
+                )
                 where = (what, team, part, places)
                 seen = self.tiles.convert(groups, cols, by, row_amax, out, *where, seen)
                 cute.arch.sync_warp()
@@ -309,19 +317,20 @@ class TileQuantizer(AmaxKernels):
         """Fold the packed magnitudes that a warp has seen of a group into the group's amax."""
         self.merge(amax, group, unpack_absmax(seen, self.dtype, self.arch))
 
-    @cute.jit
-    def tabulate(self, what: Descriptor, factors_at: Int32, team: Int32) -> tuple[Level, Int32]:
-        """The second level of a group, and where its table is.
+    def levels_of(self, what: Descriptor) -> tuple[Level, ...]:
+        """The second levels of a group."""
+        amaxes = (what.amax, what.column_amax)[: self.num_levels]
+        return tuple(self.codec.second_level(bits_as_f32(Uint32(amax))) for amax in amaxes)
 
-        The whole team writes the table, one encode factor a thread.
-        """
+    @cute.jit
+    def tabulate(self, levels: tuple[Level, ...], tables: list[Int32], team: Int32) -> None:
+        """The whole team writes the tables of a group, one encode factor a thread."""
         thread = self.team.thread(team)
-        level = self.codec.second_level(bits_as_f32(Uint32(what.amax)))
-        factor = self.codec.encode_factor(Uint32(thread), level)
+        factors = [self.codec.encode_factor(Uint32(thread), level) for level in levels]
         self.team.sync(team)
-        store_shared(factors_at + thread * 4, [f32_as_bits(factor)])
+        for i in cutlass.range_constexpr(self.num_levels):
+            store_shared(tables[i] + thread * 4, [f32_as_bits(factors[i])])
         self.team.sync(team)
-        return level, factors_at
 
 
 def _bytes(smem: cutlass.memory.SmemAllocator, size: int) -> cute.Pointer:

@@ -63,13 +63,14 @@ class TileLoader:
         groups: Grouping,
         cols: Int32,
         group_amax: cute.Tensor | None,
+        column_amax: cute.Tensor | None,
         boxes: Tma,
         lines: Tma,
         shared: SharedMemory,
     ) -> None:
         """Load the tiles of this CTA that hold rows; rows that do not exist are not read."""
         stage, phase, full = Int32(0), Int32(1), Int32(0)
-        amax, amax_of = Int32(0), Int32(-1)
+        amax, own, amax_of = Int32(0), Int32(0), Int32(-1)
         col_tiles = (cols + (TILE_COLS - 1)) // TILE_COLS
         step = cute.arch.grid_dim()[0]
         item = cute.arch.block_idx()[0]
@@ -100,8 +101,10 @@ class TileLoader:
                 if cutlass.const_expr(group_amax is not None):
                     if group != amax_of:
                         amax, amax_of = Int32(f32_as_bits(group_amax[group])), group
+                        if cutlass.const_expr(column_amax is not None):
+                            own = Int32(f32_as_bits(column_amax[group]))
                 cute.arch.mbarrier_wait(shared.empty + stage, phase)
-                what = Descriptor(tile, col_tile, first, count, group, amax)
+                what = Descriptor(tile, col_tile, first, count, group, amax, own)
                 self.describe(shared, stage, what)
                 self.load_tile(what, boxes, lines, stage, full, shared)
                 stage, phase = self.next_stage(stage, phase, 1)
@@ -110,7 +113,7 @@ class TileLoader:
         for _ in cutlass.range(self.config.num_teams, unroll=1):
             cute.arch.mbarrier_wait(shared.empty + stage, phase)
             zero = Int32(0)
-            self.describe(shared, stage, Descriptor(*[zero] * 6))
+            self.describe(shared, stage, Descriptor(*[zero] * 7))
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(shared.full + full)
             stage, phase = self.next_stage(stage, phase, 1)
@@ -205,11 +208,14 @@ class TileLoader:
         at = shared.descriptors.toint() + stage * (4 * DESCRIPTOR_WORDS)
         with cute.arch.elect_one():
             store_shared(at, [Uint32(value) for value in what[:4]])
-            store_shared(at + 16, [Uint32(what.group), Uint32(what.amax)])
+            words = [Uint32(value) for value in what[4:]]
+            store_shared(at + 16, [*words, Uint32(0)] if self.config.has_own_columns else words[:2])
 
     @cute.jit
     def read_descriptor(self, shared: SharedMemory, stage: Int32) -> Descriptor:
         """What ``describe`` said."""
         at = shared.descriptors.toint() + stage * (4 * DESCRIPTOR_WORDS)
-        words = load_shared(at, 4) + load_shared(at + 16, 2)
-        return Descriptor(*[Int32(word) for word in words])
+        words = load_shared(at, 4)
+        words += load_shared(at + 16, 4 if self.config.has_own_columns else 2)
+        # A second amax, or the first again.
+        return Descriptor(*[Int32(word) for word in (words + words[5:6])[:7]])
