@@ -10,6 +10,7 @@ from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from grouped import debug, nn, recipes
 from grouped.autograd import linear
 from grouped.delayed import delayed_scaling_update
+from grouped.experts import Routing, compute_routing
 from grouped.functional import compute_offsets, quantize
 from grouped.members import GroupedMember, QuantizedCopy
 from grouped.products import grouped_gemm
@@ -25,8 +26,10 @@ __all__ = [
     "GroupedMember",
     "GroupedTensor",
     "QuantizedCopy",
+    "Routing",
     "__version__",
     "compute_offsets",
+    "compute_routing",
     "debug",
     "delayed_scaling_update",
     "grouped_gemm",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from grouped.nn.delayed import DelayedScaling
     from grouped.offsets import Offsets
 
-__all__ = ["WeightGradients", "linear", "multiply", "rows_and_ends"]
+__all__ = ["WeightGradients", "linear", "multiply", "recipe_of", "rows_and_ends"]
 
 
 def linear(
@@ -415,7 +415,8 @@ _LIBRARY.define(
 
 
 @functools.cache
-def _recipe(*formats_and_flags: Any) -> Recipe:
+def recipe_of(*formats_and_flags: Any) -> Recipe:
+    """The recipe of the texts of its formats and ``propagate_nonfinite``, as ops have them."""
     *formats, propagate_nonfinite = formats_and_flags
     records = (None if text is None else parse(text) for text in formats)
     of_roles = dict(zip(ROLES, records, strict=True))
@@ -431,7 +432,7 @@ def _scaling(
 def _linear_below_autograd(
     x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
-    recipe = _recipe(*recipe_and_scaling[:4])
+    recipe = recipe_of(*recipe_and_scaling[:4])
     # What records amaxes is above: this computes, and writes nothing.
     scaling = _scaling(*recipe_and_scaling[4:5])
     return forward(x, [weight], bias, offs, recipe, None, (False, False), scaling)[0]
@@ -442,14 +443,14 @@ def _linear_autograd(
 ) -> Tensor:
     # Not torch.library.register_autograd: torch.func does not go through what it generates, and
     # what is kept depends on which gradients are wanted when it runs, not when it was traced.
-    recipe, scaling = _recipe(*recipe_and_scaling[:4]), _scaling(*recipe_and_scaling[4:])
+    recipe, scaling = recipe_of(*recipe_and_scaling[:4]), _scaling(*recipe_and_scaling[4:])
     return _differentiable(x, [weight], bias, offs, recipe, scaling=scaling)
 
 
 def _linear_transformed(
     x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
-    recipe, scaling = _recipe(*recipe_and_scaling[:4]), _scaling(*recipe_and_scaling[4:5])
+    recipe, scaling = recipe_of(*recipe_and_scaling[:4]), _scaling(*recipe_and_scaling[4:5])
     needs = x.requires_grad, weight.requires_grad
     scales = () if scaling is None else scaling.scales
     outputs = _TransformedLinear.apply(x, weight, bias, offs, recipe, needs, *scales)  # type: ignore[no-untyped-call]

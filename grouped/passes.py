@@ -37,6 +37,7 @@ __all__ = [
     "joined",
     "low",
     "quantize_weight",
+    "wgrad_operand",
 ]
 
 
@@ -386,6 +387,28 @@ def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
         raise RuntimeError(f"weight has no rowwise copy, which fprop reads: {weight!r}")
     if weight.columnwise is None and need_dx:
         raise RuntimeError(f"weight has no columnwise copy, which dgrad reads: {weight!r}")
+
+
+def wgrad_operand(
+    call: LinearCall, x: Tensor, offs: Tensor, scale: Tensor | None
+) -> tuple[list[Tensor], Tensor | None]:
+    """What the gradient of the weight reads of the input, and its amax under delayed scaling.
+
+    For calls of which ``forward`` did not keep it.
+
+    Args:
+        call: the call that is differentiated.
+        x: (T, K), the input.
+        offs: (G,) end rows.
+        scale: (G,) scales of ``x``, where its format takes them.
+    """
+    if not call.recipe.is_quantized:
+        return [low(x)], None
+    fmt = _format(call.recipe, "input")
+    copies = _quantize(x, offs, fmt, call.recipe, False, True, scale)
+    if call.probe is not None:
+        call.probe.see("input", x, copies, fmt, offs)
+    return copies.columnwise or [], copies.amax
 
 
 def backward(

@@ -13,7 +13,6 @@ import warnings
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 import cute_kernels
 import grouped
@@ -21,7 +20,7 @@ from grouped.demo import __main__ as command
 from grouped.demo import report
 from grouped.demo import train as training
 from grouped.demo.data import Corpus, load_corpus, sample_batch, unigram_entropy
-from grouped.demo.model import LanguageModel, MixtureOfExperts, ModelConfig
+from grouped.demo.model import LanguageModel, ModelConfig
 from grouped.demo.train import ExpertLoad, Run, TrainConfig
 from tests.helpers import each
 
@@ -288,31 +287,6 @@ def test_model_is_causal(recipe):
     before, after = model(inputs).logits, model(changed).logits
     torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=1e-5)
     assert (before[:, 9:] - after[:, 9:]).abs().amax(-1).min() > 1e-4
-
-
-def test_mixture_of_experts_is_a_loop_over_experts():
-    torch.manual_seed(0)
-    moe = MixtureOfExperts(SMALL, grouped.recipes.BF16()).requires_grad_(False)
-    x = torch.randn(37, SMALL.hidden)
-    got, balance, counts = moe(x)
-
-    probability = F.softmax(x @ moe.router.weight.T, dim=-1)
-    chosen = torch.zeros_like(probability)
-    best = probability.topk(2).indices
-    chosen.scatter_(1, best, probability.gather(1, best))
-    chosen /= chosen.sum(-1, keepdim=True)
-    want = torch.zeros_like(x)
-    for expert in range(SMALL.experts):
-        gate_up = x.bfloat16() @ moe.experts.gate_up.weight[expert].bfloat16().T
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        hidden = (F.silu(gate) * up).bfloat16()
-        y = hidden @ moe.experts.down.weight[expert].bfloat16().T
-        want += chosen[:, expert, None] * y.float()
-    torch.testing.assert_close(got, want, rtol=0.02, atol=0.002)
-
-    assert torch.equal(counts, (chosen > 0).sum(0))
-    share = (chosen > 0).float().mean(0) / 2
-    torch.testing.assert_close(balance, 4 * (share * probability.mean(0)).sum())
 
 
 def test_gradients_reach_all_parameters():

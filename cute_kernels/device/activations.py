@@ -132,7 +132,7 @@ class _Text:
         return self.all("sub.rn", a, b)
 
     def fma(self, a: _Operand, b: _Operand, c: _Operand) -> _Number:
-        """Gives a * b + c, where that is what a product and a sum give."""
+        """Of a * b + c, where that is what a product and a sum give."""
         return self.all("fma.rn", a, b, c)
 
     def low(self, a: _Operand, b: float) -> _Number:
@@ -189,9 +189,9 @@ def _tanh(t: _Text, x: _Number) -> _Number:
     p = t.add(t.mul(t.add(q, Numbers.TANH[0]), t.mul(w, r)), r)
     s = t.power(z)
     u = t.add(t.mul(p, t.add(s, 0.5)), t.sub(s, 0.5))
-    quotient = t.each("div.rn.f32 {0}, {1}, {2}", u, t.add(u, t.sub(1.0, p)))
-    sign = t.each("and.b32 {0}, {1}, 0x80000000", x)
-    return t.each("or.b32 {0}, {1}, {2}", quotient, sign)
+    # 0xD8 selects: the second where the third is set, else the first.
+    text = "div.rn.f32 {0}, {1}, {2}; lop3.b32 {0}, {0}, {3}, 0x80000000, 0xD8"
+    return t.each(text, u, t.add(u, t.sub(1.0, p)), x)
 
 
 def _silu(t: _Text, x: _Number, alpha: float, limit: float | None) -> _Curve:

@@ -14,7 +14,7 @@ from cutlass._mlir.dialects import arith, llvm
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["asm", "asm_volatile", "bits_as_f32", "f32_as_bits", "select"]
+__all__ = ["asm", "asm_volatile", "bits_as_f32", "f32_as_bits", "in_place", "select"]
 
 _CONSTRAINTS = {Float32: "f", Int32: "r", Uint32: "r", Int64: "l", Uint64: "l", Uint16: "h"}
 
@@ -62,6 +62,20 @@ def asm_volatile(text: str, operands: Sequence[Any]) -> None:
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
+
+
+def in_place(value: Int32) -> Int32:
+    """``value``, from which nothing is computed ahead of a loop and then kept in registers."""
+    out = llvm.inline_asm(
+        Int32.mlir_type,
+        [value.ir_value()],
+        "mov.b32 $0, $1;",
+        "=r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return Int32(out)
 
 
 def bits_as_f32(bits: Uint32) -> Float32:

@@ -238,7 +238,7 @@ class Op(abc.ABC):
 
     @property
     def has_activation(self) -> bool:
-        """Whether the input goes through an activation first, which kernels do not do yet."""
+        """Whether the input goes through an activation first."""
         return False
 
     def require(self, backend: Backend) -> None:

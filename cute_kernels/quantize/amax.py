@@ -16,9 +16,10 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from cute_kernels.device.absmax import absmax_packed, fmax, unpack_absmax, warp_max
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping
-from cute_kernels.device.memory import load_global
+from cute_kernels.device.memory import load_global, load_global_if
 from cute_kernels.device.ptx import f32_as_bits
 from cute_kernels.quantize.config import DTYPE_BYTES, AmaxConfig
+from cute_kernels.quantize.elements import ElementMaker, maker_of
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 
 __all__ = ["AmaxKernels", "AmaxReducer"]
@@ -39,11 +40,13 @@ class AmaxKernels:
 
     dtype: str
     arch: str
+    maker: ElementMaker | None
 
     @cute.jit
     def launch_amax(
         self,
         x: cute.Tensor,
+        grad: cute.Tensor | None,
         offs: cute.Tensor | None,
         row_amax: cute.Tensor | None,
         group_amax: cute.Tensor | None,
@@ -54,7 +57,9 @@ class AmaxKernels:
         grid, block = [num_sms * _CTAS_PER_SM, 1, 1], [_THREADS, 1, 1]
         if cutlass.const_expr(group_amax is not None):
             self.launch_clear(group_amax, num_sms, stream)
-        self.reduce(x, offs, row_amax, group_amax).launch(grid=grid, block=block, stream=stream)
+        self.reduce(x, grad, offs, row_amax, group_amax).launch(
+            grid=grid, block=block, stream=stream
+        )
 
     @cute.jit
     def launch_clear(self, group_amax: cute.Tensor, num_sms: Int32, stream: Any) -> None:
@@ -73,11 +78,12 @@ class AmaxKernels:
     def reduce(
         self,
         x: cute.Tensor,
+        grad: cute.Tensor | None,
         offs: cute.Tensor | None,
         row_amax: cute.Tensor | None,
         group_amax: cute.Tensor | None,
     ) -> None:
-        row_bytes = x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype]
+        row_bytes = x.shape[len(x.shape) - 1] * (x.element_type.width // 8)
         groups = Grouping.of(x, offs)
         warps = cute.arch.grid_dim()[0] * (_THREADS // WARP_SIZE)
         warp = cute.arch.block_idx()[0] * (_THREADS // WARP_SIZE) + cute.arch.warp_idx()
@@ -93,11 +99,10 @@ class AmaxKernels:
                 if cutlass.const_expr(group_amax is not None):
                     group, group_end = groups.holding(row, group)
                     end = cutlass.min(stop, group_end)
-                source = x.iterator.toint() + Int64(row) * row_bytes
                 if cutlass.const_expr(row_amax is None):
-                    best = self.absmax(source, (end - row) * row_bytes)
+                    best = self.absmax(x, grad, row, end)
                 else:
-                    best = self.absmax_rows(source, row_bytes, row_amax, row, end)
+                    best = self.absmax_rows(x, grad, row_amax, row, end)
                 if cutlass.const_expr(group_amax is not None):
                     self.merge(group_amax, group, best)
                 row = end
@@ -105,21 +110,36 @@ class AmaxKernels:
 
     @cute.jit
     def absmax_rows(
-        self, source: Int64, row_bytes: Int32, row_amax: cute.Tensor, row: Int32, end: Int32
+        self,
+        x: cute.Tensor,
+        grad: cute.Tensor | None,
+        row_amax: cute.Tensor,
+        row: Int32,
+        end: Int32,
     ) -> Float32:
         """Write the amaxes of rows up to ``end``; gives the largest."""
         best = Float32(0.0)
         for r in cutlass.range(row, end, unroll=1):
-            a = warp_max(self.absmax(source, row_bytes))
+            a = warp_max(self.absmax(x, grad, r, r + 1))
             if cute.arch.lane_idx() == 0:
                 row_amax[r] = a
             best = fmax(best, a)
-            source += row_bytes
         return best
 
     @cute.jit
-    def absmax(self, source: Int64, num_bytes: Int32) -> Float32:
-        """A lane's part of the absmax of consecutive elements, a multiple of 32 bytes."""
+    def absmax(self, x: cute.Tensor, grad: cute.Tensor | None, row: Int32, end: Int32) -> Float32:
+        """A lane's part of the absmax of rows up to ``end``, which follow each other."""
+        if cutlass.const_expr(self.maker is not None):
+            packed = self.absmax_made(x, grad, row, end)
+        else:
+            row_bytes = x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype]
+            source = x.iterator.toint() + Int64(row) * row_bytes
+            packed = self.absmax_read(source, (end - row) * row_bytes)
+        return unpack_absmax(packed, self.dtype, self.arch)
+
+    @cute.jit
+    def absmax_read(self, source: Int64, num_bytes: Int32) -> Uint32:
+        """``absmax``, packed, of elements that are the input's, a multiple of 32 bytes."""
         packed = Uint32(0)
         at = cute.arch.lane_idx() * _LOAD_BYTES
         while at + (_UNROLL - 1) * WARP_SIZE * _LOAD_BYTES < num_bytes:
@@ -132,7 +152,33 @@ class AmaxKernels:
             words = [packed, *load_global(source + at, 8)]
             packed = absmax_packed(words, self.dtype, self.arch)
             at += WARP_SIZE * _LOAD_BYTES
-        return unpack_absmax(packed, self.dtype, self.arch)
+        return packed
+
+    @cute.jit
+    def absmax_made(
+        self, x: cute.Tensor, grad: cute.Tensor | None, row: Int32, end: Int32
+    ) -> Uint32:
+        """``absmax``, packed, of elements that are made; units that do not exist make zeros."""
+        cols = self.maker.cols(x)
+        units = (cols // 2 if self.maker.prologue.is_joint else cols) // self.maker.unit
+        x_bytes, grad_bytes = self.maker.row_bytes(cols)
+        x_at = x.iterator.toint() + Int64(row) * x_bytes
+        grad_at = x_at
+        if cutlass.const_expr(grad is not None):
+            grad_at = grad.iterator.toint() + Int64(row) * grad_bytes
+        packed, count = Uint32(0), (end - row) * units
+        for first in cutlass.range(cute.arch.lane_idx(), count, _UNROLL * WARP_SIZE, unroll=1):
+            inputs = []
+            for i in cutlass.range_constexpr(_UNROLL):
+                unit = first + i * WARP_SIZE
+                r = unit // units
+                rows_at = (x_at + r * x_bytes, grad_at + r * grad_bytes)
+                places = self.maker.places(*rows_at, (unit - r * units) * self.maker.unit, cols)
+                inputs.append([load_global_if(at, 16, unit, count) for at in places])
+            halves = [half for given in inputs for half in self.maker.words_of(given)]
+            words = [packed, *(word for half in halves for word in half)]
+            packed = absmax_packed(words, self.dtype, self.arch)
+        return packed
 
     @cute.jit
     def merge(self, group_amax: cute.Tensor, group: Int32, best: Float32) -> None:
@@ -150,13 +196,15 @@ class AmaxReducer(AmaxKernels):
     def __init__(self, config: AmaxConfig):
         self.dtype = config.dtype
         self.arch = config.arch
+        self.maker = maker_of(config)
 
     @staticmethod
     def fake_args(config: AmaxConfig) -> tuple[Any, ...]:
         """Stand-ins for the arguments of ``__call__``."""
         fake = FakeBuffers(config.dtype, config.grouping)
         return (
-            fake.x(),
+            fake.x(config.prologue),
+            fake.grad(config.prologue),
             fake.offs(),
             fake.level(per_row=True) if config.per_row else None,
             fake.level() if config.per_group else None,
@@ -168,10 +216,11 @@ class AmaxReducer(AmaxKernels):
     def __call__(
         self,
         x: cute.Tensor,
+        grad: cute.Tensor | None,
         offs: cute.Tensor | None,
         row_amax: cute.Tensor | None,
         group_amax: cute.Tensor | None,
         num_sms: Int32,
         stream: Any,
     ) -> None:
-        self.launch_amax(x, offs, row_amax, group_amax, num_sms, stream)
+        self.launch_amax(x, grad, offs, row_amax, group_amax, num_sms, stream)

@@ -9,10 +9,11 @@ such as ``"nvfp4:row_scaled"``; what it says decides what a kernel does.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cute_kernels.capability import Support
 from cute_kernels.formats import Format, parse
+from cute_kernels.quantize.prologue import DTYPE_BYTES, Prologue
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -23,6 +24,7 @@ __all__ = [
     "DelayedConfig",
     "DequantizeConfig",
     "OffsetsConfig",
+    "Prologue",
     "QuantizeProblem",
     "RowsConfig",
     "TileConfig",
@@ -30,8 +32,6 @@ __all__ = [
 ]
 
 Grouping = Literal["ragged", "uniform"]
-#: Bytes of one element, by the dtype names that configurations use.
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: K is a multiple of this whatever the format: 32 bytes of 16-bit input, which lanes load at once.
 K_MULTIPLE = 16
 
@@ -41,14 +41,17 @@ class QuantizeProblem:
     """The facts of a call that decide which kernels can run it.
 
     Attributes:
-        dtype: name of the plain side's dtype, such as ``"bfloat16"``.
+        dtype: name of the plain side's dtype, such as ``"bfloat16"``; of the elements if there is a
+            prologue.
         cols: K.
         grouping: ``"ragged"`` for (T, K) with offs, ``"uniform"`` for (G, N, K).
+        prologue: what makes the elements of the input, None if they are the input's.
     """
 
     dtype: str
     cols: int
     grouping: Grouping = "ragged"
+    prologue: Prologue | None = None
 
 
 def _is_per_row(format: str, columnwise: bool = False) -> bool:
@@ -87,6 +90,8 @@ def _takes(
     """Whether dtype and grouping are those of ``config``, and K is one that kernels take."""
     if (problem.dtype, problem.grouping) != (config.dtype, config.grouping):
         return Support(False, f"compiled for {config.dtype} {config.grouping} groups")
+    if problem.prologue != getattr(config, "prologue", None):
+        return Support(False, "compiled for another activation")
     if problem.dtype not in DTYPE_BYTES:
         names = ", ".join(DTYPE_BYTES)
         return Support(False, f"input dtype must be one of {names}, got {problem.dtype}")
@@ -110,6 +115,7 @@ class RowsConfig:
         num_stages: how many times what a team holds is in flight.
         rows_per_warp: rows that a team of one warp holds: 1, 2, 4 or 8.
         arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
+        prologue: what makes the elements of the input; None if they are the input's.
     """
 
     format: str
@@ -119,16 +125,19 @@ class RowsConfig:
     num_stages: int = 3
     rows_per_warp: int = 1
     arch: str = "sm_100a"
+    prologue: Prologue | None = None
 
-    #: The compiled function takes (x, offs, amax, codes, scales, scale_inv, scale, num_sms): x
-    #: (T, K) or (G, N, K) contiguous; offs (G,) int32, None when uniform; amax (T,) fp32 where it
+    #: The compiled function takes (x, grad, offs, amax, codes, scales, scale_inv, scale, num_sms):
+    #: x (T, K) or (G, N, K) contiguous, as wide as the prologue asks; grad the gradient of its
+    #: result, None unless it takes one; offs (G,) int32, None when uniform; amax (T,) fp32 where it
     #: is computed, (G,) where given, None where there is no second level; codes and scales as
     #: ``layout.buffers`` says, scales None where blocks have none; scale_inv and scale (G,) fp32
     #: results where the format keeps them, else None.
     kernel: ClassVar[str] = "cute_kernels.quantize.rows:RowsQuantizer"
     #: Warps that convert; one more loads.
     num_compute_warps: ClassVar[int] = 16
-    #: 4096 bytes of input a warp: four 1x16 blocks a lane for 16-bit types, two for fp32.
+    #: 4096 bytes of input a warp: four 1x16 blocks a lane for 16-bit types, two for fp32. Elements
+    #: that take more bytes than they have, or more registers to make, are fewer.
     bytes_per_warp: ClassVar[int] = 4096
     #: What ``choose`` chooses from, by rising ``max_cols``: (warps_per_row, rows_per_warp).
     teams: ClassVar[tuple[tuple[int, int], ...]] = (
@@ -165,17 +174,18 @@ class RowsConfig:
     @property
     def max_cols(self) -> int:
         """The longest row that a team holds."""
-        held = self.warps_per_row * self.bytes_per_warp // DTYPE_BYTES[self.dtype]
-        return held // self.rows_per_warp
+        size = DTYPE_BYTES[self.dtype]
+        if self.prologue is not None:
+            size = max(size * (1 + self.prologue.is_joint), self.prologue.bytes_read)
+        return self.warps_per_row * self.bytes_per_warp // size // self.rows_per_warp
 
     @classmethod
     def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a") -> Self:
         """The configuration with the fewest lanes a row that holds the row."""
         fmt = _one_copy(fmt, columnwise=False)
         for warps, rows in cls.teams:
-            config = cls(
-                fmt.text, problem.dtype, problem.grouping, warps, rows_per_warp=rows, arch=arch
-            )
+            what = {"rows_per_warp": rows, "arch": arch, "prologue": problem.prologue}
+            config = cls(fmt.text, problem.dtype, problem.grouping, warps, **what)
             if config.can_implement(problem):
                 break
         return config
@@ -238,6 +248,7 @@ class TileConfig:
         compute_amax: the amaxes are results: a first kernel computes them, so the input is read
             twice, the second time from L2 where it fits.
         arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
+        prologue: what makes the elements of the input; None if they are the input's.
     """
 
     format: str
@@ -247,8 +258,9 @@ class TileConfig:
     columnwise: bool = False
     compute_amax: bool = False
     arch: str = "sm_100a"
+    prologue: Prologue | None = None
 
-    #: The compiled function takes (x, offs, row_amax, group_amax, codes, scales, codes_t,
+    #: The compiled function takes (x, grad, offs, row_amax, group_amax, codes, scales, codes_t,
     #: scales_t, scale_inv, scale, amax, column_amax, seed, num_sms), with None for what the
     #: configuration or the format does not use: row_amax (T,) fp32 is used when ``uses_row_amax``,
     #: group_amax (G,) fp32 when ``uses_group_amax``, the scales where the format takes them;
@@ -266,7 +278,8 @@ class TileConfig:
         cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a", **what: bool
     ) -> TileConfig:
         """The configuration that writes copies of ``fmt``; ``what`` are the flags."""
-        config = cls(fmt.text, problem.dtype, problem.grouping, arch=arch, **what)
+        facts: dict[str, Any] = {**what, "arch": arch, "prologue": problem.prologue}
+        config = cls(fmt.text, problem.dtype, problem.grouping, **facts)
         if fmt.second_level is None or fmt.takes_scale:
             config = dataclasses.replace(config, compute_amax=False)
         if config.rowwise and config.columnwise:
@@ -310,14 +323,26 @@ class TileConfig:
         return 128 * 128 * DTYPE_BYTES[self.dtype]
 
     @property
+    def makes_tiles(self) -> bool:
+        """Whether a team makes the elements of its tile, instead of the loader loading them."""
+        return self.prologue is not None
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles in shared memory: those in flight, 192 KiB of them, or one a team that makes it."""
+        return self.num_teams if self.makes_tiles else 6 * 32768 // self.tile_bytes
+
+    @property
     def num_stages(self) -> int:
-        """Tiles in flight: 192 KiB of them."""
-        return 6 * 32768 // self.tile_bytes
+        """Tiles that the loader has described; at most two a team."""
+        return 2 * self.num_teams if self.makes_tiles else self.num_tiles
 
     @property
     def num_teams(self) -> int:
         """Tiles that a CTA converts at the same time; at least half of ``num_stages``."""
-        return 4 if self.num_stages > 4 else 2
+        if self.makes_tiles:
+            return 3  # that many warps have the registers
+        return 4 if self.num_tiles > 4 else 2
 
     @property
     def uses_row_amax(self) -> bool:
@@ -350,6 +375,7 @@ class AmaxConfig:
         per_row: write one amax a row.
         per_group: write one amax a group.
         arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
+        prologue: what makes the elements of the input; None if they are the input's.
     """
 
     dtype: str
@@ -357,8 +383,9 @@ class AmaxConfig:
     per_row: bool = False
     per_group: bool = True
     arch: str = "sm_100a"
+    prologue: Prologue | None = None
 
-    #: The compiled function takes (x, offs, row_amax, group_amax, num_sms): row_amax (T,) and
+    #: The compiled function takes (x, grad, offs, row_amax, group_amax, num_sms): row_amax (T,) and
     #: group_amax (G,) fp32, None where not written. Rows of the tail are left alone; an empty
     #: group gives 0.
     kernel: ClassVar[str] = "cute_kernels.quantize.amax:AmaxReducer"
@@ -417,13 +444,18 @@ class DbiasConfig:
     Attributes:
         dtype: name of the input's dtype.
         vectorized: rows are a multiple of 16 bytes long and are read 16 bytes at a time; otherwise
-            element by element.
+            element by element. So are halves, where there are some.
+        prologue: what makes what is summed of the input; None if it is the input.
+        arch: whose instructions that uses, None without.
     """
 
     dtype: str
     vectorized: bool = True
+    prologue: Prologue | None = None
+    arch: str | None = None
 
-    #: The compiled function takes (dy, offs, dbias, num_sms): dy (T, N) contiguous, offs (G,)
+    #: The compiled function takes (dy, grad, offs, dbias, num_sms): dy (T, N) contiguous, as wide
+    #: as the prologue asks; grad the gradient of its result, None unless it takes one; offs (G,)
     #: int32, dbias (G, N) fp32.
     kernel: ClassVar[str] = "cute_kernels.quantize.dbias:DbiasReducer"
 
@@ -433,9 +465,13 @@ class DbiasConfig:
         return 16 // DTYPE_BYTES[self.dtype] if self.vectorized else 1
 
     @classmethod
-    def choose(cls, dtype: str, cols: int) -> DbiasConfig:
-        """The configuration for rows of ``cols`` elements."""
-        return cls(dtype, cols * DTYPE_BYTES[dtype] % 16 == 0)
+    def choose(
+        cls, dtype: str, cols: int, prologue: Prologue | None = None, arch: str | None = None
+    ) -> DbiasConfig:
+        """The configuration for sums of ``cols`` columns of an input of ``dtype``."""
+        halves = 2 if prologue is not None and prologue.is_joint else 1
+        is_whole = cols * DTYPE_BYTES[dtype] % (16 * halves) == 0
+        return cls(dtype, is_whole, prologue, None if prologue is None else arch)
 
     def can_implement(self, dtype: str, cols: int) -> Support:
         """Whether the kernel takes rows of ``cols`` elements of ``dtype``."""

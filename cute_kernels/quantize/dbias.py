@@ -18,10 +18,10 @@ Buffers:   sums of a round, one row a warp, two deep: a barrier of the CTA betwe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cute_kernels.device.constants import WARP_SIZE
@@ -31,14 +31,19 @@ from cute_kernels.device.memory import load_global_if, load_shared, store_global
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.config import DTYPE_BYTES, DbiasConfig
+from cute_kernels.quantize.elements import ElementMaker
 from cute_kernels.quantize.fakes import dsl_dtype, env_stream
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["DbiasReducer"]
 
 _WARPS = 4
 _CTAS_PER_SM = 4
-#: Rows that a lane loads before it adds any.
-_BATCH = 16
+#: Rows that a lane loads before it adds any: of the input, and of what an activation takes, which
+#: is so much code that it is in a loop.
+_BATCH, _BATCH_MADE = 16, 4
 
 
 class DbiasReducer:
@@ -46,6 +51,10 @@ class DbiasReducer:
 
     def __init__(self, config: DbiasConfig):
         self.dtype = config.dtype
+        self.maker = None
+        if config.prologue is not None:
+            self.maker = ElementMaker(config.prologue, "float32", config.arch)
+            self.maker.unit = config.columns_per_lane
         self.columns = config.columns_per_lane
         self.lanes_per_row = 8 if config.vectorized else WARP_SIZE
         #: Residue classes of rows, one a lane of each column.
@@ -55,16 +64,27 @@ class DbiasReducer:
 
     @staticmethod
     def fake_args(config: DbiasConfig) -> tuple[Any, ...]:
-        """Stand-ins for (dy, offs, dbias, num_sms, stream)."""
+        """Stand-ins for the arguments of ``__call__``."""
         element = DTYPE_BYTES[config.dtype]
         rows, groups = cute.sym_int(), cute.sym_int()
         cols = cute.sym_int(divisibility=config.columns_per_lane)
+        wide = half = cols
+        if config.prologue is not None and config.prologue.record.is_gated:
+            wide, half = cute.sym_int(), cute.sym_int(divisibility=config.columns_per_lane)
+            wide, half = (wide, None) if config.prologue.halves else (cols, half)
         align = config.columns_per_lane * element
         order = (1, 0)
+
+        def plain(width: Any) -> Any:
+            dtype = dsl_dtype(config.dtype)
+            return make_fake_compact_tensor(
+                dtype, (rows, width), stride_order=order, assumed_align=align
+            )
+
+        takes_grad = config.prologue is not None and config.prologue.is_gradient
         return (
-            make_fake_compact_tensor(
-                dsl_dtype(config.dtype), (rows, cols), stride_order=order, assumed_align=align
-            ),
+            plain(wide),
+            plain(half) if takes_grad else None,
             make_fake_compact_tensor(Int32, (groups,), assumed_align=4),
             make_fake_compact_tensor(Float32, (groups, cols), stride_order=order, assumed_align=4),
             Int32(1),
@@ -75,22 +95,25 @@ class DbiasReducer:
     def __call__(
         self,
         dy: cute.Tensor,
+        grad: cute.Tensor | None,
         offs: cute.Tensor,
         dbias: cute.Tensor,
         num_sms: Int32,
         stream: Any,
     ) -> None:
-        self.kernel(dy, offs, dbias).launch(
+        self.kernel(dy, grad, offs, dbias).launch(
             grid=[num_sms * _CTAS_PER_SM, 1, 1],
             block=[_WARPS * WARP_SIZE, 1, 1],
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, dy: cute.Tensor, offs: cute.Tensor, dbias: cute.Tensor) -> None:
+    def kernel(
+        self, dy: cute.Tensor, grad: cute.Tensor | None, offs: cute.Tensor, dbias: cute.Tensor
+    ) -> None:
         smem = cutlass.memory.SmemAllocator()
         sums = smem.allocate_array(Float32, 2 * _WARPS * self.strip, byte_alignment=16).toint()
-        num_rows, cols = dy.shape[0], dy.shape[1]
+        num_rows, cols = dy.shape[0], dbias.shape[1]
         tid = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
         strips = (cols + self.strip - 1) // self.strip
@@ -104,7 +127,8 @@ class DbiasReducer:
             total = Float32(0.0)
             while row < end:
                 base = sums + buffer * (4 * _WARPS * self.strip)
-                self.store_tile(dy, base, row + warp * TILE_ROWS, end, column, warp)
+                first = row + warp * TILE_ROWS
+                self.store_tile(dy, grad, cols, base, first, end, column, warp)
                 cute.arch.sync_threads()
                 if tid < self.strip:
                     # Tiles past the end of the group are zeros, which change nothing.
@@ -120,21 +144,30 @@ class DbiasReducer:
 
     @cute.jit
     def store_tile(
-        self, dy: cute.Tensor, base: Int32, row: Int32, end: Int32, column: Int32, warp: Int32
+        self,
+        dy: cute.Tensor,
+        grad: cute.Tensor | None,
+        cols: Int32,
+        base: Int32,
+        row: Int32,
+        end: Int32,
+        column: Int32,
+        warp: Int32,
     ) -> None:
         """A warp's tile: the sums of its columns to the warp's part of the buffer at ``base``."""
         lane = cute.arch.lane_idx()
         totals = cute.make_rmem_tensor(self.columns, Float32)
         totals.fill(0.0)
         if row < end:
-            cols = dy.shape[1]
             mine = column + lane % self.lanes_per_row * self.columns
             row += lane // self.lanes_per_row
             if mine >= cols:
                 end = Int32(0)  # no loads
-            element = DTYPE_BYTES[self.dtype]
-            source = dy.iterator.toint() + (Int64(row) * cols + mine) * element
-            numbers = self.tree(source, Int64(cols) * element, row, end, 0, self.classes)
+            inputs, is_second = self.inputs(dy, grad, cols, row, mine)
+            if cutlass.const_expr(self.maker is None):
+                numbers = self.tree(inputs, is_second, row, end, 0, self.classes)
+            else:
+                numbers = self.made_tree(inputs, is_second, row, end)
             for c in cutlass.range_constexpr(self.columns):
                 number = numbers[c]
                 lanes = WARP_SIZE // 2
@@ -148,14 +181,30 @@ class DbiasReducer:
                 count = min(4, self.columns)
                 store_shared(at + c * 4, [f32_as_bits(totals[c + i]) for i in range(count)])
 
+    def inputs(
+        self, dy: cute.Tensor, grad: cute.Tensor | None, cols: Int32, row: Int32, col: Int32
+    ) -> tuple[list[tuple[Int64, Int64]], Boolean | None]:
+        """A lane's place in each input and the bytes from row to row; and of which half it is."""
+        if self.maker is None:
+            pitch = Int64(cols) * DTYPE_BYTES[self.dtype]
+            at = dy.iterator.toint() + row * pitch + col * DTYPE_BYTES[self.dtype]
+            return [(at, pitch)], None
+        return self.maker.sources(dy, grad, row, col, cols)
+
     def tree(
-        self, source: Int64, pitch: Int64, row: Int32, end: Int32, first: int, step: int
+        self,
+        inputs: list[tuple[Int64, Int64]],
+        is_second: Boolean | None,
+        row: Int32,
+        end: Int32,
+        first: int,
+        step: int,
     ) -> list[Float32]:
         """Sums over the rows ``first``, ``first + step``, ... of the tile, one a column.
 
         Args:
-            source: address of the lane's first row.
-            pitch: bytes from one row to the next.
+            inputs: address of the lane's first row, and bytes from one row to the next, of each.
+            is_second: which half the columns are of, see ``ElementMaker.column``.
             row: the lane's first row.
             end: rows from here on count as zeros.
             first: the first row, relative to ``row``.
@@ -163,18 +212,69 @@ class DbiasReducer:
         """
         if TILE_ROWS // step > _BATCH:
             halves = [
-                self.tree(source, pitch, row, end, start, 2 * step)
+                self.tree(inputs, is_second, row, end, start, 2 * step)
                 for start in (first, first + step)
             ]
             return _added(*halves)
-        places = range(first, TILE_ROWS, step)
+        return self.leaf(inputs, is_second, row, end, range(first, TILE_ROWS, step))
+
+    @cute.jit
+    def made_tree(
+        self, inputs: list[tuple[Int64, Int64]], is_second: Boolean | None, row: Int32, end: Int32
+    ) -> list[Float32]:
+        """``tree`` of all rows of the lane, leaf by leaf.
+
+        A leaf is added to that of the last one that waits at its level, and so on up.
+        """
+        levels = (TILE_ROWS // self.classes // _BATCH_MADE).bit_length() - 1
+        waiting = cute.make_rmem_tensor(levels * self.columns, Float32)
+        waiting.fill(0.0)
+        out = cute.make_rmem_tensor(self.columns, Float32)
+        for leaf in cutlass.range(1 << levels, unroll=1):
+            first = Int32(0)
+            for bit in cutlass.range_constexpr(levels):
+                first += (leaf >> (levels - 1 - bit)) % 2 * (self.classes << bit)
+            places = [first + i * (self.classes << levels) for i in range(_BATCH_MADE)]
+            sums = self.leaf(inputs, is_second, row, end, places)
+            for c in cutlass.range_constexpr(self.columns):
+                out[c] = sums[c]
+            is_alone = Boolean(False)
+            for level in cutlass.range_constexpr(levels):
+                if not is_alone:
+                    is_alone = (leaf >> level) % 2 == 0
+                    for c in cutlass.range_constexpr(self.columns):
+                        at = level * self.columns + c
+                        if is_alone:
+                            waiting[at] = out[c]
+                        else:
+                            out[c] = waiting[at] + out[c]
+        return [out[c] for c in range(self.columns)]
+
+    def leaf(
+        self,
+        inputs: list[tuple[Int64, Int64]],
+        is_second: Boolean | None,
+        row: Int32,
+        end: Int32,
+        places: Sequence[Int32 | int],
+    ) -> list[Float32]:
+        """Sums over rows, a power of two of them, that are loaded before any are added."""
         num_bytes = self.columns * DTYPE_BYTES[self.dtype]
-        loaded = [load_global_if(source + pitch * i, num_bytes, row + i, end) for i in places]
-        rows = [unpack_words(words, self.dtype)[: self.columns] for words in loaded]
+        loaded = [
+            [load_global_if(at + pitch * i, num_bytes, row + i, end) for at, pitch in inputs]
+            for i in places
+        ]
+        rows = [self.numbers(words, is_second)[: self.columns] for words in loaded]
         while len(rows) > 1:
             half = len(rows) // 2
             rows = [_added(rows[i], rows[i + half]) for i in range(half)]
         return rows[0]
+
+    def numbers(self, words: list[list[Uint32]], is_second: Boolean | None) -> list[Float32]:
+        """What is summed, of words of each input."""
+        if self.maker is None:
+            return unpack_words(words[0], self.dtype)
+        return self.maker.numbers(words, is_second)
 
 
 def _added(a: list[Float32], b: list[Float32]) -> list[Float32]:

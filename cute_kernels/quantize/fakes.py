@@ -5,7 +5,7 @@ Extents that must agree at run time share one symbol; the compiled function chec
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float16, Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
@@ -15,6 +15,9 @@ from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, 
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.config import K_MULTIPLE
 from cute_kernels.quantize.levels import LEVEL_RESULTS
+
+if TYPE_CHECKING:
+    from cute_kernels.quantize.prologue import Prologue
 
 __all__ = ["FakeBuffers", "dsl_dtype", "env_stream"]
 
@@ -63,10 +66,23 @@ class FakeBuffers:
         self.slot_tiles = cute.sym_int()
         self.scale_tiles = cute.sym_int()
 
-    def x(self) -> Any:
-        """(T, K), or (G, N, K)."""
+    def x(self, prologue: Prologue | None = None) -> Any:
+        """(T, K), or (G, N, K); as wide as a prologue asks."""
+        if prologue is None:
+            return self._plain(self.dtype, self.cols)
+        wide = cute.sym_int(divisibility=2 * K_MULTIPLE) if prologue.halves else self.cols
+        return self._plain(prologue.dtype, wide)
+
+    def grad(self, prologue: Prologue | None) -> Any:
+        """The gradient of what a prologue's activation gives, None if it does not take one."""
+        if prologue is None or not prologue.is_gradient:
+            return None
+        half = cute.sym_int(divisibility=K_MULTIPLE // 2)
+        return self._plain(prologue.dtype, half if prologue.is_joint else self.cols)
+
+    def _plain(self, dtype: str, cols: Any) -> Any:
         lead = (self.groups, self.rows_each) if self.uniform else (self.rows,)
-        return _compact(dsl_dtype(self.dtype), *lead, self.cols)
+        return _compact(dsl_dtype(dtype), *lead, cols)
 
     def offs(self) -> Any:
         """(G,) int32, or None."""

@@ -44,6 +44,7 @@ from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits, select
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.config import DTYPE_BYTES, K_MULTIPLE, RowsConfig
+from cute_kernels.quantize.elements import maker_of
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 from cute_kernels.quantize.levels import LevelWriter
 
@@ -132,13 +133,21 @@ class RowsQuantizer:
         #: What a lane takes at once: a block, or its part of one that ``sharing`` lanes have.
         self.piece = min(self.codec.block, K_MULTIPLE)
         self.sharing = self.codec.block // self.piece if self.codec.has_scales else 1
-        self.piece_bytes = self.piece * DTYPE_BYTES[config.dtype]
+        self.maker = maker_of(config)
+        self.piece_words = self.piece * DTYPE_BYTES[config.dtype] // 4
+        prologue = config.prologue
+        #: Bytes that a piece takes of each input.
+        self.piece_bytes = self.piece * DTYPE_BYTES[prologue.dtype if prologue else config.dtype]
         self.team_threads = config.warps_per_row * WARP_SIZE
         self.lanes_per_row = self.team_threads // config.rows_per_warp
         self.pieces_per_lane = config.max_cols // self.piece // self.lanes_per_row
-        self.row_capacity = config.max_cols * DTYPE_BYTES[config.dtype]
-        self.stage_bytes = self.row_capacity * config.rows_per_warp
-        self.piece_words = self.piece_bytes // 4
+        #: Bytes of the longest row of the input; of that and of the gradient of the result.
+        self.row_capacity = row_bytes = config.max_cols * self.piece_bytes // self.piece
+        if prologue:
+            wide, of_grad = self.maker.row_bytes(config.max_cols)
+            self.row_capacity, row_bytes = wide, wide + of_grad
+        self.row_pitch = row_bytes
+        self.stage_bytes = row_bytes * config.rows_per_warp
         #: Bytes of a scale, and of those of a row.
         self.scale_bytes = self.codec.fmt.scale.element.bits // 8 if self.codec.has_scales else 1
         self.scale_pitch = config.max_cols // self.codec.block * self.scale_bytes
@@ -152,15 +161,17 @@ class RowsQuantizer:
 
     @staticmethod
     def fake_args(config: RowsConfig) -> tuple[Any, ...]:
-        """Stand-ins for (x, offs, amax, codes, scales, scale_inv, scale, num_sms, stream)."""
+        """Stand-ins for the arguments of ``__call__``."""
         fake = FakeBuffers(config.dtype, config.grouping, config.format)
+        inputs = (fake.x(config.prologue), fake.grad(config.prologue), fake.offs())
         output = (fake.level(config.computes_amax), fake.codes(), fake.scales())
-        return (fake.x(), fake.offs(), *output, *fake.results()[:2], Int32(1), env_stream())
+        return (*inputs, *output, *fake.results()[:2], Int32(1), env_stream())
 
     @cute.jit
     def __call__(
         self,
         x: cute.Tensor,
+        grad: cute.Tensor | None,
         offs: cute.Tensor | None,
         amax: cute.Tensor | None,
         codes: cute.Tensor,
@@ -170,7 +181,7 @@ class RowsQuantizer:
         num_sms: Int32,
         stream: Any,
     ) -> None:
-        self.kernel(x, offs, amax, codes, scales, scale_inv, scale).launch(
+        self.kernel(x, grad, offs, amax, codes, scales, scale_inv, scale).launch(
             grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
@@ -178,6 +189,7 @@ class RowsQuantizer:
     def kernel(
         self,
         x: cute.Tensor,
+        grad: cute.Tensor | None,
         offs: cute.Tensor | None,
         amax: cute.Tensor | None,
         codes: cute.Tensor,
@@ -209,14 +221,18 @@ class RowsQuantizer:
         if warp == config.num_compute_warps:
             team = tid % WARP_SIZE
             if team < config.num_teams:
-                self.load(x, offs, team, shared)
+                self.load(x, grad, offs, team, shared)
         else:
             threads = config.num_compute_warps * WARP_SIZE
             thread = cute.arch.block_idx()[0] * threads + tid
             step = cute.arch.grid_dim()[0] * threads
             self.levels.write(amax, scale_inv, scale, thread, step)
-            lane = self.lane_of(warp, x.shape[len(x.shape) - 1], shared)
+            lane = self.lane_of(warp, self.cols(x), shared)
             self.compute(Output(amax, codes, scales), lane, shared)
+
+    def cols(self, x: cute.Tensor) -> Int32:
+        """K."""
+        return x.shape[len(x.shape) - 1] if self.maker is None else self.maker.cols(x)
 
     def row_of(self, item: Int32, r: Int32 | int) -> Int32:
         """The slot tile's row that is row ``r`` of packet ``item``, of all packets or the tile's.
@@ -234,6 +250,7 @@ class RowsQuantizer:
     def load(
         self,
         x: cute.Tensor,
+        grad: cute.Tensor | None,
         offs: cute.Tensor | None,
         team: Int32,
         shared: SharedMemory,
@@ -258,7 +275,7 @@ class RowsQuantizer:
                         if r == 0:
                             place = shared.packets.toint() + slot * 16
                             store_shared(place, [Uint32(v) for v in (item, first, count, group)])
-                        self.load_rows(x, packet, r, first, count, slot, shared)
+                        self.load_rows(x, grad, packet, r, first, count, slot, shared)
                         stage, phase = self.next_stage(stage, phase)
                 item += step
         slot = team * config.num_stages + stage
@@ -270,6 +287,7 @@ class RowsQuantizer:
     def load_rows(
         self,
         x: cute.Tensor,
+        grad: cute.Tensor | None,
         packet: Int32,
         r: Int32,
         first: Int32,
@@ -278,12 +296,12 @@ class RowsQuantizer:
         shared: SharedMemory,
     ) -> None:
         """Fill a stage with rows ``r`` and on of a packet, as far as they exist."""
-        row_bytes = x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype]
+        row_bytes, grad_bytes = self.row_bytes(x)
         rows = [self.row_of(packet, r + i) for i in range(self.config.rows_per_warp)]
         size = Int32(0)
         for row in rows:
             if row < count:
-                size += row_bytes
+                size += row_bytes + grad_bytes
         bar = shared.full + slot
         if size > 0:
             cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
@@ -293,7 +311,17 @@ class RowsQuantizer:
         for i in cutlass.range_constexpr(len(rows)):
             if rows[i] < count:
                 source = x.iterator.toint() + Int64(first + rows[i]) * row_bytes
-                bulk_load(target + i * self.row_capacity, source, row_bytes, bar)
+                bulk_load(target + i * self.row_pitch, source, row_bytes, bar)
+                if cutlass.const_expr(grad is not None):
+                    source = grad.iterator.toint() + Int64(first + rows[i]) * grad_bytes
+                    place = target + (i * self.row_pitch + self.row_capacity)
+                    bulk_load(place, source, grad_bytes, bar)
+
+    def row_bytes(self, x: cute.Tensor) -> tuple[Int32, Int32 | int]:
+        """Bytes of a row of the input, and of the gradient of the result, or 0."""
+        if self.maker is None:
+            return x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype], 0
+        return self.maker.row_bytes(self.cols(x))
 
     @cute.jit
     def next_stage(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
@@ -463,17 +491,24 @@ class RowsQuantizer:
         """
         words = cute.make_rmem_tensor(self.pieces_per_lane * self.piece_words, Uint32)
         a = cute.make_rmem_tensor(self.pieces_per_lane, Float32)
-        twist = self.twist(lane.lane)
-        lane_at = source + lane.lane // self.lanes_per_row * self.row_capacity
-        lane_at += lane.of_row * self.piece_bytes
         chunks = self.piece_bytes // 16
+        chunk_words = self.piece_words // chunks
+        twist = self.twist(lane.lane)
+        row_at = source + lane.lane // self.lanes_per_row * self.row_pitch
+        lane_at = row_at + lane.of_row * self.piece_bytes
         places = [lane_at + (twist ^ c) * 16 for c in range(chunks)]
         # Past K there is garbage, but without a branch all loads are under way at once.
         for i in cutlass.range_constexpr(self.pieces_per_lane):
             for c in cutlass.range_constexpr(chunks):
-                chunk = load_shared(places[c] + i * (self.lanes_per_row * self.piece_bytes), 4)
-                for w in cutlass.range_constexpr(4):
-                    words[i * self.piece_words + c * 4 + w] = chunk[w]
+                if cutlass.const_expr(self.maker is None):
+                    at = places[c] + i * (self.lanes_per_row * self.piece_bytes)
+                    chunk = load_shared(at, 4)
+                else:
+                    first = (lane.of_row + i * self.lanes_per_row) * self.piece
+                    first += (twist ^ c) * self.maker.unit
+                    chunk = self.make_chunk(row_at, first, lane.num_pieces * self.piece)
+                for w in cutlass.range_constexpr(chunk_words):
+                    words[i * self.piece_words + c * chunk_words + w] = chunk[w]
         for i in cutlass.range_constexpr(self.pieces_per_lane):
             a[i] = Float32(0.0)
             if cutlass.const_expr(self.needs_amax):
@@ -482,6 +517,12 @@ class RowsQuantizer:
             for bit in cutlass.range_constexpr(self.sharing.bit_length() - 1):
                 a[i] = fmax(a[i], cute.arch.shuffle_sync_bfly(a[i], offset=1 << bit))
         return words, a
+
+    def make_chunk(self, row_at: Int32, col: Int32, cols: Int32) -> list[Uint32]:
+        """A unit of elements of a row of a stage."""
+        of_half, is_second = self.maker.column(col, cols)
+        places = self.maker.places(row_at, row_at + self.row_capacity, of_half, cols)
+        return self.maker.make([load_shared(at, 4) for at in places], is_second)
 
     def block(self, words: cute.Tensor, i: int) -> list[Uint32]:
         """The words of a lane's i-th block."""

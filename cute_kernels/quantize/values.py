@@ -34,11 +34,12 @@ class RowValuesQuantizer(RowsQuantizer):
 
     @staticmethod
     def fake_args(config: ValuesConfig) -> tuple[Any, ...]:
-        """Stand-ins for (x, offs, amax, values, None, None, None, num_sms, stream)."""
+        """Stand-ins for (x, None, offs, amax, values, None, None, None, num_sms, stream)."""
         fake = FakeBuffers(config.dtype, config.grouping, config.format)
         amax = fake.level(config.computes_amax)
         nothing = (None, None, None)
-        return (fake.x(), fake.offs(), amax, fake.values(), *nothing, Int32(1), env_stream())
+        inputs = (fake.x(), None, fake.offs())
+        return (*inputs, amax, fake.values(), *nothing, Int32(1), env_stream())
 
     @cute.jit
     def write_row(

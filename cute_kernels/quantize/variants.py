@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from cute_kernels.capability import support
-from cute_kernels.formats import FP8, NVFP4, Format, FP8Block
+from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from cute_kernels.formats.base import FP8_ELEMENTS
 from cute_kernels.quantize.config import (
     DTYPE_BYTES,
@@ -15,6 +15,7 @@ from cute_kernels.quantize.config import (
     DelayedConfig,
     DequantizeConfig,
     OffsetsConfig,
+    Prologue,
     QuantizeProblem,
     RowsConfig,
     TileConfig,
@@ -50,6 +51,8 @@ _FROM_BF16: tuple[tuple[Format, Grouping], ...] = (
     (FP8Block(), "ragged"),
     (FP8Block(block=(128, 128)), "uniform"),
 )
+#: Of which SwiGLU and its gradient are quantized, in both directions as training has them.
+_ACTIVATED: tuple[Format, ...] = (NVFP4(), NVFP4(row_scaled=True), FP8(), FP8Block(), MXFP8())
 _GROUPINGS: tuple[Grouping, ...] = ("ragged", "uniform")
 _DIRECTIONS = ((True, False), (False, True), (True, True))
 
@@ -80,6 +83,14 @@ def kernel_specs(arch: str) -> Iterator[Config]:
         if support("grouped_quantize", fmt, arch):
             yield from _rows(fmt, "bfloat16", grouping, arch)
             yield from _tiles(fmt, "bfloat16", grouping, arch)
+    for fmt, is_gradient in itertools.product(_ACTIVATED, (False, True)):
+        if support("grouped_quantize", fmt, arch, activation=True):
+            made = QuantizeProblem(
+                dtype="bfloat16" if fmt.truncates else "float32",
+                cols=fmt.k_multiple,
+                prologue=Prologue("bfloat16", "swiglu", is_gradient),
+            )
+            yield TileConfig.choose(fmt, made, arch, columnwise=True, compute_amax=True)
 
 
 def _dequantizers(fmt: Format, dtype: str, grouping: str) -> Iterator[DequantizeConfig]:

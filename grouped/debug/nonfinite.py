@@ -123,14 +123,30 @@ def watch(flags: Tensor, x: Tensor, weights: Sequence[Tensor], y: Tensor, offs: 
     Returns:
         ``y``.
     """
-    live = torch.arange(x.shape[0], device=x.device) < offs[-1]
-    with torch.no_grad():
-        bad_weight = torch.stack([_holds_nonfinite(w) for w in weights]).any()
-        _set(flags, "input", _rows_hold_nonfinite(x, live))
-        _set(flags, "weight", bad_weight)
-        _set(flags, "output", _rows_hold_nonfinite(y, live))
+    note(flags, x, weights, y, offs)
+    live = _live(x, offs)
     watched: Tensor = _WatchGradient.apply(y, flags, live)  # type: ignore[no-untyped-call]
     return watched
+
+
+@torch.no_grad()
+def note(flags: Tensor, x: Tensor, weights: Sequence[Tensor], y: Tensor, offs: Tensor) -> None:
+    """Set the flags of one forward pass; arguments as of ``watch``."""
+    live = _live(x, offs)
+    bad_weight = torch.stack([_holds_nonfinite(w) for w in weights]).any()
+    _set(flags, "input", _rows_hold_nonfinite(x, live))
+    _set(flags, "weight", bad_weight)
+    _set(flags, "output", _rows_hold_nonfinite(y, live))
+
+
+@torch.no_grad()
+def note_gradient(flags: Tensor, dy: Tensor, offs: Tensor) -> None:
+    """Set the flag of the gradient of the output."""
+    _set(flags, "grad_output", _rows_hold_nonfinite(dy, _live(dy, offs)))
+
+
+def _live(x: Tensor, offs: Tensor) -> Tensor:
+    return torch.arange(x.shape[0], device=x.device) < offs[-1]
 
 
 def _set(flags: Tensor, role: str, bad: Tensor) -> None:

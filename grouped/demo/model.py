@@ -14,7 +14,7 @@ import grouped
 if TYPE_CHECKING:
     from grouped.recipes import Recipe
 
-__all__ = ["Attention", "LanguageModel", "MixtureOfExperts", "ModelConfig", "ModelOutput"]
+__all__ = ["Attention", "LanguageModel", "ModelConfig", "ModelOutput"]
 
 _NUM_BYTES = 256
 
@@ -73,7 +73,7 @@ class ModelOutput(NamedTuple):
     Attributes:
         logits: (batch, context, 256) fp32.
         balance_loss: mean over the layers of the load-balancing loss; 1 when balanced.
-        tokens_per_expert: (layers, experts) int64.
+        tokens_per_expert: (layers, experts) int32.
     """
 
     logits: Tensor
@@ -98,54 +98,21 @@ class Attention(nn.Module):
         return y
 
 
-class MixtureOfExperts(nn.Module):
-    """Sends each token to its ``top_k`` most likely experts and adds up their weighted outputs."""
-
-    def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
-        super().__init__()
-        self.num_experts, self.top_k = config.experts, config.top_k
-        self.router = nn.Linear(config.hidden, config.experts, bias=False)
-        self.experts = grouped.nn.GroupedMLP(
-            config.experts, config.hidden, config.intermediate, recipe=recipe
-        )
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply the experts to tokens ``x`` (T, hidden) fp32.
-
-        Returns:
-            (T, hidden) fp32; the load-balancing loss; tokens per expert (experts,) int64.
-        """
-        probability = self.router(x).softmax(-1)
-        weight, expert = probability.topk(self.top_k)  # (T, top_k)
-        weight = weight / weight.sum(-1, keepdim=True)
-
-        # Grouped products take rows sorted by group, and where each group ends.
-        order = expert.flatten().argsort(stable=True)
-        token = order // self.top_k
-        counts = torch.bincount(expert.flatten(), minlength=self.num_experts)
-        rows = x.index_select(0, token).bfloat16()
-        y = self.experts(rows, grouped.compute_offsets(counts))
-
-        weighted = y.float() * weight.flatten()[order, None]
-        out = torch.zeros_like(x).index_add(0, token, weighted)
-        # Shazeer's and Fedus's loss: share of the tokens times mean probability, 1 when balanced.
-        share = counts / counts.sum()
-        balance = self.num_experts * (share * probability.mean(0)).sum()
-        return out, balance, counts
-
-
 class _Block(nn.Module):
     def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden)
         self.attention = Attention(config.hidden, config.heads)
         self.moe_norm = nn.RMSNorm(config.hidden)
-        self.moe = MixtureOfExperts(config, recipe)
+        sizes = (config.hidden, config.intermediate, config.experts, config.top_k)
+        self.moe = grouped.nn.MoE(*sizes, recipe=recipe)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = x + self.attention(self.attention_norm(x))
-        y, balance, counts = self.moe(self.moe_norm(x).flatten(0, 1))
-        return x + y.view_as(x), balance, counts
+        tokens = self.moe_norm(x)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            y, losses = self.moe(tokens, losses=True)
+        return x + y, losses.balance, losses.tokens_per_expert
 
 
 class LanguageModel(nn.Module):

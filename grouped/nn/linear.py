@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from grouped import debug
 from grouped.autograd import multiply, rows_and_ends
+from grouped.experts import Layer
 from grouped.nn.delayed import DelayedScaling
 from grouped.nn.forms import convert
 from grouped.nn.kept import KeptWeight, can_keep, is_static
@@ -196,7 +197,7 @@ class GroupedLinear(debug.Watched):
         return self._call(x, offs, is_first_microbatch)
 
     def _call(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
-        if self._wgrads.active and torch.is_grad_enabled() and self._has_trainable():
+        if self._takes_gradients():
             y: Tensor = self._train_apart(x, offs, is_first_microbatch)
             return y
         return self._apply_to(x, offs, is_first_microbatch, None)
@@ -204,11 +205,7 @@ class GroupedLinear(debug.Watched):
     @torch.compiler.disable(reason=EAGER_ONLY)  # type: ignore[untyped-decorator]
     def _train_apart(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
         """``forward`` where gradients of parameters do not go to autograd, or not at once."""
-        self._wgrads.check_eager(sharded=bool(self._shards))
-        biases = self._named("bias") if self.has_bias else {}
-        overwrite = is_first_microbatch is True
-        sink = self._wgrads.sink(self._named("weight"), biases, overwrite)
-        return self._apply_to(x, offs, is_first_microbatch, sink)
+        return self._apply_to(x, offs, is_first_microbatch, self.sink(is_first_microbatch))
 
     def _has_trainable(self) -> bool:
         return any(p.requires_grad for p in self.parameters())
@@ -221,18 +218,54 @@ class GroupedLinear(debug.Watched):
         sink: ParameterGradients | None,
     ) -> Tensor:
         rows, ends = rows_and_ends(x, offs, self.num_groups, self.in_features)
+        call = self.prepare(rows.device, rows.requires_grad, is_first_microbatch, sink)
+        options = (call.copies, call.sink, call.scaling, call.probe)
+        y = multiply(rows, call.weights, call.bias, ends, self.recipe, *options)
+        if call.flags is not None:
+            y = debug.watch(call.flags, rows, call.weights, y, ends)
+        # Not a view of itself: FSDP warns of those.
+        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
+
+    def prepare(
+        self,
+        device: torch.device,
+        needs_dx: bool,
+        is_first_microbatch: bool | None,
+        sink: ParameterGradients | None,
+    ) -> Layer:
+        """What a call multiplies by, and what takes notes of it.
+
+        Args:
+            device: of the rows.
+            needs_dx: the rows require a gradient.
+            is_first_microbatch: as in ``forward``.
+            sink: what takes the gradients of the parameters, if not autograd.
+        """
         sources = self._sources("weight")
         self._check_shape(sources[0])
         scaling = self._scaling_of_call(is_first_microbatch)
-        copies = self._kept_copies(sources, is_first_microbatch, rows, scaling)
+        copies = self._kept_copies(sources, is_first_microbatch, needs_dx, scaling)
         bias = self._stacked("bias") if self.has_bias else None
         probe = None if self._lens is None else self._lens.probe()
-        y = multiply(rows, sources, bias, ends, self.recipe, copies, sink, scaling, probe)
-        flags = debug.flags_of(self, rows.device)
-        if flags is not None:
-            y = debug.watch(flags, rows, sources, y, ends)
-        # Not a view of itself: FSDP warns of those.
-        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
+        flags = debug.flags_of(self, device)
+        return Layer(sources, bias, self.recipe, copies, sink, scaling, probe, flags)
+
+    @property
+    def is_eager_only(self) -> bool:
+        """Whether a call now must not be traced: something looks at it, or takes gradients."""
+        return self._lens is not None or self._takes_gradients()
+
+    def _takes_gradients(self) -> bool:
+        return self._wgrads.active and torch.is_grad_enabled() and self._has_trainable()
+
+    def sink(self, is_first_microbatch: bool | None) -> ParameterGradients | None:
+        """What takes the gradients of the parameters of a call, if not autograd."""
+        if not self._takes_gradients():
+            return None
+        self._wgrads.check_eager(sharded=bool(self._shards))
+        biases = self._named("bias") if self.has_bias else {}
+        overwrite = is_first_microbatch is True
+        return self._wgrads.sink(self._named("weight"), biases, overwrite)
 
     def _scaling_of_call(self, is_first_microbatch: bool | None) -> Scaling | None:
         """The scales of a call under delayed scaling, updated if it is the first of a step.
@@ -292,7 +325,7 @@ class GroupedLinear(debug.Watched):
         self,
         sources: list[Tensor],
         is_first_microbatch: bool | None,
-        rows: Tensor,
+        needs_dx: bool,
         scaling: Scaling | None,
     ) -> Copies | None:
         """The quantized weight of an earlier call or for later ones; None if this is for itself."""
@@ -302,7 +335,7 @@ class GroupedLinear(debug.Watched):
         if scaling is not None:
             made_from.append(scaling.scales[ROLES.index("weight")])
         if is_first_microbatch is False:
-            return self._copies_of_first_microbatch(made_from, rows)
+            return self._copies_of_first_microbatch(made_from, needs_dx)
         wants_gradients = torch.is_grad_enabled()
         if is_first_microbatch is None:
             if self.training or wants_gradients or not is_static(sources):
@@ -315,7 +348,7 @@ class GroupedLinear(debug.Watched):
         self._kept = KeptWeight.of(made_from, self.recipe, copies)
         return copies
 
-    def _copies_of_first_microbatch(self, made_from: list[Tensor], rows: Tensor) -> Copies:
+    def _copies_of_first_microbatch(self, made_from: list[Tensor], needs_dx: bool) -> Copies:
         kept = self._kept
         if kept is None:
             raise RuntimeError(
@@ -327,7 +360,7 @@ class GroupedLinear(debug.Watched):
                 "is_first_microbatch=False uses the weight that a call with True kept, but the "
                 f"weight changed since: {change}. Pass True after each step"
             )
-        if rows.requires_grad and torch.is_grad_enabled() and not kept.has_columnwise:
+        if needs_dx and torch.is_grad_enabled() and not kept.has_columnwise:
             raise RuntimeError(
                 "is_first_microbatch=False needs the columnwise weight for the gradient of x, "
                 "which the call with True did not keep: it ran under no_grad"

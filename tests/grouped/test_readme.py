@@ -47,6 +47,17 @@ def test_the_example_runs_and_says_what_is_true():
     assert_same_bytes(layer.weight.grad, compiled)
 
 
+def test_the_mixture_runs():
+    torch._dynamo.reset()
+    names = {"torch": torch, "grouped": grouped}
+    code = example("grouped.nn.MoE(").replace("fullgraph=True", "fullgraph=True, backend='eager'")
+    exec(compile(code, str(README), "exec"), names)
+    moe, y, losses = names["moe"], names["y"], names["losses"]
+    assert y.shape == (64, 48) and losses.tokens_per_expert.sum() == 64 * 4
+    assert all(p.grad is not None for p in moe.parameters())
+    assert moe.router.selection_bias.any()
+
+
 def test_the_emulated_example_gives_the_bits_of_a_tensor_core():
     pytest.importorskip("cutlass")
     torch._dynamo.reset()

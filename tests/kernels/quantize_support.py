@@ -84,6 +84,11 @@ class Problem:
     offs: Tensor | None
 
     @property
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        """What kernels take first: no gradient."""
+        return self.x, None, self.offs
+
+    @property
     def matrix(self) -> Tensor:
         return self.x.flatten(0, -2)
 
@@ -139,7 +144,7 @@ def run_tiles(
         row_amax = known["amax"] if config.uses_row_amax else None
     copies = [out[name] for name in ("codes", "scales", "codes_t", "scales_t")]
     rest = (*NO_RESULTS, None, column_amax, SEED if fmt.is_stochastic else None, NUM_SMS)
-    compiled(config)(problem.x, problem.offs, row_amax, group_amax, *copies, *rest)
+    compiled(config)(*problem.inputs, row_amax, group_amax, *copies, *rest)
     if config.rowwise:
         out["amax"] = row_amax if config.uses_row_amax else group_amax
     if config.columnwise:
@@ -154,7 +159,7 @@ def run_rows(config: RowsConfig, problem: Problem) -> dict[str, Tensor | None]:
     if not config.computes_amax:
         out["amax"] = expected(problem, fmt, True, False)["amax"]
     copy = (out["amax"], out["codes"], out["scales"])
-    compiled(config)(problem.x, problem.offs, *copy, *NO_RESULTS, NUM_SMS)
+    compiled(config)(*problem.inputs, *copy, *NO_RESULTS, NUM_SMS)
     return out
 
 

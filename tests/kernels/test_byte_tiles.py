@@ -94,10 +94,10 @@ def quantize(
         out["amax"] = given
     if isinstance(config, RowsConfig):
         copies = map(out.get, ("codes", "scales", "scale_inv", "scale"))
-        compiled(config)(problem.x, problem.offs, given, *copies, num_sms)
+        compiled(config)(*problem.inputs, given, *copies, num_sms)
         return out
     copies = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
-    compiled(config)(problem.x, problem.offs, None, given, *copies, amax, None, None, num_sms)
+    compiled(config)(*problem.inputs, None, given, *copies, amax, None, None, num_sms)
     return out
 
 

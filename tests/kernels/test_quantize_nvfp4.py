@@ -288,12 +288,12 @@ def test_only_the_live_rows_are_touched(kind: str) -> None:
         config = Rows(warps_per_row=2)
         out = problem.buffers(NVFP4(row_scaled=True), True, False)
         copy = (out["amax"], out["codes"], out["scales"])
-        args = (problem.x, problem.offs, *copy, *NO_RESULTS, 2)
+        args = (*problem.inputs, *copy, *NO_RESULTS, 2)
     else:
         config = tiles(columnwise=True, compute_amax=True)
         out = problem.buffers(NVFP4(), True, True)
         names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
-        args = (problem.x, problem.offs, None, *(out[n] for n in names), *NO_TILE_RESULTS, 2)
+        args = (*problem.inputs, None, *(out[n] for n in names), *NO_TILE_RESULTS, 2)
     kernel, others = compiled(config), (problem.offs, *out.values())
     check_touched(lambda: kernel(*args), [array_of(problem.x)[:live]], others)
 
@@ -313,8 +313,8 @@ def test_bad_offsets_stay_in_the_buffer() -> None:
     two_phase = dataclasses.replace(config, format=ROW_SCALED, compute_amax=True)
     copies = [out[name] for name in names]
     with watching(x, falling.offs, *out.values()):
-        compiled(two_phase)(x, falling.offs, out["amax"], *copies, *NO_TILE_RESULTS, 2)
-        compiled(rows)(x, falling.offs, out["amax"], *copies[1:3], *NO_RESULTS, 2)
+        compiled(two_phase)(x, None, falling.offs, out["amax"], *copies, *NO_TILE_RESULTS, 2)
+        compiled(rows)(x, None, falling.offs, out["amax"], *copies[1:3], *NO_RESULTS, 2)
 
 
 def test_results_do_not_depend_on_the_grid() -> None:
@@ -325,6 +325,6 @@ def test_results_do_not_depend_on_the_grid() -> None:
         out = problem.buffers(NVFP4(), True, True)
         names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
         copies = [out[name] for name in names]
-        compiled(config)(problem.x, problem.offs, None, *copies, *NO_TILE_RESULTS, num_sms)
+        compiled(config)(*problem.inputs, None, *copies, *NO_TILE_RESULTS, num_sms)
         out["amax"] = out["amax_t"]
         assert_same_buffers(out, want)

@@ -24,6 +24,8 @@ from grouped.recipes import NVFP4, FP8Block, FP8Current, NVFP4RowScaled
 from tests.helpers import DTYPES, NVFP4_TEXTS, ends
 
 ARCHITECTURES = [architecture("sm_90a"), architecture("sm_100a")]
+#: Of which SwiGLU is compiled ahead of time.
+ACTIVATED = ("nvfp4", "nvfp4:row_scaled", "fp8", "fp8_block", "mxfp8")
 TRANSFORMED = ("nvfp4:hadamard", "nvfp4:hadamard,stochastic_rounding")
 TEXTS = (*NVFP4_TEXTS.values(), "fp8", "fp8:dtype=e5m2")
 
@@ -63,6 +65,10 @@ def quantizations():
             for text in TRANSFORMED if columnwise and offs is not None else ():
                 for amax in (None, torch.ones(2, groups) if rowwise else torch.ones(groups)):
                     yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
+    both, offs = torch.empty(2, 64, dtype=torch.bfloat16), ends(1, 2)
+    for text, grad in itertools.product(ACTIVATED, (None, both[:, :32])):
+        given = {"columnwise": True, "activation": "swiglu", "grad": grad}
+        yield GroupedQuantize(both, text, offs, **given)
 
 
 def dequantizations():

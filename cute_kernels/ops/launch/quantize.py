@@ -5,6 +5,7 @@ Each function takes an op for its metadata alone and returns what runs every cal
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,12 +14,14 @@ from torch import Tensor
 from cute_kernels.layout.buffers import code_pitch
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops.arguments import ALIGNMENT, dense, dtype_name, readable
+from cute_kernels.ops.prologue import result_columns
 from cute_kernels.quantize.config import (
     AmaxConfig,
     DbiasConfig,
     DelayedConfig,
     DequantizeConfig,
     OffsetsConfig,
+    Prologue,
     QuantizeProblem,
     RowsConfig,
     TileConfig,
@@ -51,6 +54,32 @@ def _problem(x: Tensor, offs: Tensor | None) -> QuantizeProblem:
     return QuantizeProblem(
         dtype_name(x.dtype), x.shape[-1], "uniform" if offs is None else "ragged"
     )
+
+
+def _prologue(x: Tensor, activation: str | None, grad: Tensor | None) -> Prologue | None:
+    """What an activation makes of ``x``, as a fact of kernels' configurations."""
+    if activation is None:
+        return None
+    return Prologue(dtype_name(x.dtype), activation, grad is not None)
+
+
+def _quantized(op: GroupedQuantize) -> QuantizeProblem:
+    """What is quantized: ``x``, or the elements that an activation makes of it."""
+    problem = _problem(op.x, op.offs)
+    if op.activation is None:
+        return problem
+    return dataclasses.replace(
+        problem,
+        dtype=problem.dtype if op.record.truncates else "float32",
+        cols=result_columns(op.x.shape[-1], op.activation, op.grad),
+        prologue=_prologue(op.x, op.activation, op.grad),
+    )
+
+
+def _inputs(op: GroupedQuantize) -> tuple[Tensor | None, ...]:
+    """x, grad and offs as kernels take them."""
+    grad = None if op.grad is None else readable(op.grad)
+    return readable(op.x), grad, dense(op.offs)
 
 
 def _zero(op: object, outputs: Sequence[Tensor]) -> None:
@@ -108,7 +137,7 @@ def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
     kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping, arch=launch.arch))
 
     def run(op: GroupedAmax, outputs: Sequence[Tensor]) -> None:
-        kernel(readable(op.x), dense(op.offs), None, outputs[0], launch.num_sms)
+        kernel(readable(op.x), None, dense(op.offs), None, outputs[0], launch.num_sms)
 
     return run
 
@@ -117,7 +146,7 @@ def quantize(op: GroupedQuantize, launch: Launcher) -> Runner:
     """How ``grouped_quantize`` runs."""
     if not op.x.numel():
         return _no_elements(op)
-    fmt, problem = op.record, _problem(op.x, op.offs)
+    fmt, problem = op.record, _quantized(op)
     if op.rowwise and not op.columnwise:
         rows = RowsConfig.choose(fmt, problem, launch.arch)
         if rows.is_preferred and rows.can_implement(problem):
@@ -130,17 +159,18 @@ def _rows(op: GroupedQuantize, config: RowsConfig, launch: Launcher) -> Runner:
     kernel = launch.kernel(config)
     takes_amax, amax_kernel, names = config.takes_amax, None, tuple(op.specs())
     if takes_amax and op.amax is None:
-        amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch))
+        facts = (False, True, config.arch, config.prologue)
+        amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, *facts))
 
     def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
         out = dict(zip(names, outputs, strict=True))
-        x, offs, amax = readable(op.x), dense(op.offs), out.get("amax")
+        inputs, amax = _inputs(op), out.get("amax")
         if amax_kernel is not None:
-            amax_kernel(x, offs, None, amax, launch.num_sms)
+            amax_kernel(*inputs, None, amax, launch.num_sms)
         elif takes_amax and op.amax is not None:
             _give(op.amax, amax)
         scales = map(out.get, ("scales", "scale_inv", "scale"))
-        kernel(x, offs, _flat(amax), out["codes"], *scales, launch.num_sms)
+        kernel(*inputs, _flat(amax), out["codes"], *scales, launch.num_sms)
 
     return run
 
@@ -159,13 +189,13 @@ def _tiles(op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: L
     by_row, row_kernel, names = config.uses_row_amax, None, tuple(op.specs())
     has_own = config.has_own_columns
     if by_row and op.amax is not None:
-        rows_only = AmaxConfig(problem.dtype, problem.grouping, True, False, launch.arch)
-        row_kernel = launch.kernel(rows_only)
+        facts = (True, False, launch.arch, problem.prologue)
+        row_kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping, *facts))
 
     def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
         out = dict(zip(names, outputs, strict=True))
         amax, amax_t = out.get("amax"), out.get("amax_t")
-        x, offs = readable(op.x), dense(op.offs)
+        inputs = _inputs(op)
         row_amax = _flat(amax) if by_row else None
         group_amax = amax_t if by_row or amax is None else amax
         seen, seed = None, dense(op.seed)
@@ -176,11 +206,11 @@ def _tiles(op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: L
             if has_own:
                 _give(op.amax[1], amax_t)
         if row_kernel is not None:
-            row_kernel(x, offs, row_amax, None, launch.num_sms)
+            row_kernel(*inputs, row_amax, None, launch.num_sms)
         buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
         own = amax_t if has_own else None
         is_own = has_own or amax_t is group_amax
-        kernel(x, offs, row_amax, group_amax, *buffers, seen, own, seed, launch.num_sms)
+        kernel(*inputs, row_amax, group_amax, *buffers, seen, own, seed, launch.num_sms)
         if amax_t is not None and group_amax is not None and not is_own:
             amax_t.copy_(group_amax)
 
@@ -196,16 +226,23 @@ def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
     """How ``grouped_dbias`` runs."""
     if not op.dy.numel():
         return _zero
-    kernel = launch.kernel(DbiasConfig.choose(dtype_name(op.dy.dtype), op.dy.shape[-1]))
+    prologue = _prologue(op.dy, op.activation, op.grad)
+    cols = result_columns(op.dy.shape[-1], op.activation, op.grad)
+    facts = (dtype_name(op.dy.dtype), cols, prologue, launch.arch)
+    kernel = launch.kernel(DbiasConfig.choose(*facts))
+
+    def inputs(op: GroupedDbias) -> list[Tensor | None]:
+        return [t if t is None else readable(t) for t in (op.dy, op.grad)]
 
     def run(op: GroupedDbias, outputs: Sequence[Tensor]) -> None:
-        kernel(readable(op.dy), dense(op.offs), outputs[0], launch.num_sms)
+        kernel(*inputs(op), dense(op.offs), outputs[0], launch.num_sms)
 
     def run_uniform(op: GroupedDbias, outputs: Sequence[Tensor]) -> None:
         # Uniform groups are ragged ones of equal size.
-        dy, rows = readable(op.dy).flatten(0, 1), op.dy.shape[1]
-        ends = torch.arange(rows, len(dy) + 1, rows, dtype=torch.int32, device=op.device)
-        kernel(dy, ends, outputs[0], launch.num_sms)
+        flat, rows = [t if t is None else t.flatten(0, 1) for t in inputs(op)], op.dy.shape[1]
+        count = op.dy.shape[0] * rows
+        ends = torch.arange(rows, count + 1, rows, dtype=torch.int32, device=op.device)
+        kernel(*flat, ends, outputs[0], launch.num_sms)
 
     return run_uniform if op.offs is None else run
 

@@ -41,9 +41,11 @@ from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
 from cute_kernels.layout.shapes import SF_TILE_BYTES, scale_tiles
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.chunk_amax import ChunkAmaxKernels
+from cute_kernels.quantize.elements import maker_of
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 from cute_kernels.quantize.levels import LevelWriter
 from cute_kernels.quantize.tiles.bytes import ByteTiles
+from cute_kernels.quantize.tiles.fill import TileFiller
 from cute_kernels.quantize.tiles.geometry import (
     Descriptor,
     Encoding,
@@ -78,6 +80,8 @@ class TileQuantizer(ChunkAmaxKernels):
         self.tile = TileGeometry(config.dtype, self.codec.block)
         self.loader = TileLoader(config, self.tile)
         self.team = Team(config, self.tile)
+        self.maker = maker_of(config)
+        self.filler = TileFiller(config, self.team) if config.makes_tiles else None
         tiles = ByteTiles if config.is_bytes else NibbleTiles
         self.tiles = tiles(config, self.codec, self.tile, self.team)  # type: ignore[arg-type]
         self.num_compute_warps = config.num_teams * config.warps_per_team
@@ -102,7 +106,8 @@ class TileQuantizer(ChunkAmaxKernels):
         """Stand-ins for the arguments of ``__call__``."""
         fake = FakeBuffers(config.dtype, config.grouping, config.format)
         return (
-            fake.x(),
+            fake.x(config.prologue),
+            fake.grad(config.prologue),
             fake.offs(),
             fake.level(per_row=True) if config.uses_row_amax else None,
             fake.level() if config.uses_group_amax else None,
@@ -121,6 +126,7 @@ class TileQuantizer(ChunkAmaxKernels):
     def __call__(
         self,
         x: cute.Tensor,
+        grad: cute.Tensor | None,
         offs: cute.Tensor | None,
         row_amax: cute.Tensor | None,
         group_amax: cute.Tensor | None,
@@ -138,35 +144,18 @@ class TileQuantizer(ChunkAmaxKernels):
     ) -> None:
         if cutlass.const_expr(self.config.compute_amax and self.codec.fmt.is_transformed):
             own = (None, group_amax) if column_amax is None else (group_amax, column_amax)
-            self.launch_chunk_amax(x, offs, *own, num_sms, stream)
+            self.launch_chunk_amax(x, grad, offs, *own, num_sms, stream)
         elif cutlass.const_expr(self.config.compute_amax):
-            self.launch_amax(x, offs, row_amax, group_amax, num_sms, stream)
+            self.launch_amax(x, grad, offs, row_amax, group_amax, num_sms, stream)
         if cutlass.const_expr(self.config.reports_amax):
             self.launch_clear(amax, num_sms, stream)
-        rows, cols = Grouping.of(x, offs).num_rows, x.shape[len(x.shape) - 1]
-        matrix = cute.make_tensor(
-            x.iterator, cute.make_layout((rows, cols), stride=(Int64(cols), 1))
-        )
-        atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, x.element_type)
-        box = cute.tile_to_shape(atom, (self.loader.box_rows, self.tile.box_cols), order=(0, 1))
-        line = cute.make_composed_layout(
-            atom.inner, 0, cute.make_layout((1, self.tile.box_cols), stride=(self.tile.box_cols, 1))
-        )
-        op = cpasync.CopyBulkTensorTileG2SOp()
-        box_copy, box_source = cpasync.make_tiled_tma_atom(
-            op, matrix, box, (self.loader.box_rows, self.tile.box_cols)
-        )
-        line_copy, line_source = cpasync.make_tiled_tma_atom(
-            op, matrix, line, (1, self.tile.box_cols)
-        )
+        copies = (None,) * 6
+        if cutlass.const_expr(self.filler is None):
+            copies = self.copies(x, Grouping.of(x, offs).num_rows)
         self.kernel(
             x,
-            box_copy,
-            box_source,
-            box,
-            line_copy,
-            line_source,
-            line,
+            grad,
+            *copies,
             offs,
             row_amax,
             group_amax,
@@ -183,16 +172,36 @@ class TileQuantizer(ChunkAmaxKernels):
             grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
+    def copies(self, x: cute.Tensor, rows: Int32) -> tuple[Any, ...]:
+        """What copies boxes of the input, and lines of them: atom, source and layout of each."""
+        cols = x.shape[len(x.shape) - 1]
+        matrix = cute.make_tensor(
+            x.iterator, cute.make_layout((rows, cols), stride=(Int64(cols), 1))
+        )
+        atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, x.element_type)
+        box = cute.tile_to_shape(atom, (self.loader.box_rows, self.tile.box_cols), order=(0, 1))
+        line = cute.make_composed_layout(
+            atom.inner, 0, cute.make_layout((1, self.tile.box_cols), stride=(self.tile.box_cols, 1))
+        )
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        of_box = (self.loader.box_rows, self.tile.box_cols)
+        of_line = (1, self.tile.box_cols)
+        return (
+            *(*cpasync.make_tiled_tma_atom(op, matrix, box, of_box), box),
+            *(*cpasync.make_tiled_tma_atom(op, matrix, line, of_line), line),
+        )
+
     @cute.kernel
     def kernel(
         self,
         x: cute.Tensor,
-        box_copy: cute.CopyAtom,
-        box_source: cute.Tensor,
-        box: cute.ComposedLayout,
-        line_copy: cute.CopyAtom,
-        line_source: cute.Tensor,
-        line: cute.ComposedLayout,
+        grad: cute.Tensor | None,
+        box_copy: cute.CopyAtom | None,
+        box_source: cute.Tensor | None,
+        box: cute.ComposedLayout | None,
+        line_copy: cute.CopyAtom | None,
+        line_source: cute.Tensor | None,
+        line: cute.ComposedLayout | None,
         offs: cute.Tensor | None,
         row_amax: cute.Tensor | None,
         group_amax: cute.Tensor | None,
@@ -208,9 +217,9 @@ class TileQuantizer(ChunkAmaxKernels):
     ) -> None:
         config = self.config
         smem = cutlass.memory.SmemAllocator()
-        stages, copies = config.num_stages, 2 * config.num_teams
+        tiles, stages, copies = config.num_tiles, config.num_stages, 2 * config.num_teams
         shared = SharedMemory(
-            tiles=smem.allocate_array(Uint8, stages * config.tile_bytes, byte_alignment=1024),
+            tiles=smem.allocate_array(Uint8, tiles * config.tile_bytes, byte_alignment=1024),
             scales=_bytes(smem, config.num_teams * self.scales_bytes),
             scales_t=_bytes(smem, copies * self.scales_t_bytes),
             squares=_bytes(smem, copies * self.squares_bytes),
@@ -227,14 +236,16 @@ class TileQuantizer(ChunkAmaxKernels):
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        cols = x.shape[len(x.shape) - 1]
+        cols = x.shape[len(x.shape) - 1] if self.maker is None else self.maker.cols(x)
         groups = Grouping.of(x, offs)
         warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
         if warp == self.num_compute_warps:
-            cpasync.prefetch_descriptor(box_copy)
-            cpasync.prefetch_descriptor(line_copy)
-            boxes = Tma(box_copy, box_source, box)
-            lines = Tma(line_copy, line_source, line)
+            boxes = lines = None
+            if cutlass.const_expr(self.filler is None):
+                cpasync.prefetch_descriptor(box_copy)
+                cpasync.prefetch_descriptor(line_copy)
+                boxes = Tma(box_copy, box_source, box)
+                lines = Tma(line_copy, line_source, line)
             self.loader.load(groups, cols, group_amax, column_amax, boxes, lines, shared)
         else:
             if cutlass.const_expr(group_amax is not None):
@@ -243,11 +254,13 @@ class TileQuantizer(ChunkAmaxKernels):
                 step = cute.arch.grid_dim()[0] * threads
                 self.levels.write(group_amax, scale_inv, scale, thread, step)
             out = Copies(codes, scales, codes_t, scales_t)
-            self.compute(groups, cols, row_amax, out, amax, seed, warp, shared)
+            self.compute(x, grad, groups, cols, row_amax, out, amax, seed, warp, shared)
 
     @cute.jit
     def compute(
         self,
+        x: cute.Tensor,
+        grad: cute.Tensor | None,
         groups: Grouping,
         cols: Int32,
         row_amax: cute.Tensor | None,
@@ -277,6 +290,12 @@ class TileQuantizer(ChunkAmaxKernels):
             if count > 0:
                 buffer = team * 2 + copy
                 scales_at = shared.scales_t.toint() + buffer * self.scales_t_bytes
+                tile_at = shared.tiles.toint()
+                if cutlass.const_expr(self.filler is None):
+                    tile_at += stage * config.tile_bytes
+                else:
+                    tile_at += team * config.tile_bytes
+                    self.filler.fill(x, grad, what, team, tile_at)
                 if cutlass.const_expr(self.has_table):
                     if what.group != level_of:
                         levels, level_of = self.levels_of(what), what.group
@@ -288,7 +307,7 @@ class TileQuantizer(ChunkAmaxKernels):
                         self.report(amax, seen_of, seen)
                         seen, seen_of = Uint32(0), what.group
                 places = TilePlaces(
-                    tile=shared.tiles.toint() + stage * config.tile_bytes,
+                    tile=tile_at,
                     scales=shared.scales.toint() + team * self.scales_bytes,
                     scales_t=scales_at,
                     squares=shared.squares.toint() + buffer * self.squares_bytes,

@@ -64,11 +64,14 @@ class TileLoader:
         cols: Int32,
         group_amax: cute.Tensor | None,
         column_amax: cute.Tensor | None,
-        boxes: Tma,
-        lines: Tma,
+        boxes: Tma | None,
+        lines: Tma | None,
         shared: SharedMemory,
     ) -> None:
-        """Load the tiles of this CTA that hold rows; rows that do not exist are not read."""
+        """Load the tiles of this CTA that hold rows; rows that do not exist are not read.
+
+        Without copies, only say which tiles those are.
+        """
         stage, phase, full = Int32(0), Int32(1), Int32(0)
         amax, own, amax_of = Int32(0), Int32(0), Int32(-1)
         col_tiles = (cols + (TILE_COLS - 1)) // TILE_COLS
@@ -106,7 +109,10 @@ class TileLoader:
                 cute.arch.mbarrier_wait(shared.empty + stage, phase)
                 what = Descriptor(tile, col_tile, first, count, group, amax, own)
                 self.describe(shared, stage, what)
-                self.load_tile(what, boxes, lines, stage, full, shared)
+                if cutlass.const_expr(boxes is None):
+                    self.announce(shared, full)
+                else:
+                    self.load_tile(what, boxes, lines, stage, full, shared)
                 stage, phase = self.next_stage(stage, phase, 1)
                 full = self.next_barrier(full)
                 item += step
@@ -114,10 +120,15 @@ class TileLoader:
             cute.arch.mbarrier_wait(shared.empty + stage, phase)
             zero = Int32(0)
             self.describe(shared, stage, Descriptor(*[zero] * 7))
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(shared.full + full)
+            self.announce(shared, full)
             stage, phase = self.next_stage(stage, phase, 1)
             full = self.next_barrier(full)
+
+    @cute.jit
+    def announce(self, shared: SharedMemory, full: Int32) -> None:
+        """Arrive for a stage that nothing is copied to."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(shared.full + full)
 
     def tile_of(
         self, item: Int32, first_tile: Int32, num_tiles: Int32, col_tiles: Int32
