@@ -1,18 +1,23 @@
 """Run every kernel family on small shapes under compute-sanitizer on a GPU.
 
     python -m perf sanitize [--tool memcheck racecheck] [--part quantize m_grouped k_grouped]
+                            [--format REGEX] [--jobs N]
 
 Shapes have empty groups, boundaries inside tiles, a tail that belongs to no group and widths that
 no tile divides. Kernels are compiled first, without the tool. Each tensor gets an allocation of its
 own, so that memcheck sees an access past its end. The exit status is 1 if a tool reports anything,
-or if memcheck misses a deliberate write past the end of a buffer.
+or if memcheck misses a deliberate write past the end of a buffer. Several jobs at a time each take
+a share of the tiles, or formats.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -29,7 +34,6 @@ from perf.suites.gemm import PAIRS
 from perf.suites.quantize import DIRECTIONS, FORMATS, Quantization, named_buffers
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable
 
     from cute_kernels.formats import Format
@@ -38,9 +42,32 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 #: Exit status of a tool that reports something.
 _REPORTED = 9
 _DEVICE = "cuda"
+#: What plain operands are called where formats are chosen.
+_PLAIN = "bfloat16"
 _ENDS, _ROWS = (5, 5, 70, 199, 200), 230
 _COLS, _WIDTH = 272, 208
 _FLAT: Any = torch.ops.cute_kernels
+
+
+@dataclasses.dataclass
+class _Choice:
+    """What of each part is run: formats that match, and every ``shares``-th tile or format."""
+
+    pattern: str = ""
+    share: int = 0
+    shares: int = 1
+
+    def fits(self, *texts: str) -> bool:
+        """Whether one of the formats matches."""
+        return any(re.search(self.pattern, text) for text in texts)
+
+    @property
+    def options(self) -> list[str]:
+        """The same as options of ``perf sanitize``."""
+        return ["--format", self.pattern, "--share", str(self.share), str(self.shares)]
+
+
+_choice = _Choice()
 
 
 def _offs() -> torch.Tensor:
@@ -72,7 +99,7 @@ def _quantize(
 def quantize() -> None:
     """All quantizers and what goes with them, in every format that has kernels here."""
     offs = _offs()
-    for text in FORMATS:
+    for text in [text for text in FORMATS if _choice.fits(text)][_choice.share :: _choice.shares]:
         cols = round_up(_COLS, parse(text).k_multiple)
         x, weight = _sample(_ROWS, cols), _sample(len(_ENDS), _WIDTH, cols)
         amax = torch.ones(len(_ENDS), device=_DEVICE)
@@ -82,15 +109,18 @@ def quantize() -> None:
                 _quantize(text, directions, *data)
         except cute_kernels.UnsupportedError as reason:
             print(f"not here: {reason}")
+    x = _sample(_ROWS, _COLS)
     ops.grouped_amax(x, offs)
     ops.grouped_dbias(x, offs)
     ops.compute_offsets(offs, 3)
 
 
 def _in_all_tiles(*calls: Any) -> None:
-    for call in calls:
-        call()
-    for tile, call in itertools.product(SM90_TILES, calls):
+    if _choice.share == 0:
+        for call in calls:
+            call()
+    tiles = SM90_TILES[_choice.share :: _choice.shares]
+    for tile, call in itertools.product(tiles, calls):
         with force_tile(tile):
             try:
                 call()
@@ -102,7 +132,7 @@ def _in_all_formats(product: str, run: Callable[[Format, Format, int, int], None
     """Run with the formats of the operands, and a width and a K that they take."""
     pairs = dict.fromkeys(pair.formats for pair in PAIRS if pair.fits(product))
     for a, b in pairs:
-        if a is None or b is None:
+        if a is None or b is None or not _choice.fits(a.text, b.text):
             continue
         second = a if product == "wgrad" else b
         multiple = math.lcm(a.k_multiple, second.k_multiple)
@@ -125,11 +155,12 @@ def _operand(
 def m_grouped() -> None:
     """Rows of groups times weights, in each format and tile."""
     x, weight, offs = _sample(_ROWS, _COLS), _sample(len(_ENDS), _WIDTH, _COLS), _offs()
-    bias = _sample(len(_ENDS), _WIDTH)
-    _in_all_tiles(
-        lambda: ops.m_grouped_gemm(x, weight, offs, bias),
-        lambda: ops.m_grouped_gemm(x, weight.transpose(1, 2).contiguous(), offs, None, None, True),
-    )
+    bias, turned = _sample(len(_ENDS), _WIDTH), weight.transpose(1, 2).contiguous()
+    if _choice.fits(_PLAIN):
+        _in_all_tiles(
+            lambda: ops.m_grouped_gemm(x, weight, offs, bias),
+            lambda: ops.m_grouped_gemm(x, turned, offs, None, None, True),
+        )
     _in_all_formats("fprop", _m_grouped)
 
 
@@ -154,7 +185,8 @@ def _m_grouped(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
 def k_grouped() -> None:
     """Two ragged operands over their common rows, in each format and tile."""
     x, dy, offs = _sample(_ROWS, _COLS), _sample(_ROWS, _WIDTH), _offs()
-    _in_all_tiles(lambda: ops.k_grouped_gemm(dy, x, offs))
+    if _choice.fits(_PLAIN):
+        _in_all_tiles(lambda: ops.k_grouped_gemm(dy, x, offs))
     _in_all_formats("wgrad", _k_grouped)
 
 
@@ -188,8 +220,10 @@ def _run_under(tool: str, part: str) -> tuple[int, list[str]]:
     """Exit status and output of this program on one part under a tool."""
     # Kernels of this package have "Config" in their names.
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(_REPORTED)]
+    # That of a symbol which an older driver lacks is no error of ours.
+    command += ["--report-api-errors", "no"]
     command += ["--kernel-name", "kernel_substring=Config", sys.executable, "-m"]
-    command += ["perf", "sanitize", "--tool", "--part", part]
+    command += ["perf", "sanitize", *_choice.options, "--tool", "--part", part]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, (done.stdout + done.stderr).splitlines()
@@ -199,10 +233,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``perf sanitize``."""
     parser.add_argument("--tool", nargs="*", default=["memcheck", "racecheck"], choices=TOOLS)
     parser.add_argument("--part", nargs="+", default=list(PARTS), choices=[*PARTS, "canary"])
+    parser.add_argument("--format", default="", help="formats that match this regular expression")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--share", nargs=2, type=int, default=(0, 1), help=argparse.SUPPRESS)
+
+
+def _in_jobs(arguments: argparse.Namespace) -> int:
+    """Each share of the tiles and formats in a process of its own."""
+    command = [sys.executable, "-m", "perf", "sanitize", "--format", arguments.format]
+    command += ["--tool", *arguments.tool, "--part", *arguments.part]
+    count = arguments.jobs
+    jobs = [subprocess.Popen([*command, "--share", str(i), str(count)]) for i in range(count)]
+    return max([job.wait() for job in jobs])
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run what was asked for; 1 if a tool reports something."""
+    if arguments.jobs > 1:
+        return _in_jobs(arguments)
+    _choice.pattern, (_choice.share, _choice.shares) = arguments.format, arguments.share
     torch.manual_seed(0)
     for part in arguments.part:
         PARTS.get(part, canary)()
@@ -214,7 +263,11 @@ def main(arguments: argparse.Namespace) -> int:
         if status:
             failed = True
             print("\n".join(lines[:60]))
-    if "memcheck" in arguments.tool and _run_under("memcheck", "canary")[0] != _REPORTED:
+    if (
+        "memcheck" in arguments.tool
+        and _choice.share == 0
+        and _run_under("memcheck", "canary")[0] != _REPORTED
+    ):
         failed = True
         print("memcheck misses a write past the end of a buffer: it sees no kernel of this package")
     return int(failed)

@@ -33,6 +33,9 @@ def _calls(device: torch.device) -> _Calls:
     weight = torch.randn(len(_ENDS), _WIDTH, _COLS, device=device).bfloat16()
     a = ops.grouped_quantize(x, _BY_ROW, offs, None, True, True)
     b = ops.grouped_quantize(weight, _SQUARE)
+    fp8, fp8_square = "fp8_block", "fp8_block:block=128x128"
+    a8, *s8 = ops.grouped_quantize(x, fp8, offs)
+    b8, *t8 = ops.grouped_quantize(weight, fp8_square)
     rowwise = len(parse(_BY_ROW).buffer_names(False))
     flat: Any = torch.ops.cute_kernels
     quantize, bf16 = ops.grouped_quantize, torch.bfloat16
@@ -63,6 +66,24 @@ def _calls(device: torch.device) -> _Calls:
                 ),
             ),
             ("ours", "bfloat16", lambda: ops.m_grouped_gemm(x, weight, offs)),
+            (
+                "ours",
+                f"{fp8} x {fp8_square}",
+                lambda: ops.m_grouped_gemm(a8, b8, offs, *options, s8, t8, fp8, fp8_square),
+            ),
+        ],
+        (("call", "m_grouped_quantize_gemm"),): [
+            (
+                "ours",
+                f"{fmt} x {square}",
+                functools.partial(
+                    ops.m_grouped_quantize_gemm, x, codes, offs, scales, fmt, square, *options
+                ),
+            )
+            for fmt, square, codes, scales in (
+                (_BY_ROW, _SQUARE, b[0], b[1:]),
+                (fp8, fp8_square, b8, t8),
+            )
         ],
         (("call", "k_grouped_gemm"),): [
             (

@@ -3,6 +3,7 @@
 import pytest
 
 import cute_kernels
+from cute_kernels.gemm.sm90.config import SM90_TILES
 from perf import sanitize
 
 #: Which argument of an op of a part is a format.
@@ -34,3 +35,18 @@ def test_parts_run(monkeypatch, capsys, part):
         "k_grouped": ["bfloat16", *(pair.a for pair in pairs if pair.fits("wgrad"))],
     }
     assert called == set(wanted[part])
+
+
+def test_shares_make_the_whole(monkeypatch):
+    tiles, formats = [], []
+    monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
+    monkeypatch.setattr(sanitize, "_quantize", lambda text, *_: formats.append(text))
+    force_tile = sanitize.force_tile
+    monkeypatch.setattr(sanitize, "force_tile", lambda t: tiles.append(t) or force_tile(t))
+    with cute_kernels.backend("reference"):
+        for share in range(2):
+            monkeypatch.setattr(sanitize, "_choice", sanitize._Choice("^fp8$", share, 2))
+            sanitize.quantize()
+            sanitize.k_grouped()
+    assert set(tiles) == set(SM90_TILES) and len(tiles) == 2 * len(SM90_TILES)
+    assert set(formats) == {"fp8"}
