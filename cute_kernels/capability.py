@@ -75,9 +75,9 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_gemm", "fp8_block"): ARCHITECTURES,
     ("grouped_gemm", "mxfp8"): ("reference", "sm_100a"),
     ("grouped_gemm_w4a16", "nvfp4"): ARCHITECTURES,
-    ("grouped_gemm_w4a16", "fp8"): ("reference", "sm_100a"),
-    ("grouped_gemm_w4a16", "fp8_block"): ("reference", "sm_100a"),
-    ("grouped_gemm_w4a16", "mxfp8"): ("reference", "sm_100a"),
+    ("grouped_gemm_w4a16", "fp8"): ARCHITECTURES,
+    ("grouped_gemm_w4a16", "fp8_block"): ARCHITECTURES,
+    ("grouped_gemm_w4a16", "mxfp8"): ARCHITECTURES,
     # By the format of the activations.
     ("grouped_gemm_w4a8", "fp8"): ("reference", "sm_100a"),
     ("grouped_gemm_w4a8", "fp8_block"): ("reference", "sm_100a"),
@@ -92,16 +92,14 @@ _GEMMS = ("grouped_gemm", "grouped_gemm_w4a16", "grouped_gemm_w4a8")
 #: Reference backends that add like a tensor core, and whose.
 _ADDS_LIKE = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
 #: Ops and formats of which some architectures run the rowwise copy only.
-_COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
-    ("grouped_gemm_w4a16", "mxfp8"): ("reference",)
-}
+_COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
 #: Values of a record's fields that the reference alone runs, by the name of the format.
 _REFERENCE_ONLY: dict[str, dict[str, object]] = {
     "nvfp4": {"four_over_six": True},
 }
 #: Ops on the scales that formats take from the caller.
 _OF_SCALES = ("delayed_scaling_update",)
-#: Ops that take groups that have shapes of their own, on the reference backend.
+#: Ops that take groups that have shapes of their own.
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Ops that put their input through an activation first.
 _ACTIVATES = ("grouped_quantize", "grouped_dbias")
@@ -184,7 +182,7 @@ def support(
     if prepacked and not reason:
         reason = _why_not_prepacked(op, core)
     if shapes and not reason:
-        reason = _why_not_shapes(op, arch)
+        reason = _why_not_shapes(op, fmt, arch)
     if activation and not reason:
         reason = _why_not_activation(op)
     return Support(False, reason) if reason else _YES
@@ -277,11 +275,11 @@ def _why_not_prepacked(op: str, arch: str) -> str:
     return ""
 
 
-def _why_not_shapes(op: str, arch: str) -> str:
+def _why_not_shapes(op: str, fmt: Format | None, arch: str) -> str:
     if op not in _SHAPED:
         return f"{op} takes ragged or uniform groups, not those that have shapes of their own"
-    if arch != "reference":
-        return f"no {arch} kernel of {op} for groups that have shapes of their own yet"
+    if op == "grouped_quantize" and fmt is not None and fmt.is_stochastic and arch != "reference":
+        return f"no {arch} kernel of {op} draws apart for groups that have shapes of their own yet"
     return ""
 
 

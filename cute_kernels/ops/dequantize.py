@@ -142,24 +142,26 @@ class GroupedDequantize(Op):
     def kernels(self, launch: Launcher) -> Runner:
         return launch_quantize.dequantize(self, launch)
 
-    def members(self, out: Tensor) -> Iterator[tuple[GroupedDequantize, Tensor]]:
+    def members(
+        self, outputs: Sequence[Tensor]
+    ) -> Iterator[tuple[GroupedDequantize, list[Tensor]]]:
         """Each group that has a shape of its own as a call for itself, with its output: views."""
         shapes, columnwise = pairs(self.shapes or ()), self.columnwise
         parts = member_parts(self.record, shapes, rowwise=not columnwise, columnwise=columnwise)
         of_buffers = [parts[name] for name in self.record.operand_names(columnwise)]
-        for i, of_member in enumerate(member_views(out, shapes)):
+        for i, of_member in enumerate(member_views(outputs[0], shapes)):
             buffers = zip(of_buffers, (self.codes, *self.scales), strict=True)
             codes, *scales = (of_members[i].of(buffer) for of_members, buffer in buffers)
             rows = shapes[i][0]
             op = dataclasses.replace(self, codes=codes, scales=scales, rows=rows, shapes=None)
-            yield op, of_member
+            yield op, [of_member]
 
     def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
-        (out,) = outputs
         if self.shapes is not None:
-            for op, of_member in self.members(out):
-                op.run_reference([of_member], **options)
+            for op, of_member in self.members(outputs):
+                op.run_reference(of_member, **options)
             return
+        (out,) = outputs
         groups = Groups.of(self.shape, self.offs, self.device)
         copy = (self.codes, *self.scales)
         reference.dequantize(groups, self.record, copy, self.columnwise, out)

@@ -160,7 +160,7 @@ def _combine_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dh = into.index_put((place,), wide.to(ctx.dtype))[:-1]
     if ctx.needs_input_grad[2]:
         terms = torch.nn.functional.pad(h, (0, 0, 0, 1))[place].float() * dy.float().unsqueeze(1)
-        dweight = terms.sum(-1)
+        dweight = torch.where(there, terms.sum(-1), 0)
     return dh, None, dweight, None
 
 

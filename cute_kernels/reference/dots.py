@@ -35,11 +35,11 @@ MXFP8     a fresh accumulator for each      mxf8f6f4
 NVFP4     fp16 instructions, see below      mxf4nvf4
 ========  ================================  ====================================================
 
-Codes beside plain operands are decoded to the dtype of these on sm_100a, and both operands of W4A8
+Codes beside plain operands are decoded to the dtype of these, and both operands of W4A8 on sm_100a
 to bf16 (a code of NVFP4 times its scale has 6 significant bits, E4M3 has 4): each product of a code
 and its block scale is rounded to fp32 and then to that dtype, as ``grouped_dequantize`` does it
 without a second level; then all of K is one chain. That is exact for FP8 and NVFP4, and in bf16 for
-powers of two within its range. sm_90a decodes NVFP4 beside plain operands, see below.
+powers of two within its range. sm_90a takes NVFP4 in another order, see below.
 
 No fp32 number is as large or small as the power of two in the cell of MXFP8 may be; it is exact
 here. sm_90a has no instructions for NVFP4: fp16 ones multiply the values, which are exact in fp16.
@@ -118,9 +118,9 @@ def _mixed(a: Rows, b: Rows, adder: Adder) -> Tensor:
         return _fp64(a, b, adder)
     dtype = next((x.codes.dtype for x in (a, b) if x.fmt is None), torch.bfloat16)
     left, right = a.values(torch.float32), b.values(torch.float32)
-    if adder.tensor_core == "sm_100a":
-        return tensor_core_gemm(adder.tensor_core, left.to(dtype), right.to(dtype))
-    return _hopper(left, right, dtype)
+    if adder.tensor_core == "sm_90a" and any(x.fmt and x.fmt.element.bits < 8 for x in (a, b)):
+        return _hopper(left, right, dtype)
+    return tensor_core_gemm(adder.tensor_core, left.to(dtype), right.to(dtype))
 
 
 # --------------------------------------------------------------------------------- FP8, MXFP8

@@ -80,6 +80,7 @@ def prepare(model: nn.Module, fmt: Format | None = None) -> int:
     multiplies fastest; the old one's memory is free when nothing else holds it. Implementations of
     this module use them as they are: ``grouped_bf16`` beside bf16 activations (W4A16 of NVFP4),
     quantized ones beside activations that they quantize. Call the model without gradients then.
+    ``save_pretrained`` writes plain weights only: save before.
 
     Args:
         model: a model, or experts alone, on the device where it will run.
@@ -90,7 +91,8 @@ def prepare(model: nn.Module, fmt: Format | None = None) -> int:
 
     Raises:
         ValueError: ``model`` has no experts, an implementation that is not of this module, or one
-            that does not quantize weights while ``fmt`` is None.
+            that does not quantize weights while ``fmt`` is None; weights of another format than
+            ``fmt`` already.
     """
     layers = list(_experts(model))
     if not layers:
@@ -105,6 +107,8 @@ def prepare(model: nn.Module, fmt: Format | None = None) -> int:
         for name in _weight_names(experts):
             plain = getattr(experts, name).detach()
             if isinstance(plain, GroupedTensor):
+                if fmt not in (None, plain.format):
+                    raise ValueError(f"{name} is {plain.format} already, fmt is {fmt}")
                 continue
             quantized = _for_inference(_as_linear(experts, plain), weight, recipe)
             setattr(experts, name, nn.Parameter(quantized, requires_grad=False))

@@ -137,37 +137,16 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, live: Tensor | None = None) -> Choice:
         """Choose the experts of tokens ``x`` (T, H); those that are not ``live`` (T,) get none."""
-        kind = x.device.type
-        with torch.autocast(kind, enabled=False):
-            logits: Tensor = torch.ops.grouped.router_logits(x, self.weight)
-            if self.bias is not None:
-                logits = logits + self.bias.float()
-            if self.score == "softmax":
-                scores = logits.softmax(-1)
-            else:
-                # By way of fp64, so that no bit depends on how many numbers a CPU takes at once.
-                scores = logits.double().sigmoid().float()
-            ids = self._best(scores.detach())
-            weights = scores.gather(1, ids)
-            if self.renormalize:
-                weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-            if self.scaling_factor != 1.0:
-                weights = weights * self.scaling_factor
+        logits: Tensor = torch.ops.grouped.router_logits(x, self.weight)
+        if self.bias is not None:
+            logits = logits + self.bias.float()
+        options = (self.top_k, self.score, self.renormalize, self.expert_groups, self.top_groups)
+        weights, ids, scores = torch.ops.grouped.router_choice(
+            logits, self.selection_bias, *options, self.scaling_factor
+        )
         if live is not None:
             ids = ids.masked_fill(~live.unsqueeze(1), -1)
         return Choice(ids, weights, scores, logits)
-
-    def _best(self, scores: Tensor) -> Tensor:
-        """(T, k) experts of the largest scores, corrected and within the best groups."""
-        if self.selection_bias is not None:
-            scores = scores + self.selection_bias
-        if self.expert_groups > 1:
-            groups = scores.unflatten(1, (self.expert_groups, -1))
-            of_groups = groups.sort(-1, descending=True).values[..., :2].sum(-1)
-            best = _order(of_groups)[:, : self.top_groups]
-            allowed = torch.zeros_like(of_groups, dtype=torch.bool).scatter(1, best, True)
-            scores = groups.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(1)
-        return _order(scores)[:, : self.top_k]
 
     def losses(self, choice: Choice, offs: Tensor, live: Tensor | None) -> MoELosses:
         """The losses of a choice, whose tokens lie in experts up to ``offs`` (E,)."""
@@ -197,16 +176,18 @@ class Router(nn.Module):
         self.selection_bias += rate * torch.sign(counts.mean() - counts)
 
 
-def _order(scores: Tensor) -> Tensor:
-    """Columns by falling score, the first of equal ones first."""
-    return scores.sort(stable=True, dim=-1, descending=True).indices
-
-
-# --------------------------------------------------------------------------------- the product
+# -------------------------------------------------------------------------------------- as ops
+#
+# So that a compiler, which adds and rounds as it likes, leaves their bits alone.
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _LIBRARY.define(
     "router_logits(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+_LIBRARY.define(
+    "router_choice(Tensor logits, Tensor? selection_bias, int top_k, str score, bool renormalize, "
+    "int expert_groups, int top_groups, float factor) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
 _HALVES = (torch.bfloat16, torch.float16)
 #: N of a product of plain operands is a multiple of it on a GPU.
@@ -233,7 +214,8 @@ def _logits(x: Tensor, weight: Tensor) -> Tensor:
         pairs = [(i, j) for i in range(len(a)) for j in range(len(b)) if i + j < 3]
         x = torch.cat([a[i] for i, _ in pairs], 1)
         weight = torch.cat([b[j] for _, j in pairs], 1)
-    weight = torch.nn.functional.pad(weight, (0, 0, 0, -experts % _MULTIPLE))
+    if experts % _MULTIPLE:
+        weight = torch.nn.functional.pad(weight, (0, 0, 0, -experts % _MULTIPLE))
     operands = (x, weight.unsqueeze(0), offs, None, None, False, torch.float32)
     logits: Tensor = ops.m_grouped_gemm(*operands)
     return logits[:, :experts].contiguous()
@@ -260,3 +242,67 @@ def _logits_backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor |
 _LIBRARY.impl("router_logits", _logits, "CompositeExplicitAutograd")
 torch.library.register_fake("grouped::router_logits", _logits_fake, lib=_LIBRARY)
 register_autograd("router_logits", _logits_backward, _save, _LIBRARY)
+
+
+def _order(scores: Tensor) -> Tensor:
+    """Columns by falling score, the first of equal ones first."""
+    return scores.sort(stable=True, dim=-1, descending=True).indices
+
+
+def _choice(
+    logits: Tensor,
+    selection_bias: Tensor | None,
+    top_k: int,
+    score: str,
+    renormalize: bool,
+    expert_groups: int,
+    top_groups: int,
+    factor: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # By way of fp64, so that no bit depends on how many numbers a CPU takes at once.
+    is_softmax = score == "softmax"
+    scores = logits.softmax(-1) if is_softmax else logits.double().sigmoid().float()
+    biased = scores if selection_bias is None else scores + selection_bias
+    if expert_groups > 1:
+        groups = biased.unflatten(1, (expert_groups, -1))
+        of_groups = groups.sort(-1, descending=True).values[..., :2].sum(-1)
+        best = _order(of_groups)[:, :top_groups]
+        allowed = torch.zeros_like(of_groups, dtype=torch.bool).scatter(1, best, True)
+        biased = groups.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(1)
+    ids = _order(biased)[:, :top_k].contiguous()
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    return weights * factor if factor != 1.0 else weights, ids, scores
+
+
+def _choice_fake(logits: Tensor, bias: Tensor | None, top_k: int, *_: Any) -> tuple[Tensor, ...]:
+    ids = logits.new_empty(logits.shape[0], top_k, dtype=torch.int64)
+    return logits.new_empty(ids.shape), ids, torch.empty_like(logits)
+
+
+def _save_choice(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, ids, scores = output
+    ctx.mark_non_differentiable(ids)
+    ctx.save_for_backward(ids, scores)
+    ctx.score, ctx.renormalize, ctx.factor = inputs[3], inputs[4], inputs[7]
+
+
+def _choice_backward(ctx: Any, dweights: Tensor, _: Any, dscores: Tensor) -> tuple[Any, ...]:
+    ids, scores = ctx.saved_tensors
+    of_best = dweights * ctx.factor
+    if ctx.renormalize:
+        best = scores.gather(1, ids)
+        total = best.sum(-1, keepdim=True) + _TINY
+        of_best = (of_best - (of_best * best).sum(-1, keepdim=True) / total) / total
+    d = dscores + torch.zeros_like(scores).scatter(1, ids, of_best)
+    if ctx.score == "softmax":
+        d = scores * (d - (d * scores).sum(-1, keepdim=True))
+    else:
+        d = d * scores * (1 - scores)
+    return d, *(None,) * 7
+
+
+_LIBRARY.impl("router_choice", _choice, "CompositeExplicitAutograd")
+torch.library.register_fake("grouped::router_choice", _choice_fake, lib=_LIBRARY)
+register_autograd("router_choice", _choice_backward, _save_choice, _LIBRARY)

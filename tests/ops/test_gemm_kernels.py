@@ -86,6 +86,34 @@ def test_a_given_output_keeps_its_tail():
     assert_all_same(outputs[2:], outputs[:2])
 
 
+@pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
+@pytest.mark.parametrize(
+    ("arch", "text"),
+    [
+        *(("sm_90a", text) for text in ("fp8", "fp8_block:block=128x128", "mxfp8")),
+        *(("sm_100a", text) for text in ("nvfp4", "fp8_block:block=128x128", "mxfp8")),
+    ],
+)
+def test_codes_beside_plain_activations(garbage, arch, text, transpose_b):
+    """Decoded on the way or into memory; with the second level alpha has its place after it."""
+    shape = (len(SPLITS), 64, 96) if transpose_b else (len(SPLITS), 96, 64)
+    directions = {"rowwise": not transpose_b, "columnwise": transpose_b}
+    made = ops.grouped_quantize(sample(*shape), text, **directions)
+    b = made[: len(parse(text).operand_names(transpose_b))]
+    x, bias = sample(sum(SPLITS) + TAIL, 64).bfloat16(), sample(len(SPLITS), 96).bfloat16()
+    alpha = torch.tensor([0.3, 7.0, -1.1])
+    options = (offsets(SPLITS), bias, alpha, transpose_b)
+    arguments = m_grouped_arguments(x, b, *options, b_format=text)
+    found = []
+    for backend in (f"reference:{arch}", f"emulated:{arch}"):
+        with cute_kernels.backend(backend):
+            found.append([ops.m_grouped_gemm(*arguments)])
+            out = found[-1][0].clone()
+            ops.m_grouped_gemm_out(*arguments, out=out, accumulate=True)
+            found[-1].append(out)
+    assert_all_same(*found)
+
+
 def test_no_rows():
     x, w = torch.ones(0, 64, dtype=torch.bfloat16), torch.ones(3, 40, 64, dtype=torch.bfloat16)
     offs = ends(0, 0, 0)

@@ -8,7 +8,7 @@ import torch
 
 import cute_kernels
 from cute_kernels import UnsupportedError, support
-from cute_kernels.formats import NVFP4
+from cute_kernels.formats import NVFP4, parse
 from cute_kernels.layout.buffers import buffers, member_parts
 from tests.helpers import (
     BUILT,
@@ -255,19 +255,51 @@ def test_other_shapes_are_another_plan():
         call(shapes=[4, 24, 4, 32])
 
 
-@each("arch", ["sm_90a", "sm_100a"])
-def test_kernels_say_that_they_do_not_take_shapes(arch):
-    for op in ("grouped_quantize", "grouped_dequantize"):
-        assert support(op, NVFP4(), "reference", shapes=True)
-        status = support(op, NVFP4(), arch, shapes=True)
-        assert not status and "shapes of their own" in status.reason
-    x, shapes = torch.ones(384), [5, 64, 2, 32]
-    codes, *scales = ops.grouped_quantize(x, "nvfp4", shapes=shapes)
+@each(
+    ("arch", "text", "act"),
+    [
+        *(("sm_90a", "nvfp4", None), ("sm_100a", "mxfp8", None)),
+        *(("sm_90a", "fp8", None), ("sm_100a", "nvfp4:row_scaled", "swiglu")),
+    ],
+)
+def test_kernels(arch, text, act):
+    """Over poison, groups of all sizes, and NaN behind the last one."""
+    shapes = [(5, 64), (0, 32), (130, 96), (1, 2048), (128, 32)]
+    count = sum(m * n for m, n in shapes)
+    x = torch.cat([sample(count * (2 if act else 1)), torch.full((40,), torch.nan).bfloat16()])
+    arguments = {"columnwise": True, "activation": act, "shapes": flat(shapes)}
+    want = ops.grouped_quantize(x, text, **arguments)
+    outs = [poisoned(t) for t in want], [poisoned(t) for t in want]
+    ops.grouped_quantize_out(x, text, **arguments, out=outs[0])
     with cute_kernels.backend(f"emulated:{arch}"):
-        with pytest.raises(UnsupportedError, match="shapes of their own"):
-            ops.grouped_quantize(x, "nvfp4", shapes=shapes)
-        with pytest.raises(UnsupportedError, match="shapes of their own"):
-            ops.grouped_dequantize(codes, scales, "nvfp4", 384, torch.bfloat16, shapes=shapes)
+        ops.grouped_quantize_out(x, text, **arguments, out=outs[1])
+    assert_all_same([t.view(torch.uint8) for t in outs[1]], [t.view(torch.uint8) for t in outs[0]])
+    if act is not None:
+        return
+    fmt, directions = parse(text), (False, True)
+    names = list(buffers(fmt, (1, 2, 32), None, columnwise=True))
+    named = dict(zip(names, want, strict=True))
+    for way in directions:
+        codes, *scales = (named[name] for name in fmt.operand_names(way))
+        given = (codes, scales, text, count + 7, torch.bfloat16, None, way, arguments["shapes"])
+        decoded = ops.grouped_dequantize(*given)
+        with cute_kernels.backend(f"emulated:{arch}"):
+            assert_same_bytes(ops.grouped_dequantize(*given), decoded)
+            into = poisoned(decoded)
+            ops.grouped_dequantize_out(*given, out=into)
+        assert_same_bytes(into[:count], decoded[:count])
+        assert not into[count:].view(torch.int16).eq(0).any()
+
+
+def test_kernels_draw_for_one_group_at_a_time():
+    x, shapes, seed = torch.ones(384), [5, 64, 2, 32], torch.tensor([1, 2])
+    fmt = NVFP4(stochastic_rounding=True)
+    assert support("grouped_dequantize", fmt, "sm_90a", shapes=True)
+    with (
+        cute_kernels.backend("emulated:sm_90a"),
+        pytest.raises(UnsupportedError, match="shapes of their own"),
+    ):
+        ops.grouped_quantize(x, fmt.text, seed=seed, shapes=shapes)
 
 
 def test_no_product_takes_groups_of_shapes():

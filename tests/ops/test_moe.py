@@ -118,6 +118,8 @@ def test_what_is_no_row_is_left_out():
     weight = torch.tensor([[2.0, nan, nan], [nan, nan, nan]])
     assert ops.moe_combine(h, row, weight).tolist() == [[2.0] * 8, [0.0] * 8]
     assert ops.moe_gather(h, torch.tensor([1, 2, -1], dtype=I32)).sum(1).tolist() == [8, 0, 0]
+    ops.moe_combine(h, row, weight.requires_grad_()).backward(h.log() / 0)
+    assert weight.grad.isnan().tolist() == [[True, False, False], [False] * 3]
 
 
 @each("arch", ARCHITECTURES)
@@ -147,6 +149,9 @@ def test_gather_and_combine_kernels(arch):
         assert not ops.moe_combine(*none).any()
         assert not ops.moe_gather(none[0], none[1].flatten()).any()
         assert ops.moe_gather(none[0], none[1][:0].flatten()).shape == (0, 8)
+        # One row is contiguous with any stride.
+        row = torch.ones(1, 11, dtype=torch.bfloat16)[:, :8]
+        assert ops.moe_gather(row, none[1].flatten()).sum() == 48
         assert not ops.moe_combine(torch.ones(3, 8), none[1][:, :0]).any()
 
 

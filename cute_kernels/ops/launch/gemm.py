@@ -17,6 +17,7 @@ from cute_kernels.gemm.variants import CONFIGS
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import aligned, dense, dtype_name, readable
+from cute_kernels.ops.launch.decoded import decodes_first, multiply_decoded
 from cute_kernels.ops.launch.sm90_operands import sm90_preparation, values_config
 from cute_kernels.ops.launch.sm100_operands import sm100_preparation
 
@@ -89,6 +90,8 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
     rows, cols = spec.shape
     if rows == 0 or cols == 0:
         return _nothing
+    if decodes_first(op, launch.arch):
+        return multiply_decoded(op, launch, m_grouped)
     cls = CONFIGS[launch.arch]
     base = cls(
         **_operands(op, launch.arch),

@@ -52,7 +52,8 @@ def gather(op: MoeGather, launch: Launcher) -> Runner:
     kind = torch.int16 if config.width == 2 else torch.int32
 
     def run(op: MoeGather, outputs: Sequence[Tensor]) -> None:
-        kernel(readable(op.x).view(kind), dense(op.index), outputs[0].view(kind), launch.num_sms)
+        x, out = (t.flatten().view(kind).view(len(t), -1) for t in (readable(op.x), outputs[0]))
+        kernel(x, dense(op.index), out, launch.num_sms)
 
     return run
 

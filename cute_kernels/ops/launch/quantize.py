@@ -6,7 +6,7 @@ Each function takes an op for its metadata alone and returns what runs every cal
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from cute_kernels.quantize.config import (
 from cute_kernels.reference.codecs import codec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from cute_kernels.formats import Format
     from cute_kernels.ops.delayed import DelayedScalingUpdate
@@ -103,7 +103,7 @@ def _no_elements(op: GroupedQuantize) -> Runner:
             if level is not None and level.per == "group":
                 vectors = fmt.buffer_names(columnwise)[-len(level.buffers) :]
                 # One for both directions, or one each.
-                vectors_of = codec.level(amax.expand(2, -1)[columnwise], op.scale)
+                vectors_of = codec.level(amax.expand(2, -1)[int(columnwise)], op.scale)
                 for name, vector in zip(vectors, vectors_of, strict=True):
                     out[name].copy_(vector)
 
@@ -144,6 +144,8 @@ def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
 
 def quantize(op: GroupedQuantize, launch: Launcher) -> Runner:
     """How ``grouped_quantize`` runs."""
+    if op.shapes is not None:
+        return _each_member(lambda member: quantize(member, launch))
     if not op.x.numel():
         return _no_elements(op)
     fmt, problem = op.record, _quantized(op)
@@ -152,6 +154,23 @@ def quantize(op: GroupedQuantize, launch: Launcher) -> Runner:
         if rows.is_preferred and rows.can_implement(problem):
             return _rows(op, rows, launch)
     return _tiles(op, fmt, problem, launch)
+
+
+def _each_member(runner_of: Callable[[Any], Runner]) -> Runner:
+    """Groups that have shapes of their own: each is launched as a uniform tensor of one group.
+
+    Their shapes are those of every call, and so is what runs each.
+    """
+    runners: list[Runner] = []
+
+    def run(op: Any, outputs: Sequence[Tensor]) -> None:
+        members = list(op.members(outputs))
+        if not runners:
+            runners.extend(runner_of(member) for member, _ in members)
+        for (member, into), runner in zip(members, runners, strict=True):
+            runner(member, into)
+
+    return run
 
 
 def _rows(op: GroupedQuantize, config: RowsConfig, launch: Launcher) -> Runner:
@@ -261,6 +280,17 @@ def delayed_scaling_update(op: DelayedScalingUpdate, launch: Launcher) -> Runner
 
 def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:
     """How ``grouped_dequantize`` runs."""
+    if op.shapes is not None:
+        run_each = _each_member(lambda member: dequantize(member, launch))
+
+        def run_shapes(
+            op: GroupedDequantize, outputs: Sequence[Tensor], fresh: bool = False
+        ) -> None:
+            if fresh:  # behind the last group
+                outputs[0].zero_()
+            run_each(op, outputs)
+
+        return run_shapes
     if not op.rows:
         return lambda op, outputs, fresh=False: None
     fmt = op.record
