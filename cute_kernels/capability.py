@@ -93,10 +93,6 @@ _GEMMS = ("grouped_gemm", "grouped_gemm_w4a16", "grouped_gemm_w4a8")
 _ADDS_LIKE = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
 #: Ops and formats of which some architectures run the rowwise copy only.
 _COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
-#: Values of a record's fields that the reference alone runs, by the name of the format.
-_REFERENCE_ONLY: dict[str, dict[str, object]] = {
-    "nvfp4": {"four_over_six": True},
-}
 #: Ops on the scales that formats take from the caller.
 _OF_SCALES = ("delayed_scaling_update",)
 #: Ops that take groups that have shapes of their own.
@@ -191,20 +187,9 @@ def support(
 def _whose_rows(op: str, fmt: Format | None, core: str) -> str:
     """The architecture whose rows say what a reference runs that adds like the one of ``core``."""
     key = op, None if fmt is None else fmt.name
-    # The codes of variants are added as those of the format are.
-    is_added_alike = core in _RUNS.get(key, ()) and _reference_only(fmt)
-    if op in _GEMMS and core not in _ADDED_ALIKE.get(key, ()) and not is_added_alike:
+    if op in _GEMMS and core not in _ADDED_ALIKE.get(key, ()):
         return core
     return "reference"
-
-
-def _reference_only(fmt: Format | None) -> str:
-    """The first field that only the reference runs, and its value; empty if there is none."""
-    if fmt is not None:
-        for field, value in _REFERENCE_ONLY.get(fmt.name, {}).items():
-            if getattr(fmt, field) == value:
-                return f"{field}={value!r}"
-    return ""
 
 
 def _why_not_format(op: str, fmt: Format | None) -> str:
@@ -233,9 +218,6 @@ def _why_not_arch(op: str, fmt: Format | None, arch: str, columnwise: bool) -> s
     key = op, None if fmt is None else fmt.name
     if arch not in _RUNS[key]:
         return f"no {arch} kernel of {op} yet"
-    field = _reference_only(fmt)
-    if field and arch != "reference":
-        return f"no {arch} kernel of {op} for {type(fmt).__name__}({field}) yet"
     if columnwise and arch not in _COLUMNWISE_RUNS.get(key, ARCHITECTURES):
         return f"no {arch} kernel of {op} for the columnwise copy yet"
     return ""

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 from cutlass import Float32, Uint32, Uint64
 
 from cute_kernels.device.convert import pack_words, unpack_pair
-from cute_kernels.device.ptx import asm, select
+from cute_kernels.device.ptx import asm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from cutlass import Int32
 
 __all__ = ["CHUNK", "transform_words", "undo"]
 
@@ -30,18 +28,13 @@ _SIGNS = [-1.0 if _SIGN_MASK >> i & 1 else 1.0 for i in range(CHUNK)]
 _LANES: dict[str, tuple[type, str]] = {"sm_90a": (Float32, "f32"), "sm_100a": (Uint64, "f32x2")}
 
 
-def transform_words(words: Sequence[Uint32], arch: str, twist: Int32 | int = 0) -> list[Uint32]:
+def transform_words(words: Sequence[Uint32], arch: str) -> list[Uint32]:
     """Two bf16 columns of a chunk, transformed in fp32 and rounded to bf16.
 
     Args:
-        words: 16 words of two columns, in the order of ``Codec.encode_columns``.
+        words: 16 words of two columns.
         arch: whose instructions it uses.
-        twist: of that order; what is returned has none.
     """
-    if not isinstance(twist, int):
-        for distance in (2, 4):
-            swapped = (twist & distance) != 0
-            words = [select(swapped, words[i ^ distance], w) for i, w in enumerate(words)]
     if arch == "sm_100a":
         columns = [[_widen(word) for word in words]]
     else:

@@ -201,6 +201,11 @@ class Format(Record, abc.ABC):
         return False
 
     @property
+    def chooses_scales(self) -> bool:
+        """Whether all elements of a block decide its scale, not its amax alone."""
+        return False
+
+    @property
     def is_transformed(self) -> bool:
         """Whether the columnwise copy is of a transform of the values along the rows of a group.
 

@@ -129,6 +129,11 @@ class NVFP4(Format):
         return self.stochastic_rounding
 
     @property
+    def chooses_scales(self) -> bool:
+        """See ``Format``."""
+        return self.four_over_six
+
+    @property
     def is_transformed(self) -> bool:
         """Whether the columnwise copy is of the Hadamard transform."""
         return self.hadamard

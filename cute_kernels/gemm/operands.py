@@ -42,7 +42,7 @@ class Tcgen05Kind:
 
 #: Formats whose codes tensor cores multiply, or kernels decode on the way to them.
 _FORMATS: tuple[Format, ...] = (
-    NVFP4(),
+    *(NVFP4(), NVFP4(four_over_six=True)),
     *(FP8(dtype) for dtype in FP8_ELEMENTS),
     *(FP8Block(block, dtype) for block in FP8Block.blocks for dtype in FP8_ELEMENTS),
     *(MXFP8(dtype) for dtype in FP8_ELEMENTS),
@@ -204,7 +204,8 @@ OPERANDS = {
 def _facts(fmt: Format) -> tuple[object, ...]:
     """What a kernel sees of a format. Scales of squares in tiles are repeated for each row."""
     is_square = fmt.is_2d and fmt.scale is not None and fmt.scale.layout == "mn_major"
-    return fmt.element, fmt.scale, is_square
+    level = fmt.second_level
+    return fmt.element, fmt.scale, is_square, None if level is None else level.factor
 
 
 _BY_FACTS = {_facts(kind.fmt): kind for kind in OPERANDS.values() if kind.fmt}

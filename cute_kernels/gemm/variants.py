@@ -54,7 +54,8 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
         # Before FP8Block products: fprop and dgrad, wgrad.
         yield from (ScaleTilesConfig(False, uniform, uniform) for uniform in (False, True))
     for operand, kind in OPERANDS.items():
-        if support("grouped_gemm", kind.fmt, arch) and not kind.has_short_sums:
+        is_rare = kind.has_short_sums or (kind.fmt is not None and kind.fmt.chooses_scales)
+        if support("grouped_gemm", kind.fmt, arch) and not is_rare:
             dtype = "bfloat16" if kind.fmt else operand
             cls = CONFIGS[arch]
             yield from _m_grouped(cls, kind, dtype)

@@ -201,6 +201,8 @@ class RowsConfig:
             return Support(False, f"blocks of {self.format} take more lanes than a row has")
         if fmt.is_stochastic:
             return Support(False, f"random bytes of {self.format} are drawn tile by tile")
+        if fmt.chooses_scales:
+            return Support(False, f"scales of {self.format} are chosen tile by tile")
         if fmt.takes_scale:
             return Support(False, f"{self.format} takes scales of groups and gives their amaxes")
         supported = _takes(self, problem, fmt.k_multiple)

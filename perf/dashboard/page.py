@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import lzma
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +15,12 @@ if TYPE_CHECKING:
 
     from perf.records import Record
 
-__all__ = ["ASSETS", "VENDORED", "page", "vendored"]
+__all__ = ["ASSETS", "page"]
 
 ASSETS = Path(__file__).parent / "assets"
-#: The plotting library as its package has it, its code compressed; ``origin.json`` says which.
-VENDORED = Path(__file__).parent / "vendor" / "uplot"
 #: In the order in which they need each other.
-SCRIPTS = ("dom", "data", "filters", "plot", "tables", "plots", "views", "numerics", "main")
-
-
-def vendored(name: str) -> bytes:
-    """A file of the plotting library."""
-    path = VENDORED / name
-    if path.exists():
-        return path.read_bytes()
-    return lzma.decompress(path.with_name(f"{name}.xz").read_bytes())
+_NAMES = "dom data filters canvas plot tables plots views numerics main"
+SCRIPTS = tuple(_NAMES.split())
 
 
 def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()) -> str:
@@ -49,8 +39,6 @@ def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()
     scripts = [(ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
     parts = {
         "style": (ASSETS / "style.css").read_text(encoding="utf-8"),
-        "license": vendored("LICENSE").decode(),
-        "plotting": vendored("uPlot.iife.min.js").decode(),
         "records": base64.b64encode(packed).decode(),
         "script": "\n".join(scripts),
         "data": f'<a href="{data}" download>All records</a>' if data else "",

@@ -56,6 +56,7 @@ def plain():
 PRODUCTS = {
     "nvfp4": lambda: quantized("nvfp4"),
     "row-scaled": lambda: quantized(NVFP4_TEXTS["row-scaled"]),
+    "two bounds": lambda: quantized("nvfp4:row_scaled,four_over_six"),
     "bf16": plain,
     "mxfp8": lambda: quantized("mxfp8", "mxfp8:dtype=e5m2"),
     "fp8": lambda: quantized("fp8:dtype=e5m2", "fp8"),

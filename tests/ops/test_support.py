@@ -39,6 +39,11 @@ UNSAYABLE = {
     *(("grouped_gemm_w4a8", fmt) for fmt in FORMATS if fmt is not None and fmt.element.bits < 8),
     *itertools.product(("delayed_scaling_update",), set(FORMATS) - SCALED),
 }
+#: Variants that share kernels' skeletons and are run on one architecture here.
+RUN_ON = {
+    NVFP4(hadamard=True, stochastic_rounding=True): "sm_100a",
+    NVFP4(four_over_six=True): "sm_90a",
+}
 OFFS = offsets((4, 0, 2))
 K, N = 32, 16
 DTYPES = (*FLOATS.values(), torch.float64, torch.int32, torch.int64)
@@ -49,6 +54,8 @@ PACKED = (NVFP4(), NVFP4(block=(16, 16)))
 def combinations():
     for op, fmt, arch, prepacked in itertools.product(OPS, FORMATS, ARCHITECTURES, (False, True)):
         if (op, fmt) in UNSAYABLE or prepacked and not (fmt in PACKED and op == "grouped_gemm"):
+            continue
+        if arch not in ("reference", RUN_ON.get(fmt, arch)):
             continue
         taken = [d for d in DTYPES if d in capability._DTYPES[op]]
         allowed = [d for d in taken if support(op, fmt, arch, dtype=d, prepacked=prepacked)]

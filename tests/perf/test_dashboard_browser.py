@@ -61,20 +61,19 @@ class Page(Browser):
         self.settle()
 
     def points(self, name, series):
-        """Of a series of a plot, as it was given to uPlot."""
+        """Of a series of a plot."""
         plot = f"{PAGE}.plots.get({json.dumps(name)})"
-        place = f"{plot}.series.findIndex((s) => s.name === {json.dumps(series)}) + 1"
-        columns = self.evaluate(f"[{plot}.u.data[0], {plot}.u.data[{place}]]")
-        return [[x, y] for x, y in zip(*columns, strict=True) if y is not None]
+        found = f"{plot}.series.find((s) => s.name === {json.dumps(series)})"
+        return self.evaluate(f"{found}.points.map((p) => [p.x, p.y])")
 
     def inked(self, name, up=0):
         """The colour of the plot at each point, or above it, beside that of its series."""
         return self.evaluate(
             f"""(() => {{
-                const {{ u, series }} = {PAGE}.plots.get({json.dumps(name)});
+                const {{ drawn, series }} = {PAGE}.plots.get({json.dumps(name)});
                 const seen = (p) => {{
-                    const [x, y] = [u.valToPos(p.x, "x", true), u.valToPos(p.y, "y", true) - {up}];
-                    const [r, g, b] = u.ctx.getImageData(Math.round(x), Math.round(y), 1, 1).data;
+                    const [x, y] = drawn.at(p.x, p.y).map(Math.round);
+                    const [r, g, b] = drawn.context.getImageData(x, y - {up}, 1, 1).data;
                     return `rgb(${{r}}, ${{g}}, ${{b}})`;
                 }};
                 const shown = series.filter((s) => !s.roof);
@@ -130,7 +129,7 @@ def test_views_load_and_draw(browser, pages, which):
         assert len(browser.texts("h1")) == 1, view
         assert not re.search("Nothing|NaN|undefined", browser.texts("main")[0]), view
         assert browser.texts("main tbody tr"), view
-        drawn = browser.evaluate(f"[...{PAGE}.plots.values()].map((p) => Boolean(p.u))")
+        drawn = browser.evaluate(f"[...{PAGE}.plots.values()].map((p) => Boolean(p.drawn))")
         least = {"tokens": 1, "roofline": 2, "history": 1}.get(view, 0)
         assert all(drawn) and len(drawn) >= least, view
     for view, title in (("nowhere", "page"), ("kernel/none", "kernel"), ("case/none", "case")):

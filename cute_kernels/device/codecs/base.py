@@ -43,6 +43,8 @@ class Codec(abc.ABC):
             the second level alone.
         table_size: encode factors that ``encode_factor`` tells apart; 0 if looking them up in
             shared memory does not pay.
+        chooses_scales: what ``block_scales`` takes is not the amax of a block, but the number that
+            ``choose_row``, ``choose_columns`` or ``choose_square`` gives.
         level_names: what ``level_results`` gives: the buffers of the second level but the amax.
     """
 
@@ -53,6 +55,7 @@ class Codec(abc.ABC):
         self.dtype = dtype
         self.arch = arch
         self.has_scales = fmt.scale is not None
+        self.chooses_scales = fmt.chooses_scales
         self.block = fmt.k_multiple if fmt.scale is None else fmt.scale.vec_size
         self.code_words = self.block * fmt.element.bits // 32
         level = fmt.second_level
@@ -112,6 +115,20 @@ class Codec(abc.ABC):
             factors: the encode factor of each column.
             twist: 0, 2, 4 or 6, of codes of a byte 0 or 4: word i is that of row i ^ twist.
         """
+
+    def choose_row(self, words: Sequence[Uint32], a: Float32, level: Level) -> Float32:
+        """The scale of a block of a row with amax ``a``."""
+        raise NotImplementedError(f"{type(self).__name__} chooses no scales")
+
+    def choose_columns(
+        self, words: Sequence[Uint32], a: Sequence[Float32], level: Level
+    ) -> list[Float32]:
+        """The scales of a block of rows, one a column."""
+        raise NotImplementedError(f"{type(self).__name__} chooses no scales")
+
+    def choose_square(self, words: Sequence[Uint32], a: Float32, level: Level) -> Float32:
+        """The scale of a square block, of which 16 neighbouring lanes have a row each."""
+        raise NotImplementedError(f"{type(self).__name__} chooses no scales")
 
     def round_row(
         self, words: Sequence[Uint32], factor: Float32, draws: Sequence[Uint32]

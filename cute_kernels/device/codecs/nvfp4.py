@@ -7,18 +7,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from cutlass import Float32, Uint16, Uint32
+from cutlass import Float32, Int32, Uint16, Uint32, cute
 
 from cute_kernels.device.codecs import nvfp4_sm90, nvfp4_stochastic
 from cute_kernels.device.codecs.base import Codec
+from cute_kernels.device.codecs.nvfp4_four_over_six import (
+    Candidate,
+    FourOverSixLevel,
+    better,
+    candidates,
+    error,
+    is_far,
+)
 from cute_kernels.device.codecs.pairs import REGISTERS, column_pairs, row_pairs
-from cute_kernels.device.convert import decode_e2m1, decode_e4m3_pair
+from cute_kernels.device.convert import decode_e2m1, decode_e4m3_pair, unpack_words
 from cute_kernels.device.ptx import asm, bits_as_f32
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from cutlass import Int32
 
     from cute_kernels.device.codecs.pairs import Pair
     from cute_kernels.formats import NVFP4
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["NVFP4Codec"]
 
 _FMAX_BITS = 0x7F7FFFFF
+_ADD = "add.rn.f32 $0, $1, $2;"
 _RCP_ELEMENT_MAX_BITS = 0x3E2AAAAB  # fl(1/6)
 #: Scale bytes that are not negative.
 _SCALE_CODES = 128
@@ -55,7 +62,7 @@ class NVFP4Codec(Codec):
         #: A reciprocal that rounds is about ten instructions, and sm_90a is short of those.
         self.table_size = _SCALE_CODES if arch == "sm_90a" else 0
 
-    def second_level(self, amax: Float32) -> Level:
+    def second_level(self, amax: Float32) -> Level | FourOverSixLevel:
         """S_dec and S_enc / 6. S_enc = 2688 / amax, at most FMAX, and 1 where that is 0 or amax is.
 
         (It is 0 where the amax is infinite.)
@@ -74,10 +81,16 @@ class NVFP4Codec(Codec):
         }"""
         tensor_max = Float32(self.fmt.tensor_max)
         fmax, sixth = bits_as_f32(Uint32(_FMAX_BITS)), bits_as_f32(Uint32(_RCP_ELEMENT_MAX_BITS))
-        return Level(*asm(text, [Float32, Float32], [amax, tensor_max, fmax, sixth]))
+        factor = Float32(1.0) if self.chooses_scales else sixth
+        s_dec, mult = asm(text, [Float32, Float32], [amax, tensor_max, fmax, factor])
+        if self.chooses_scales:
+            return FourOverSixLevel(s_dec, Float32(1.0), mult, amax, is_far(amax))
+        return Level(s_dec, mult)
 
-    def zero_level(self) -> Level:
+    def zero_level(self) -> Level | FourOverSixLevel:
         """Zeros, see ``Codec``."""
+        if self.chooses_scales:
+            return FourOverSixLevel(*[Float32(0.0)] * 4, Int32(0))
         return Level(Float32(0.0), Float32(0.0))
 
     def block_scales(self, a: Float32, b: Float32, level: Level) -> tuple[Uint16, Float32, Float32]:
@@ -158,6 +171,47 @@ class NVFP4Codec(Codec):
                 pairs = column_pairs(self.dtype, _HALF_BLOCK, c)
                 codes.append([_encode(pairs, part, factor) for part in parts])
         return codes
+
+    def choose_row(self, words: Sequence[Uint32], a: Float32, level: Level) -> Float32:
+        """See ``Codec``."""
+        of = candidates(a, level)
+        return better(self._row_errors(words, of, level), of)
+
+    def choose_columns(
+        self, words: Sequence[Uint32], a: Sequence[Float32], level: Level
+    ) -> list[Float32]:
+        """See ``Codec``."""
+        of = [candidates(x, level) for x in a]
+        columns = zip(*(unpack_words([word], self.dtype) for word in words), strict=True)
+        made = [self.encode_columns(words, [pair[k].factor for pair in of]) for k in range(2)]
+        return [
+            better([self._error(made[k][c], x, of[c][k], level) for k in range(2)], of[c])
+            for c, x in enumerate(columns)
+        ]
+
+    def choose_square(self, words: Sequence[Uint32], a: Float32, level: Level) -> Float32:
+        """See ``Codec``."""
+        of = candidates(a, level)
+        errors = self._row_errors(words, of, level)
+        for distance in (8, 4, 2, 1):
+            others = [cute.arch.shuffle_sync_bfly(e, offset=distance) for e in errors]
+            errors = [asm(_ADD, [Float32], pair) for pair in zip(errors, others, strict=True)]
+        return better(errors, of)
+
+    def _row_errors(
+        self, words: Sequence[Uint32], of: tuple[Candidate, Candidate], level: Level
+    ) -> list[Float32]:
+        numbers = unpack_words(words, self.dtype)
+        return [self._error(self.encode_row(words, c.factor), numbers, c, level) for c in of]
+
+    def _error(
+        self,
+        codes: Sequence[Uint32],
+        numbers: Sequence[Float32],
+        candidate: Candidate,
+        level: Level,
+    ) -> Float32:
+        return error(self.decode(codes), numbers, candidate.scale, level, self.fmt)
 
     def round_row(
         self, words: Sequence[Uint32], factor: Float32, draws: Sequence[Uint32]

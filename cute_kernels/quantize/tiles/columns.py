@@ -11,7 +11,7 @@ from cute_kernels.device.absmax import absmax_pairs, absmax_words, fmax, split_a
 from cute_kernels.device.groups import Grouping
 from cute_kernels.device.hadamard import transform_words
 from cute_kernels.device.memory import load_shared, store_global, store_shared, store_shared_half
-from cute_kernels.device.ptx import f32_as_bits
+from cute_kernels.device.ptx import bits_as_f32, f32_as_bits, select
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.tiles.draws import ColumnDraws
 from cute_kernels.quantize.tiles.geometry import (
@@ -75,6 +75,8 @@ class ColumnConverter:
         self.steps = 1 if self.skips_rows else 4 // self.sharing
         self.num_boxes = self.tile.num_boxes * max(2, self.sharing) // 4
         self.is_transformed = codec.fmt.is_transformed
+        #: Whether words are used in the order of their rows.
+        self.in_order = self.is_transformed or codec.chooses_scales
 
     def place(self, part: Int32) -> LanePlace:
         """What a lane of warp ``part`` of a team has of the tile."""
@@ -148,9 +150,18 @@ class ColumnConverter:
         pairs_of: list[list] = [[] for _ in range(self.tile.cols_per_word)]
         for first in cutlass.range_constexpr(0, self.num_rows // self.codec.block, 2):
             blocks = [self.load_block(lanes_at, first + i, mine.twist) for i in range(2)]
-            amaxes = [self.amaxes(words) for words in blocks]
-            if cutlass.const_expr(self.config.is_2d):
-                self.store_squares(amaxes, mine, first_row // self.codec.block + first, col, places)
+            row_block = first_row // self.codec.block + first
+            if cutlass.const_expr(self.config.is_2d and self.codec.chooses_scales):
+                amaxes = self.load_squares(row_block, col, places)
+            else:
+                amaxes = [self.amaxes(words) for words in blocks]
+            if cutlass.const_expr(self.config.is_2d and not self.codec.chooses_scales):
+                self.store_squares(amaxes, mine, row_block, col, places)
+            elif cutlass.const_expr(self.codec.chooses_scales and not self.config.is_2d):
+                amaxes = [
+                    self.codec.choose_columns(words, a, by.level)
+                    for words, a in zip(blocks, amaxes, strict=True)
+                ]
             if cutlass.const_expr(self.config.columnwise):
                 factors: tuple[list, list] = ([], [])
                 for c in cutlass.range_constexpr(self.tile.cols_per_word):
@@ -172,7 +183,7 @@ class ColumnConverter:
 
     def order(self, mine: LanePlace) -> Int32 | int:
         """The twist of the words of ``load_block``."""
-        return 0 if self.is_transformed else mine.twist
+        return 0 if self.in_order else mine.twist
 
     def load_block(self, lanes_at: list[Int32], block: int, twist: Int32 | int) -> list[Uint32]:
         """A lane's word in each row of one of its blocks of rows, or what these become."""
@@ -181,7 +192,18 @@ class ColumnConverter:
             load_shared(lanes_at[r % 8] + (first + r // 8 * 8) * BOX_BYTES, 1)[0]
             for r in range(self.codec.block)
         ]
-        return transform_words(words, self.arch, twist) if self.is_transformed else words
+        if self.in_order and not isinstance(twist, int):
+            for distance in (2, 4):
+                swapped = (twist & distance) != 0
+                words = [select(swapped, words[i ^ distance], w) for i, w in enumerate(words)]
+        return transform_words(words, self.arch) if self.is_transformed else words
+
+    def load_squares(self, row_block: Int32, col: Int32, places: TilePlaces) -> list[list[Float32]]:
+        """What ``Chooser`` has stored of two square blocks, one below the other."""
+        pitch = 4 * self.tile.col_blocks
+        at = places.squares + (row_block * self.tile.col_blocks + col // self.codec.block) * 4
+        loaded = [bits_as_f32(load_shared(at + i * pitch, 1)[0]) for i in range(2)]
+        return [[scale] * self.tile.cols_per_word for scale in loaded]
 
     @cute.jit
     def store_squares(

@@ -12,6 +12,7 @@ from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.tiles.columns import ColumnConverter
 from cute_kernels.quantize.tiles.geometry import Descriptor, Encoding, TilePlaces
 from cute_kernels.quantize.tiles.rows import RowConverter
+from cute_kernels.quantize.tiles.squares import Chooser
 from cute_kernels.quantize.tiles.team import Copies, Team
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ class NibbleTiles:
         self.team = team
         self.columns = ColumnConverter(config, codec, tile)
         self.rows = RowConverter(config, codec, tile)
+        self.chooser = None
+        if config.is_2d and codec.chooses_scales:
+            self.chooser = Chooser(config, codec, tile)
 
     @cute.jit
     def convert(
@@ -51,6 +55,9 @@ class NibbleTiles:
             if what.count < TILE_ROWS:
                 multiple = TILE_ROWS // 2 if self.columns.skips_rows else TILE_ROWS
                 self.team.clear_rows(places.tile, what.count, team, multiple)
+            if cutlass.const_expr(self.chooser is not None):
+                self.chooser.choose(places.tile, places.squares, part, by_row.level)
+                self.team.sync(team)
             if not self.columns.skips_rows or self.columns.place(part).first_row < what.count:
                 self.columns.convert(groups, cols, by_column, out.codes_t, what, part, places)
             elif cutlass.const_expr(self.config.columnwise):

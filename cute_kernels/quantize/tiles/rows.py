@@ -104,6 +104,11 @@ class RowConverter:
             elif col < cols:
                 blocks = self.load_blocks(row_at, u)
                 a = self.amaxes(blocks, places.squares, row, u, own)
+                if cutlass.const_expr(self.codec.chooses_scales and not self.config.is_2d):
+                    a = [
+                        self.codec.choose_row(words, x, by.level)
+                        for words, x in zip(blocks, a, strict=True)
+                    ]
                 scale_word, factors = self.scale(a, by)
                 if cutlass.const_expr(self.codec.has_scales):
                     self.store_scales(scales_at, col, select(live, scale_word, Uint32(0)))

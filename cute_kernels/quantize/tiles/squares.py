@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.absmax import absmax_packed, fmax, unpack_absmax, warp_max
+from cute_kernels.device.absmax import absmax_packed, absmax_words, fmax, unpack_absmax, warp_max
 from cute_kernels.device.codecs import Level
 from cute_kernels.device.memory import load_shared, store_global, store_shared
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
@@ -15,10 +15,12 @@ from cute_kernels.quantize.config import DTYPE_BYTES
 from cute_kernels.quantize.tiles.geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor
 
 if TYPE_CHECKING:
+    from cute_kernels.device.codecs import Codec
     from cute_kernels.device.codecs.bytes import ByteCodec
     from cute_kernels.quantize.config import TileConfig
+    from cute_kernels.quantize.tiles.geometry import TileGeometry
 
-__all__ = ["SQUARES_BYTES", "Squares"]
+__all__ = ["SQUARES_BYTES", "Chooser", "Squares"]
 
 #: Rows of a warp, one a lane.
 _ROWS = 32
@@ -76,3 +78,32 @@ class Squares:
             stored, _ = self.codec.block_scale(self.amax(squares_at, Int32(0), Int32(0)), level)
             place = (what.tile * blocks_along_k + what.col_tile) * 4
             store_global(scales.iterator.toint() + place, [stored])
+
+
+class Chooser:
+    """Scales of 16x16 blocks that all elements of a block choose: a lane has a row of the tile."""
+
+    def __init__(self, config: TileConfig, codec: Codec, tile: TileGeometry):
+        self.codec = codec
+        self.dtype = config.dtype
+        self.arch = config.arch
+        self.tile = tile
+
+    @cute.jit
+    def choose(self, tile_at: Int32, squares_at: Int32, part: Int32, level: Level) -> None:
+        """Scales of the blocks of a warp's 32 rows to shared memory, where amaxes are of others."""
+        lane, across = cute.arch.lane_idx(), self.tile.col_blocks
+        row = part * _ROWS + lane
+        row_at = tile_at + row * BOX_BYTES + lane % 8 * 16
+        chunks = self.codec.block * DTYPE_BYTES[self.dtype] // 16
+        for b in cutlass.range_constexpr(across):
+            mine = range(b * chunks, (b + 1) * chunks)
+            places = [(row_at + c // 8 * BOX_SIZE) ^ (c % 8 * 16) for c in mine]
+            words = [word for place in places for word in load_shared(place, 4)]
+            a = absmax_words(words, self.dtype, self.arch)
+            for bit in cutlass.range_constexpr(self.codec.block.bit_length() - 1):
+                a = fmax(a, cute.arch.shuffle_sync_bfly(a, offset=1 << bit))
+            scale = self.codec.choose_square(words, a, level)
+            if lane % self.codec.block == 0:
+                at = squares_at + (row // self.codec.block * across + b) * 4
+                store_shared(at, [f32_as_bits(scale)])

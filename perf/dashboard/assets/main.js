@@ -5,7 +5,6 @@ function render(isNew) {
   const content = $("content");
   const open = [...content.querySelectorAll("details[open]")].map((details) => details.id);
   const focused = content.contains(document.activeElement) && document.activeElement.id;
-  PLOTS.forEach((plot) => plot.u?.destroy());
   PLOTS.clear();
   const [, view] = VIEWS[route[0]] || [null, () => missing("page", "", "Latest numbers")];
   const [title, ...body] = view(...route.slice(1));

@@ -1,4 +1,4 @@
-// A plot: uPlot draws lines and axes, this draws points and makes them reachable without a mouse.
+// A plot, whose points are reachable without a mouse.
 
 /** Plots of the page by their names, for whoever wants the numbers behind them. */
 const PLOTS = new Map();
@@ -27,115 +27,22 @@ const LOOKS = new Map([...groupBy(THINGS.filter((t) => t.us), (t) => t.series)]
     color: `--c${i % 10}`, dash: DASHES[Math.floor(i / 10) % 4], shape: whoRank(t) < 2 ? "circle" : ["square", "diamond", "cross"][i % 3],
   }]));
 
-function stamp(context, shape, color, x, y, edge) {
-  context.save();
-  context.translate(x, y);
-  context.scale(devicePixelRatio, devicePixelRatio);
-  const path = new Path2D(SHAPES[shape]);
-  context.fillStyle = color;
-  context.fill(path);
-  // An edge in the colour of the page tells points apart that lie on each other.
-  context.strokeStyle = edge;
-  context.lineWidth = 1;
-  context.stroke(path);
-  context.restore();
-}
-
-function drawPoints(u, series) {
-  const [context, px, edge] = [u.ctx, devicePixelRatio, css("--back")];
-  const at = (x, y) => [u.valToPos(x, "x", true), u.valToPos(y, "y", true)];
-  context.save();
-  context.setLineDash([]); // uPlot leaves that of its last line
-  for (const one of series.filter((s) => !s.hidden)) {
-    const color = context.fillStyle = css(one.color);
-    if (one.roof) {
-      const [first, last] = [one.points[0], one.points.at(-1)];
-      const isFlat = first.y === last.y;
-      const [x, y] = isFlat ? at(last.x, last.y) : at(first.x, first.y);
-      context.font = `${12 * px}px system-ui, sans-serif`;
-      [context.textAlign, context.textBaseline] = isFlat ? ["right", "bottom"] : ["left", "top"];
-      context.fillText(one.name, x + (isFlat ? -4 : 12) * px, y + (isFlat ? -4 : 6) * px);
-      continue;
-    }
-    for (const point of one.points) {
-      const [x, y] = at(point.x, point.y);
-      if (point.half) context.fillRect(x - px / 2, at(0, point.y + point.half)[1], px, at(0, point.y - point.half)[1] - at(0, point.y + point.half)[1]);
-      stamp(context, one.shape, color, x, y, edge);
-      const mark = { 1: "worse", "-1": "better" }[point.mark];
-      if (mark) stamp(context, mark, css(`--${mark}`), x, y, edge);
-    }
-  }
-  context.restore();
-}
-
-/** Round numbers of a logarithmic axis, fewer of them over many decades. */
-function logTicks({ min, max }) {
-  const decades = Math.log10(max / min);
-  const steps = decades > 4.2 ? [1] : decades > 1.2 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 6, 7, 8];
-  const powers = Array.from({ length: decades + 3 }, (_, i) => 10 ** (Math.floor(Math.log10(min)) + i));
-  return powers.flatMap((power) => steps.map((step) => Number((step * power).toPrecision(3)))).filter((tick) => tick >= min && tick <= max);
-}
-
-/** Of ticks at given places those that have room; the last stays. */
-function thinned(u, ticks, room) {
-  let next = Infinity;
-  const hasRoom = (tick) => next - u.valToPos(tick, "x") >= room && ((next = u.valToPos(tick, "x")), true);
-  return ticks.toReversed().filter(hasRoom).reverse();
-}
-
-function rangeOf(values, axis) {
-  const [low, high] = [Math.min(...values), Math.max(...values)];
-  if (axis.log) return [low / (axis.pad || 1.3), high * (axis.pad || 1.3)];
-  const margin = axis.pad ?? ((high - low) * 0.08 || Math.abs(high) * 0.1 || 1);
-  return [axis.zero ? 0 : low - margin, high + margin];
-}
-
-function axisOf(axis, isX) {
-  const font = "12px system-ui, sans-serif";
-  const line = { stroke: () => css("--grid"), width: 1 };
-  const splits = axis.ticks ? (u) => thinned(u, axis.ticks, axis.room) : axis.log ? (u) => logTicks(u.scales[isX ? "x" : "y"]) : undefined;
-  const format = axis.format || ((v) => v.toLocaleString("en", { maximumSignificantDigits: 4 }));
-  return {
-    label: axis.label, labelSize: 22, labelGap: 0, size: isX ? 36 : 62, gap: 4, font, labelFont: font, stroke: () => css("--muted"),
-    grid: line, ticks: { ...line, size: 4 }, splits, filter: (u, all) => all, values: (u, all) => all.map(format),
-  };
-}
-
-function createPlot(spec, holder) {
-  // Each point has a row of its own in the aligned columns that uPlot takes.
-  const rows = spec.series.flatMap((one, i) => one.points.map((point) => [point.x, i, point.y])).sort((a, b) => a[0] - b[0]);
-  const columns = [rows.map((row) => row[0]), ...spec.series.map((_, i) => rows.map((row) => (row[1] === i ? row[2] : null)))];
-  const points = spec.series.flatMap((one) => one.points);
-  const scale = (axis, values) => ({ time: false, distr: axis.log ? 3 : 1, range: () => rangeOf(values, axis) });
-  return new uPlot({
-    width: holder.clientWidth, height: holder.clientHeight, padding: [16, 16, 0, 0], legend: { show: false },
-    cursor: { x: false, y: false, points: { show: false }, drag: { x: false, y: false, setScale: false } },
-    scales: { x: scale(spec.x, points.map((p) => p.x)), y: scale(spec.y, points.flatMap((p) => [p.y - (p.half || 0), p.y + (p.half || 0)])) },
-    axes: [axisOf(spec.x, true), axisOf(spec.y, false)],
-    series: [{}, ...spec.series.map((one) => ({
-      show: !one.hidden, spanGaps: true, width: 2, points: { show: false }, stroke: () => css(one.color), dash: one.dash,
-      ...(one.line || one.roof ? {} : { paths: () => null }),
-    }))],
-    hooks: { draw: [(u) => drawPoints(u, spec.series)] },
-  }, columns, holder);
-}
-
 /** Lets the pointer and the keyboard choose a point, and says what it is; returns what shows it again. */
 function makePointer(spec, holder, readout) {
   const ring = h("div", { class: "ring", hidden: true });
   let current = null;
   const shown = () => spec.series.filter((s) => !s.roof && !s.hidden);
-  const place = (point) => [spec.u.valToPos(point.x, "x"), spec.u.valToPos(point.y, "y")];
+  const place = (point) => spec.drawn.at(point.x, point.y);
   const show = (one, point) => {
     current = { one, point };
-    spec.u.over.append(ring);
+    holder.append(ring);
     ring.hidden = false;
     ring.style.translate = place(point).map((v) => `${v}px`).join(" ");
     const note = point.note ? ` (${point.note})` : "";
     readout.replaceChildren(h("strong", null, one.name), ` ${point.label}: ${point.text}${note} `, h("a", { href: point.href }, "details"));
   };
   const near = (event) => {
-    const box = spec.u.over.getBoundingClientRect();
+    const box = holder.getBoundingClientRect();
     const far = (point) => Math.hypot(place(point)[0] - event.clientX + box.left, place(point)[1] - event.clientY + box.top);
     const all = shown().flatMap((one) => one.points.map((point) => ({ one, point, far: far(point) })));
     const best = all.reduce((a, b) => (b.far < a.far ? b : a), { far: 60 });
@@ -198,8 +105,7 @@ function plotFigure(spec) {
   const again = makePointer(spec, holder, readout);
   spec.redraw = () => {
     if (!holder.isConnected || !holder.clientWidth) return;
-    spec.u?.destroy();
-    spec.u = createPlot(spec, holder);
+    spec.drawn = drawPlot(spec, holder);
     again();
   };
   new ResizeObserver(spec.redraw).observe(holder);
