@@ -23,6 +23,7 @@ from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS, SF_
 
 __all__ = [
     "BOX_ROWS",
+    "CODES_STAGES",
     "K_BLOCKS",
     "SM100_TILES",
     "SWAPPED_BLOCK",
@@ -49,8 +50,8 @@ SWAPPED_BLOCK = 32
 K_BLOCKS = 4
 #: Columns of accumulators whose sums a thread has registers for.
 _PROMOTED_N = 128
-#: Stages of codes that are decoded, at least.
-_LEAST_STAGES = 3
+#: Stages of codes that are decoded, at least, and stages of what is multiplied for one of them.
+_LEAST_STAGES, CODES_STAGES = 3, 2
 _SMEM_CAPACITY = 232448
 #: Barriers, tile records and alignment.
 _SMEM_RESERVED = 2048
@@ -307,7 +308,7 @@ class Sm100GemmConfig(GemmConfig):
     def num_ab_stage(self) -> int:
         """Stages of both operands that fit in shared memory."""
         of_codes, left = self.codes_stage_bytes, self._stage_capacity
-        balanced = left // (self.stage_bytes + of_codes // 2)
+        balanced = left // (self.stage_bytes + of_codes // CODES_STAGES)
         return min(balanced, (left - _LEAST_STAGES * of_codes) // self.stage_bytes)
 
     @property
