@@ -58,8 +58,10 @@ from cute_kernels.gemm.views import (
     matrix_view,
     output_view,
     ragged_rows_view,
+    row_scales_view,
     scale_type,
     scales_view,
+    squares_view,
 )
 from cute_kernels.layout.slots import TILE_ROWS, most_rows
 
