@@ -51,14 +51,17 @@ from cute_kernels.gemm.sm100.loader import (
     SwappingLoadWarp,
 )
 from cute_kernels.gemm.sm100.mma import MmaWarp, StageMma
+from cute_kernels.gemm.sm100.promotion import Promoter
 from cute_kernels.gemm.sm100.storage import Barriers, Layouts, Stages, make_pipelines
 from cute_kernels.gemm.sm100.warp_schedule import NamedBarrierId, WarpSchedule
 from cute_kernels.gemm.views import (
     matrix_view,
     output_view,
     ragged_rows_view,
+    row_scales_view,
     scale_type,
     scales_view,
+    squares_view,
 )
 from cute_kernels.layout.slots import TILE_ROWS, most_rows
 
@@ -183,9 +186,15 @@ class Sm100Gemm:
         operands = (m, n)
         m = self.matrix(m, config.m_kind, config.mn_major[0])
         n = self.matrix(n, config.n_kind, config.mn_major[1])
+        promoted = None
+        if cutlass.const_expr(config.promotes):
+            promoted = tuple(
+                (row_scales_view if of_rows else squares_view)(x)
+                for x, of_rows in zip((m_scales, n_scales), config.row_scales, strict=True)
+            )
         if cutlass.const_expr(config.mma_kind.is_block_scaled):
-            m_scales = scales_view(m_scales, config.kind)
-            n_scales = scales_view(n_scales, config.kind)
+            m_scales = scales_view(m_scales, config.mma_kind)
+            n_scales = scales_view(n_scales, config.mma_kind)
         if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
             num_rows = a.shape[0]
         else:
@@ -208,6 +217,7 @@ class Sm100Gemm:
             stores.each("atom"),
             stores.each("tensor"),
             output_view(out),
+            promoted,
             a_amax,
             b_amax,
             alpha,
@@ -347,6 +357,7 @@ class Sm100Gemm:
         store_atoms: Stores,
         store_tensors: Stores,
         out: cute.Tensor,
+        promoted: tuple[cute.Tensor, cute.Tensor] | None,
         a_amax: cute.Tensor | None,
         b_amax: cute.Tensor | None,
         alpha: cute.Tensor | None,
@@ -368,6 +379,10 @@ class Sm100Gemm:
         shared = self.allocate_stages(smem, layouts)
         acc_layout = layouts.acc_layout()
         staged_out = self.allocate_output(smem, layouts, out)
+        column_scales = None
+        if cutlass.const_expr(config.column_scale_bytes > 0):
+            words = config.column_scale_bytes // 4
+            column_scales = smem.allocate_array(Float32, words, byte_alignment=16)
         pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
 
         tiles = TileReader(ring, barriers.tiles)
@@ -410,7 +425,10 @@ class Sm100Gemm:
                 swapped = SwappedEpilogue(
                     config, tensors, staged, store, acc, cta_row, acc_pipeline
                 )
-            EpilogueWarps(config, tensors, direct, swapped, cta_row, tiles).run()
+            promoter = None
+            if cutlass.const_expr(promoted is not None):
+                promoter = Promoter(config, promoted, acc, column_scales, cta_row, acc_pipeline)
+            EpilogueWarps(config, tensors, direct, swapped, cta_row, tiles, promoter).run()
             tmem.relinquish_alloc_permit()
             cute.arch.barrier(
                 barrier_id=int(NamedBarrierId.EPILOGUE),
