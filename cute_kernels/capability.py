@@ -72,7 +72,7 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("grouped_dequantize", "mxfp8"): ARCHITECTURES,
     ("grouped_gemm", "nvfp4"): ARCHITECTURES,
     ("grouped_gemm", "fp8"): ARCHITECTURES,
-    ("grouped_gemm", "fp8_block"): ("reference", "sm_90a"),
+    ("grouped_gemm", "fp8_block"): ARCHITECTURES,
     ("grouped_gemm", "mxfp8"): ("reference", "sm_100a"),
     ("grouped_gemm_w4a16", "nvfp4"): ARCHITECTURES,
     ("grouped_gemm_w4a16", "fp8"): ARCHITECTURES,
@@ -85,7 +85,6 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
 }
 #: Ops and formats that the reference backend adds like a tensor core that has no kernel of them.
 _ADDED_ALIKE: dict[tuple[str, str | None], tuple[str, ...]] = {
-    ("grouped_gemm", "fp8_block"): ("sm_100a",),
     ("grouped_gemm", "mxfp8"): ("sm_90a",),
 }
 #: The ops that a tensor core adds in.

@@ -1,11 +1,4 @@
-"""``perf compare``: what got slower from one set of records to another.
-
-Counts of the emulator do not vary: whatever is more than ``--least`` worse is a regression. A time
-is one only if it is also more than noise: ``SIGMAS`` standard errors of the difference of two
-medians. The error of a median is estimated from the range of its repeats, as in control charts, and
-runs differ by more than their repeats do: by ``BETWEEN``. Three or more runs of a commit show it
-themselves: then what they show counts, repeats and all, but no less than ``BETWEEN``.
-"""
+"""``perf compare``: what got slower from one set of records to another; docs/perf.md says how."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class FakeArguments:
         self.is_k_grouped = config.grouping == "k_grouped"
         self.groups, self.rows = cute.sym_int(), cute.sym_int()
         # Contiguous extents of operands and of outputs are whole vectors.
-        is_aligned = config.mn_major[0] or config.kind.has_row_scales
+        is_aligned = config.mn_major[0] or config.loads_row_scales
         self.m = cute.sym_int(divisibility=N_ALIGN if is_aligned else 1)
         self.n, self.k = (cute.sym_int(divisibility=N_ALIGN) for _ in range(2))
 
@@ -82,7 +82,9 @@ class FakeArguments:
     def _scales(self, kind: OperandKind, rows: Any, *lead: Any) -> Any:
         if not kind.is_block_scaled:
             return None
-        return self._row_scales(kind, rows, *lead) if kind.has_row_scales else _scale_tiles(*lead)
+        if kind.has_row_scales and not self.config.takes_scale_tiles:
+            return self._row_scales(kind, rows, *lead)
+        return _scale_tiles(*lead)
 
     def _row_scales(self, kind: OperandKind, rows: Any, *lead: Any) -> Any:
         """(blocks along K, rows); of squares (blocks along rows, blocks along K) of any strides."""

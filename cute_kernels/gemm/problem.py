@@ -181,6 +181,7 @@ class GemmConfig(abc.ABC):
         zero_tail: write zeros into the tail of an m_grouped product.
         tile: one of ``tile_shapes``.
         b_operand: name of the kind of B where it is not that of A.
+        pow2_scales: fp32 block scales of both operands are powers of two.
     """
 
     operand: str
@@ -194,6 +195,7 @@ class GemmConfig(abc.ABC):
     zero_tail: bool = False
     tile: TileShape = TileShape(128, 128)
     b_operand: str | None = None
+    pow2_scales: bool = False
 
     #: The class of the kernel, which the runtime imports.
     kernel: ClassVar[str]
@@ -231,6 +233,10 @@ class GemmConfig(abc.ABC):
             raise ValueError(
                 "transpose_b needs an m_grouped product of operands without a transposed copy"
             )
+        if self.pow2_scales and not self.kind.has_row_scales:
+            raise ValueError(f"{self.operand} has no fp32 block scales")
+        if self.kind.has_squares and self.b_kind.has_squares:
+            raise ValueError("one operand must have a scale for each row")
         if reason := self.refuses(self.tile):
             raise ValueError(f"this product cannot have the tile {self.tile}: {reason}")
 
@@ -314,6 +320,16 @@ class GemmConfig(abc.ABC):
         return self.grouping == "k_grouped" and not self.kind.has_slots
 
     @property
+    def takes_scale_tiles(self) -> bool:
+        """Whether fp32 block scales come as tiles of E8M0."""
+        return False
+
+    @property
+    def loads_row_scales(self) -> bool:
+        """Whether the kernel reads fp32 block scales of A."""
+        return self.kind.has_row_scales and not self.takes_scale_tiles
+
+    @property
     def mn_major(self) -> tuple[bool, bool]:
         """Whether operands M and N are contiguous along M and N instead of along K."""
         a = self.grouping == "k_grouped" and not self.kind.is_transposed
@@ -341,7 +357,7 @@ class GemmConfig(abc.ABC):
                 return Support(False, f"K must be a positive multiple of {align}, got {problem.k}")
         else:
             # Rows of elements, or of their scales, that TMA can address.
-            align = N_ALIGN if self.mn_major[0] or self.kind.has_row_scales else 1
+            align = N_ALIGN if self.mn_major[0] or self.loads_row_scales else 1
             if problem.m < 1 or problem.m % align:
                 return Support(
                     False, f"columns of A must be a positive multiple of {align}, got {problem.m}"

@@ -15,7 +15,7 @@ from cute_kernels.gemm.operands import OPERANDS, OperandKind
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from cute_kernels.gemm.sm90.parts import all_parts
-from cute_kernels.gemm.sm100.config import Sm100GemmConfig
+from cute_kernels.gemm.sm100.config import ScaleTilesConfig, Sm100GemmConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,6 +50,9 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
     into fresh outputs. Gradients of weights are of that dtype or fp32, which may be added to.
     """
     yield from _fp8(arch)
+    if arch == "sm_100a":
+        # Before FP8Block products: fprop and dgrad, wgrad.
+        yield from (ScaleTilesConfig(False, uniform, uniform) for uniform in (False, True))
     for operand, kind in OPERANDS.items():
         is_rare = kind.has_short_sums or (kind.fmt is not None and kind.fmt.chooses_scales)
         if support("grouped_gemm", kind.fmt, arch) and not is_rare:

@@ -118,9 +118,8 @@ def prepare(model: nn.Module, fmt: Format | None = None) -> int:
 
 def _experts(model: nn.Module) -> Iterator[Any]:
     # What use_experts_implementation sets on every class that it wraps.
-    return (
-        m for m in model.modules() if hasattr(m, "_is_expert_parallel") and hasattr(m, "down_proj")
-    )
+    marks = ("has_gate", "is_transposed", "down_proj")
+    return (m for m in model.modules() if all(hasattr(m, mark) for mark in marks))
 
 
 def _recipe_in_use(experts: Any) -> Recipe:
@@ -165,7 +164,7 @@ def _forward_of(recipe: Recipe) -> Forward:
         first, second = _weight_names(self)
         hidden = _linear(self, ops.moe_gather(hidden_states, token, row), first, offs, recipe)
         rows = _linear(self, _activated(self, hidden, offs), second, offs, recipe)
-        if self.has_post_expert_norm:
+        if getattr(self, "has_post_expert_norm", False):  # Since 5.18 or later.
             rows = self.post_expert_norm(rows)
         y: Tensor = ops.moe_combine(rows, row, top_k_weights.float(), hidden_states.dtype)
         return y

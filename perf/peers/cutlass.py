@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 import grouped
-from cute_kernels.formats import NVFP4
+from cute_kernels.formats import MXFP8, NVFP4, Format
 from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.layout.slots import slot_tile
 from perf.measure.emulator import EmulatorMeter, installed
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["PEER"]
 
 _ROW_MULTIPLE = 16
+_FORMATS: tuple[Format, ...] = (NVFP4(), MXFP8())
 _MODULE = "blackwell.kernel.moe.torch_scaled_grouped_mm"
 #: Tiles of the example by name: M and N, and CTAs.
 _TILES = {"256x256": (256, 256, 2), "256x128": (256, 128, 2), "128x128": (128, 128, 1)}
@@ -48,15 +50,14 @@ class CutlassExample(Peer):
     sources = "examples/python/CuTeDSL/cute"
 
     def products(self, work: Operands) -> Iterator[Contender]:
-        """Fprop with each tile."""
+        """Fprop of NVFP4 and of MXFP8 with each tile."""
         if work.product != "fprop" or self.path is None:
             return
         assert isinstance(self.meter, EmulatorMeter)
-        bits = element_bytes(NVFP4())
-        for tile in _TILES:
-            call = _Call(self.path, work, tile, self.meter.num_sms)
+        for fmt, tile in itertools.product(_FORMATS, _TILES):
+            call = _Call(self.path, work, fmt, tile, self.meter.num_sms)
+            bits, text = element_bytes(fmt), f"{fmt.text} x {fmt.text}"
             note = "groups rounded up to 16 rows; no factor a row"
-            text = "nvfp4 x nvfp4"
             made = self.product(work, text, call.prepare, bits, bits, error=call.error, note=note)
             # Its error is beside what operands decode to.
             name, bound = f"CUTLASS example, tile {tile}", NOISE["bfloat16"]
@@ -66,8 +67,8 @@ class CutlassExample(Peer):
 class _Call:
     """One product with one tile."""
 
-    def __init__(self, path: Path, work: Operands, tile: str, num_sms: int) -> None:
-        self._path, self._work, self._tile = path, work, tile
+    def __init__(self, path: Path, work: Operands, fmt: Format, tile: str, num_sms: int) -> None:
+        self._path, self._work, self._fmt, self._tile = path, work, fmt, tile
         self._num_sms = num_sms
         self._values: tuple[Tensor, Tensor] | None = None
 
@@ -81,21 +82,22 @@ class _Call:
         """Quantize, and compile the example; its second levels are ones."""
         from cutlass import Float32, cute
 
-        work = self._work
+        work, fmt = self._work, self._fmt
+        assert fmt.scale is not None
         a, _ = padded_rows(work.a, work.sizes, _ROW_MULTIPLE)
         sizes = [-(-n // _ROW_MULTIPLE) * _ROW_MULTIPLE for n in work.sizes]
         offs = torch.tensor(sizes).cumsum(0).int()
-        operands, values = _quantized(a, sizes, work.b)
+        operands, values = _quantized(a, sizes, work.b, fmt)
         self._values = (unpadded_rows(values[0], work.sizes, _ROW_MULTIPLE), values[1])
         m, n, ctas = _TILES[self._tile]
         kernel = self._example().ScaledGroupedGemmKernel(
             scenario="2Dx3D",
-            sf_vec_size=16,
+            sf_vec_size=fmt.scale.vec_size,
             accumulate_on_output=False,
             separate_tensormap_init=True,
             consistent_token_padding=False,
             acc_dtype=Float32,
-            mma_tiler_mnk=(m, n, 256),
+            mma_tiler_mnk=(m, n, 1024 // fmt.element.bits),
             cluster_shape_mnk=(ctas, 1, 1),
             use_2cta_instrs=ctas == 2,
             fixed_expert_cnt=None,
@@ -104,7 +106,7 @@ class _Call:
         out = torch.empty(len(a), work.shape.n, dtype=torch.bfloat16)
         workspace = torch.full((kernel.get_workspace_size(groups),), 255, dtype=torch.uint8)
         arguments = (*operands, out, offs, workspace)
-        ones = torch.ones(groups), torch.ones(groups)
+        ones = [torch.ones(groups) for _ in range(2 if fmt.second_level else 0)]
 
         @functools.cache
         def compiled() -> tuple[Any, tuple[Any, ...]]:
@@ -133,13 +135,14 @@ class _Call:
 
 
 def _quantized(
-    a: Tensor, sizes: list[int], b: Tensor
+    a: Tensor, sizes: list[int], b: Tensor, fmt: Format
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """Operands as the example takes them, and their values, second levels left out."""
     offs = torch.tensor(sizes).cumsum(0).int()
-    unit = torch.full((len(sizes),), 2688.0)
-    left = grouped.quantize(a, NVFP4(), offs=offs, amax=unit)
-    right = grouped.quantize(b, NVFP4(), amax=unit)
+    unit = torch.full((len(sizes),), 2688.0) if fmt.second_level else None
+    left = grouped.quantize(a, fmt, offs=offs, amax=unit)
+    right = grouped.quantize(b, fmt, amax=unit)
+    assert fmt.scale is not None
     assert left.rowwise is not None and right.rowwise is not None
     k = a.shape[1]
     # The scales of each group's rows in whole tiles of 128, one group after the other.
@@ -148,10 +151,12 @@ def _quantized(
         left.rowwise.scales[slot_tile(start, g) :][: ceil_div(end - start, 128)]
         for g, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True))
     ]
-    scales = (torch.cat(tiles).view(-1, k // 16), right.rowwise.scales.reshape(len(b), -1))
+    width = k // fmt.scale.vec_size
+    scales = (torch.cat(tiles).view(-1, width), right.rowwise.scales.reshape(len(b), -1))
     codes = (left.rowwise.codes.contiguous(), right.rowwise.codes.contiguous())
-    packed = [x.view(torch.float4_e2m1fn_x2) for x in codes]
-    factors = [x.view(torch.float8_e4m3fn) for x in scales]
+    is_packed = fmt.element.per_byte > 1
+    packed = [x.view(torch.float4_e2m1fn_x2) if is_packed else x for x in codes]
+    factors = [x.view(fmt.scale.element.dtype) for x in scales]
     values = (left.dequantize(torch.float32), right.dequantize(torch.float32))
     return (packed[0], packed[1].transpose(1, 2), *factors), values
 

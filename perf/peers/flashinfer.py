@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from perf.contender import relative_error
 from perf.measure.emulator import EmulatorMeter, installed
 from perf.peers.base import Peer, row_scales
-from perf.peers.pytorch import nvfp4_values
+from perf.peers.pytorch import mxfp8_values, nvfp4_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -98,9 +98,9 @@ def _error(data: Input, got: tuple[Tensor, ...]) -> float:
     codes, tiles, *levels = got
     rows, cols = data.x.shape
     if codes.shape[-1] == cols:
-        scales = torch.exp2(row_scales(tiles, rows, cols // 32).float() - 127)
-        values = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 32))
-        return relative_error((values * scales.unsqueeze(-1)).flatten(-2), data.x)
+        exponents = row_scales(tiles, rows, cols // 32)
+        values = mxfp8_values(codes.view(torch.float8_e4m3fn), exponents)
+        return relative_error(values, data.x)
     scales = row_scales(tiles, rows, cols // 16).view(torch.float8_e4m3fn)
     given = _LARGEST / data.amax.amax()
     level = 1 / levels[0].float().view(-1, 1) if levels else given

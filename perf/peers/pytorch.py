@@ -102,8 +102,8 @@ def _rowwise(work: Operands) -> Callable[[], Tensor]:
     return functools.partial(torch._scaled_grouped_mm, *operands, offs=work.offs, **options)
 
 
-def _nvfp4(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, block scales and second level of rows, as PyTorch users write it."""
+def nvfp4_given(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, block scales and second level of rows of given amaxes, as PyTorch users write it."""
     blocks = x.float().unflatten(-1, (-1, 16))
     level = (2688.0 / amax).view(-1, 1)
     scales = (blocks.abs().amax(-1) / 6.0 * level).clamp(max=448.0).to(torch.float8_e4m3fn)
@@ -115,19 +115,14 @@ def _nvfp4(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return code[..., ::2] | code[..., 1::2] << 4, scales, level
 
 
-def nvfp4_given(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """NVFP4 rows with one given amax for all."""
-    return _nvfp4(x, amax)
-
-
 def nvfp4_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """NVFP4 rows, each with its own amax."""
     del amax
-    return _nvfp4(x, x.abs().amax(-1).float())
+    return nvfp4_given(x, x.abs().amax(-1).float())
 
 
 def nvfp4_values(codes: Tensor, scales: Tensor, level: Tensor) -> Tensor:
-    """What ``_nvfp4`` stands for."""
+    """What ``nvfp4_given`` stands for."""
     table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=codes.device)
     both = torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)
     blocks = table[both.long()].unflatten(-1, (-1, 16)) * scales.float().unsqueeze(-1)

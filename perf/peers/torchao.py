@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perf.contender import relative_error
 from perf.peers.base import Peer
-from perf.peers.pytorch import nvfp4_values, plain_layer
+from perf.peers.pytorch import mxfp8_values, nvfp4_values, plain_layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -86,8 +86,7 @@ def _error(data: Input, got: tuple[Tensor, ...]) -> float:
     """Of what was stored, beside the input."""
     if len(got) == 2:
         scales, codes = got
-        values = codes.float().unflatten(-1, (-1, 32)) * scales.float().unsqueeze(-1)
-        return relative_error(values.flatten(-2), data.x)
+        return relative_error(mxfp8_values(codes, scales.view(torch.uint8)), data.x)
     codes, scales, level = got
     values = nvfp4_values(codes.view(torch.uint8), scales, torch.ones((), device=codes.device))
     return relative_error(values * level, data.x)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from cute_kernels.gemm.sm100.config import Sm100Tile
@@ -51,6 +52,9 @@ _QUANTIZERS = (
     ("fp8_block:block=128x128", Quantization("row+column", False)),
     ("mxfp8", Quantization("row", False)),
     ("mxfp8", Quantization("row+column", False)),
+    ("mxfp8", Quantization("row+column", False, "swiglu")),
+    ("mxfp8", Quantization("row+column", False, "dswiglu")),
+    ("nvfp4:row_scaled", Quantization("row", False, "swiglu")),
 )
 #: Rows of each group, by what a routing gives. The last two NVIDIA's example drew.
 ROUTINGS = {
@@ -67,8 +71,11 @@ _PAIRS = (
     Pair("nvfp4:row_scaled", "nvfp4", prepacked=True),
     Pair("nvfp4", "nvfp4:block=16x16"),
     Pair(None, "nvfp4"),
+    Pair("mxfp8", "mxfp8"),
     Pair(None, None),
 )
+#: Those that NVIDIA's example has, too.
+_FULL_PAIRS = (_PAIRS[0], Pair("mxfp8", "mxfp8"))
 #: Tiles that are compared with those of NVIDIA's example; the ops choose 256x256.
 _TILES = {"256x128": Sm100Tile(256, 128, 2), "128x128": Sm100Tile(128, 128, swap_partial=True)}
 
@@ -119,10 +126,13 @@ def _product(meter: Meter, options: Options, shape: GroupedShape, product: str, 
 
     def contenders(copy: int) -> list[Contender]:
         work = Operands(shape, rows, product, sizes, meter.device, options.seed, copy)
-        pairs = [pair for pair in _PAIRS if pair.fits(product)][: 1 if options.full else None]
+        pairs = [pair for pair in _PAIRS if pair.fits(product)]
+        if options.full:
+            pairs = [pair for pair in pairs if pair in _FULL_PAIRS]
         found = [gemm.ours(pair, work, meter) for pair in pairs]
         if options.full:
-            found += [_forced(found[0], name, tile) for name, tile in _TILES.items()]
+            tiles = itertools.product(list(found), _TILES.items())
+            found += [_forced(made, name, tile) for made, (name, tile) in tiles]
         return [*found, *options.competing(meter, lambda peer: peer.products(work))]
 
     case = {**shape.case, "rows": rows, "product": product, "routing": sizes}

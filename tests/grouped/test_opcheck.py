@@ -44,6 +44,16 @@ def linear(recipe, weight, bias):
     return leaf(ROWS, K), weight, bias, OFFS, *recipe.texts, recipe.propagate_nonfinite
 
 
+def experts(recipe, recompute=False):
+    routing = grouped.compute_routing(torch.tensor([[2, 0], [-1, 2]] * 4), G)
+    p, bias = torch.rand(8, 2, requires_grad=True), (leaf(G, K), leaf(G, K))
+    layers = (leaf(G, K, K), bias[0], leaf(G, K, K // 2), bias[1])
+    flags = (recipe.propagate_nonfinite,) * 2
+    style = ("swiglu", False, recompute, torch.float32)
+    return leaf(8, K), p, *routing, *layers, *recipe.texts, *recipe.texts, *flags, *style, *NONE
+
+
+NONE = (None,) * 4
 #: Arguments of each case, by op.
 BY_OP = {
     "dequantize": {
@@ -80,6 +90,24 @@ BY_OP = {
             *(sample(ROWS, K), uniform(), OFFS, None, None),
             *(False, True, sample(ROWS, N)),
         )
+    },
+    "experts": {
+        "bf16": lambda: experts(RECIPES["bf16"]),
+        "nvfp4, z made again": lambda: experts(RECIPES["nvfp4"], recompute=True),
+    },
+    "router_logits": {
+        "bf16": lambda: (leaf(ROWS, K), leaf(6, K)),
+        "parts": lambda: (leaf(ROWS, K), leaf(6, K, dtype=torch.float32)),
+    },
+    "router_choice": {
+        "softmax": lambda: (
+            *(leaf(ROWS, 6, dtype=torch.float32), None),
+            *(2, "softmax", False, 1, 1, 1.0),
+        ),
+        "sigmoid": lambda: (
+            *(leaf(ROWS, 6, dtype=torch.float32), torch.rand(6)),
+            *(2, "sigmoid", True, 3, 2, 2.5),
+        ),
     },
     "linear": {
         "W4A16": lambda: linear(RECIPES["bf16"], uniform(True), leaf(G, N)),

@@ -15,9 +15,11 @@ from cute_kernels.formats import NVFP4, Format, FP8Block
 from cute_kernels.gemm.problem import GemmArguments
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
+from cute_kernels.gemm.sm100.config import ScaleTilesConfig, Sm100GemmConfig
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.layout.prepack import prepack
 from cute_kernels.layout.shapes import ceil_div
+from cute_kernels.ops.launch.sm100_operands import scale_tiles
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime import architecture, compile_kernel
 from tests.helpers import DTYPES, assert_same_bytes, offsets
@@ -207,6 +209,13 @@ class Product:
                 expand(codes, scales, offs if is_ragged else None, values, num_sms)
                 codes, scales = values, None
             tensors += [codes, scales, amax]
+        if isinstance(self.config, Sm100GemmConfig) and self.config.pow2_scales:
+            before = ScaleTilesConfig.before(self.config)
+            places = ((1, before.a_squares), (4, before.b_squares))
+            tiles = [scale_tiles(tensors[i], is_square) for i, is_square in places]
+            made = [torch.full(t.shape, _POISON, dtype=torch.uint8) for t in tiles]
+            compiled(before)(tensors[1], made[0], tensors[4], made[1], num_sms)
+            tensors[1], tensors[4] = made
         return GemmArguments(*tensors, offs=offs, bias=bias, alpha=alpha, out=out, num_sms=num_sms)
 
     def expected(self) -> Tensor:

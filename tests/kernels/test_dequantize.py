@@ -256,7 +256,8 @@ def test_code(kind: str) -> None:
     assert pickle.loads(pickle.dumps(config)) == config
     kernel = compile_for_emulator(config, "sm_90a")
     assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
-    assert not re.findall(r"\.ftz|\.approx|\bfma\.", kernel.ptx)
+    # An FMA may be a quarter, which ptxas cannot make part of the product before it.
+    assert not re.findall(r"\.ftz|\.approx|\bfma\.(?!.*0f3E800000, zero)", kernel.ptx)
 
 
 def test_configurations_say_what_they_take() -> None:

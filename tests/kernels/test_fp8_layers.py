@@ -21,6 +21,10 @@ ARCHITECTURES = ("sm_90a", "sm_100a")
 #: Formats of activations and gradients, and of weights.
 FORMATS = {
     "block": (grouped.FP8Block(), grouped.FP8Block(block=(128, 128))),
+    "block, not pow2": (
+        grouped.FP8Block(pow2_scales=False),
+        grouped.FP8Block(block=(128, 128), pow2_scales=False),
+    ),
     "group": (grouped.FP8(), grouped.FP8()),
     "mxfp8": (grouped.MXFP8(), grouped.MXFP8(block=(32, 32))),
 }

@@ -21,7 +21,7 @@ from cute_kernels.runtime.spec import resolve
 CONFIGS = [
     Sm100GemmConfig(operand, out_dtype=out, tile=tile)
     for operand, kind in OPERANDS.items()
-    if support("grouped_gemm", kind.fmt, "sm_100a")
+    if support("grouped_gemm", kind.fmt, "sm_100a") and not kind.has_squares
     for out in ("bfloat16", "float32")
     for tile in SM100_TILES
     if Sm100GemmConfig(operand).takes(tile)
@@ -127,7 +127,10 @@ def test_arrivals_count_every_warp_once() -> None:
     "fields, message",
     [
         ({"operand": "int8"}, "operand"),
-        ({"operand": "fp8_block"}, "no kernel for fp8_block yet"),
+        ({"operand": "mxfp8", "pow2_scales": True}, "no fp32 block scales"),
+        ({"operand": "fp8_block:block=128x128"}, "each row"),
+        ({"operand": "fp8_block", "tile": Sm100Tile(128, 128, swap_partial=True)}, "cannot have"),
+        ({"operand": "fp8_block", "tile": Sm100Tile(256, 256, 2)}, "cannot have the tile"),
         ({"b_operand": "bfloat16"}, "not multiplied by bfloat16"),
         ({"operand": "bfloat16", "b_operand": "nvfp4", "grouping": "k_grouped"}, "multiplied"),
         ({"operand": "bfloat16", "b_operand": "mxfp8", "transpose_b": True}, "along K"),

@@ -28,9 +28,8 @@ from tests.kernels.test_gemm_sm100 import TAILS
 
 PARTIAL, WIDE = Sm100Tile(128, 128, swap_partial=True), Sm100Tile(256, 256, 2, swap_partial=True)
 FEW, FEWER = (Sm100Tile(128, n, swap_ab=True) for n in (64, 32))
-E5M2 = ":dtype=e5m2"
+E5M2, SQUARES = ":dtype=e5m2", "fp8_block:block=128x128"
 ALL = {"bias_dtype": "float32", "has_alpha": True, "accumulate": True}
-#: With A rowwise; those of MXFP8 with ``transpose_b`` and all of FP8 also with B columnwise.
 M_GROUPED = {
     "mxfp8": Sm100GemmConfig("mxfp8", tile=WIDE),
     "mxfp8 all": Sm100GemmConfig(
@@ -40,6 +39,14 @@ M_GROUPED = {
     "fp8": Sm100GemmConfig("fp8", tile=WIDE),
     "fp8 all": Sm100GemmConfig("fp8" + E5M2, b_operand="fp8", tile=PARTIAL, **ALL),
     "fp8 few": Sm100GemmConfig("fp8", bias_dtype="bfloat16", tile=FEW),
+    "block": Sm100GemmConfig("fp8_block", b_operand=SQUARES, pow2_scales=True, tile=WIDE),
+    "promoted": Sm100GemmConfig("fp8_block", b_operand=SQUARES, tile=Sm100Tile(128, 128)),
+    "promoted all": Sm100GemmConfig(
+        "fp8_block" + E5M2, b_operand="fp8_block", tile=Sm100Tile(256, 128, 2), **ALL
+    ),
+    "promoted few": Sm100GemmConfig("fp8_block", b_operand=SQUARES, tile=FEWER),
+    "promoted rows": Sm100GemmConfig("fp8_block", out_dtype="float32", tile=FEW),
+    "promoted squares": Sm100GemmConfig(SQUARES, b_operand="fp8_block", tile=FEW),
 }
 DGRAD = {
     "mxfp8": Sm100GemmConfig("mxfp8", transpose_b=True, tile=WIDE),
@@ -47,8 +54,7 @@ DGRAD = {
         "mxfp8" + E5M2, b_operand="mxfp8", transpose_b=True, tile=Sm100Tile(128, 64)
     ),
     "mxfp8 few": Sm100GemmConfig("mxfp8", out_dtype="float32", transpose_b=True, tile=FEW),
-    "fp8": M_GROUPED["fp8"],
-    "fp8 all": M_GROUPED["fp8 all"],
+    **{name: M_GROUPED[name] for name in ("fp8", "fp8 all", "block", "promoted", "promoted rows")},
 }
 K_GROUPED = {
     "mxfp8": Sm100GemmConfig("mxfp8", "k_grouped", tile=Sm100Tile(256, 128, 2)),
@@ -65,6 +71,13 @@ K_GROUPED = {
         "fp8" + E5M2, "k_grouped", "float32", b_operand="fp8", tile=Sm100Tile(256, 256, 2)
     ),
     "fp8 add": Sm100GemmConfig("fp8", "k_grouped", accumulate=True, tile=Sm100Tile(128, 128)),
+    "block": Sm100GemmConfig("fp8_block", "k_grouped", pow2_scales=True, tile=Sm100Tile(128, 64)),
+    "promoted": Sm100GemmConfig(
+        "fp8_block", "k_grouped", "float32", accumulate=True, tile=Sm100Tile(128, 128)
+    ),
+    "promoted squares": Sm100GemmConfig(
+        SQUARES, "k_grouped", b_operand="fp8_block", tile=Sm100Tile(256, 128, 2)
+    ),
 }
 
 each_m_grouped = pytest.mark.parametrize("config", M_GROUPED.values(), ids=M_GROUPED)
@@ -128,22 +141,21 @@ def several(config: Sm100GemmConfig) -> tuple[Product, torch.Tensor]:
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
-    names = ("mxfp8 all", "mxfp8 few", "fp8", "fp8 all")
-    configs = [*(M_GROUPED[name] for name in names), *DGRAD.values(), *K_GROUPED.values()]
+    configs = [*M_GROUPED.values(), *DGRAD.values(), *K_GROUPED.values()]
     for config in dict.fromkeys(configs):
         product, want = several(config)
         with emulator.options(**mode):
             product.check(config.tile.num_ctas, want=want)
 
 
-@pytest.mark.parametrize("config", [M_GROUPED["mxfp8"], M_GROUPED["fp8 few"]], ids=["mx", "fp8"])
-def test_the_tail_can_be_zeroed(config: Sm100GemmConfig) -> None:
-    check_zeroed_tails(config, modes=({}, MODES[1]))
+@pytest.mark.parametrize("name", ["mxfp8", "fp8 few", "promoted"])
+def test_the_tail_can_be_zeroed(name: str) -> None:
+    check_zeroed_tails(M_GROUPED[name], modes=({}, MODES[1]))
 
 
-@pytest.mark.parametrize("config", [M_GROUPED["mxfp8 all"], M_GROUPED["fp8"]], ids=["mx", "fp8"])
-def test_only_rows_of_groups_are_touched(config: Sm100GemmConfig) -> None:
-    product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
+@pytest.mark.parametrize("name", ["mxfp8 all", "fp8", "promoted", "promoted all"])
+def test_only_rows_of_groups_are_touched(name: str) -> None:
+    product = m_grouped(M_GROUPED[name], [100, 0, 5], 24, 64, tail=30)
     want, out = product.expected(), product.before.clone()
     tensors = [*product.tensors(), product.offs, product.bias, product.alpha]
 
@@ -155,7 +167,9 @@ def test_only_rows_of_groups_are_touched(config: Sm100GemmConfig) -> None:
     check_touched(run, [array_of(out)[:105]], tensors)
 
 
-@pytest.mark.parametrize("config", [M_GROUPED["mxfp8 all"], K_GROUPED["mxfp8 add"]])
+@pytest.mark.parametrize(
+    "config", [M_GROUPED["mxfp8 all"], K_GROUPED["mxfp8 add"], M_GROUPED["promoted all"]]
+)
 def test_more_groups_than_a_window_of_the_scheduler(config: Sm100GemmConfig) -> None:
     # They accumulate, so a tile that is worked on twice shows.
     sizes = [0] * 1100
@@ -164,9 +178,10 @@ def test_more_groups_than_a_window_of_the_scheduler(config: Sm100GemmConfig) -> 
     product_of(config, sizes, 8, 32).check()
 
 
-@pytest.mark.parametrize("config", [M_GROUPED["mxfp8"], M_GROUPED["fp8 few"]], ids=["mx", "fp8"])
-def test_offsets_past_2_to_the_31(config: Sm100GemmConfig) -> None:
-    product = m_grouped(config, [65, 33], 8, 32)
+@pytest.mark.parametrize("name", ["mxfp8", "fp8 few", "promoted"])
+def test_offsets_past_2_to_the_31(name: str) -> None:
+    product = m_grouped(M_GROUPED[name], [65, 33], 8, 32)
+    # Row 64 of the output, and 32 of the codes, start at element 2^31.
     codes = torch.empty_strided((98, 32), (2**26, 1), dtype=product.a.codes.dtype)
     product.a.codes = codes.copy_(product.a.codes)
     out = torch.empty_strided(product.before.shape, (2**25, 1), dtype=product.before.dtype)

@@ -13,6 +13,7 @@ from tests.kernels import test_gemm_decoded as decoded
 from tests.kernels import test_gemm_fp8 as fp8
 from tests.kernels import test_gemm_sm90 as sm90
 from tests.kernels import test_gemm_sm100 as sm100
+from tests.kernels import test_gemm_sm100_fp8 as sm100_fp8
 from tests.kernels.gemm_support import product_of
 from tests.kernels.op_support import watching
 
@@ -57,6 +58,10 @@ CONFIGS = {
         sm100.FPROP_FP32, zero_tail=True, tile=sm100.TILED["swapped 128x32"].tile
     ),
     "sm_100a bf16": sm100.PLAIN,
+    "sm_100a promoted": sm100_fp8.M_GROUPED["promoted all"],
+    "sm_100a promoted few": sm100_fp8.M_GROUPED["promoted few"],
+    "sm_100a promoted wgrad": sm100_fp8.K_GROUPED["promoted"],
+    "sm_100a mxfp8 wgrad": sm100_fp8.K_GROUPED["mxfp8 add"],
     "sm_100a w4a16": decoded.CONFIGS["nvfp4 256x128"],
     "sm_100a wgrad": sm100.WGRAD_ADD,
     "sm_100a bf16 wgrad": sm100.PLAIN_WGRAD,

@@ -421,8 +421,8 @@ CASES = [
     *[
         (name, change(arguments, at, "mxfp8"), ValueError, "a and b must have formats of one kind")
         for name, arguments, ats in (
-            ("m_grouped_gemm", FPROP, (9, 10)),
-            ("m_grouped_quantize_gemm", FUSED, (4, 5)),
+            ("m_grouped_gemm", FPROP, (10,)),
+            ("m_grouped_quantize_gemm", FUSED, (5,)),
             ("k_grouped_gemm", WGRAD, (7, 8)),
         )
         for at in ats
@@ -449,8 +449,8 @@ CASES = [
         for name, arguments, ats in (
             ("grouped_quantize", (X, NVFP4, OFFS), (1,)),
             ("grouped_dequantize", dequantized(Q[:3]), (2,)),
-            ("m_grouped_gemm", FPROP, (9, 10)),
-            ("m_grouped_quantize_gemm", FUSED, (4, 5)),
+            ("m_grouped_gemm", FPROP, (10,)),
+            ("m_grouped_quantize_gemm", FUSED, (5,)),
             ("k_grouped_gemm", WGRAD, (7, 8)),
         )
         for at in ats

@@ -27,6 +27,7 @@ class AccReader:
         columns: columns of a block.
         load: the instruction; it decides which elements of a block a thread gets.
         acc_pipeline: the accumulators.
+        is_partial: of kernels that promote, partial sums are read, otherwise the sums.
     """
 
     def __init__(
@@ -36,7 +37,10 @@ class AccReader:
         columns: int,
         load: Any,
         acc_pipeline: pipeline.PipelineUmmaAsync,
+        is_partial: bool = False,
     ):
+        #: Where the warp that reads has put what it reads.
+        self.own = config.num_acc_stage if config.promotes and not is_partial else None
         self.overlap = config.acc_overlap
         self.columns = columns
         self.shared_blocks = (config.acc_overlap + columns - 1) // columns
@@ -59,6 +63,12 @@ class AccReader:
         )
 
     @cute.jit
+    def wait(self, state: pipeline.PipelineState) -> None:
+        """Wait until there is something to read."""
+        if cutlass.const_expr(self.own is None):
+            self.acc_pipeline.consumer_wait(state)
+
+    @cute.jit
     def block_at(self, step: Int32, num_blocks: Int32, state: pipeline.PipelineState) -> Int32:
         """The block of ``num_blocks`` to read in the ``step``-th place."""
         block = step
@@ -75,6 +85,8 @@ class AccReader:
         """
         values = cute.make_rmem_tensor(self.shape, Float32)
         stage = state.phase if cutlass.const_expr(self.overlap > 0) else state.index
+        if cutlass.const_expr(self.own is not None):
+            stage = self.own
         # Lanes may have parted ways over the last block; a load takes the whole warp.
         cute.arch.sync_warp()
         block = self.block_at(step, num_blocks, state)
@@ -83,8 +95,9 @@ class AccReader:
         last = num_blocks
         if cutlass.const_expr(self.overlap > 0):
             last = cutlass.min(Int32(self.shared_blocks), num_blocks)
-        if step == last - 1:
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                self.acc_pipeline.consumer_release(state)
+        if cutlass.const_expr(self.own is None):
+            if step == last - 1:
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    self.acc_pipeline.consumer_release(state)
         return cute.make_tensor(values.iterator, cute.make_layout(cute.size(values)))

@@ -15,16 +15,19 @@ import dataclasses
 import math
 from typing import Any, ClassVar
 
-from cute_kernels.gemm.operands import DTYPE_BYTES, OperandKind
+from cute_kernels.formats import FP8, MXFP8
+from cute_kernels.gemm.operands import DTYPE_BYTES, OperandKind, operand_of
 from cute_kernels.gemm.problem import GemmConfig, GemmGrouping, GemmProblem, TileShape
 from cute_kernels.gemm.sm100.heuristics import estimated_cycles
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS, SF_TILE_WORDS, ceil_div
 
 __all__ = [
     "BOX_ROWS",
+    "CODES_STAGES",
     "K_BLOCKS",
     "SM100_TILES",
     "SWAPPED_BLOCK",
+    "ScaleTilesConfig",
     "TMEM_COLUMNS",
     "TMEM_LANES",
     "Codes",
@@ -45,8 +48,10 @@ BOX_ROWS = 32
 SWAPPED_BLOCK = 32
 #: MMA instructions along K for one stage of shared memory: 128 bytes a row.
 K_BLOCKS = 4
-#: Stages of codes that are decoded, at least.
-_LEAST_STAGES = 3
+#: Columns of accumulators whose sums a thread has registers for.
+_PROMOTED_N = 128
+#: Stages of codes that are decoded, at least, and stages of what is multiplied for one of them.
+_LEAST_STAGES, CODES_STAGES = 3, 2
 _SMEM_CAPACITY = 232448
 #: Barriers, tile records and alignment.
 _SMEM_RESERVED = 2048
@@ -151,6 +156,8 @@ class Sm100GemmConfig(GemmConfig):
             return "rows of A that are decoded are not split by how many there are"
         if tile.may_swap and self.grouping == "k_grouped":
             return "only operands of an m_grouped product may be swapped"
+        if self.promotes and (tile.swap_partial or tile.n > _PROMOTED_N):
+            return f"sums of {self.operand} go to registers: no swap_partial, n <= {_PROMOTED_N}"
         return ""
 
     def may_choose(self, tile: Sm100Tile) -> bool:  # type: ignore[override]
@@ -160,22 +167,51 @@ class Sm100GemmConfig(GemmConfig):
         tile of rows for each that no group has, and have to be forced.
         """
         fits = tile.may_swap or self.grouping == "k_grouped" or len(self.codes) > 1
-        return fits and self.takes(tile)
+        return (fits or self.promotes) and self.takes(tile)
 
     def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
         """What a call costs, by a model of time."""
         return estimated_cycles(self, problem, num_sms)
 
     @property
+    def takes_scale_tiles(self) -> bool:
+        """Whether fp32 block scales come as tiles of E8M0."""
+        return self.pow2_scales
+
+    @property
+    def promotes(self) -> bool:
+        """Whether sums of every 128 of K go to fp32 registers, times fp32 block scales."""
+        return self.loads_row_scales and self.decoded_to is None
+
+    @property
+    def row_scales(self) -> tuple[bool, bool]:
+        """Whether single rows of operands M and N have scales that are multiplied by in fp32."""
+        a, b = (self.promotes and not kind.has_squares for kind in (self.kind, self.b_kind))
+        return (b, a) if self.tile.swap_ab else (a, b)
+
+    @property
+    def column_scale_bytes(self) -> int:
+        """Shared memory for scales of columns of accumulators: of two blocks of K, of each warp."""
+        return 4 * 2 * self.tile.n * 4 if self.row_scales[1] else 0
+
+    def _taken(self, kind: OperandKind) -> OperandKind:
+        """The kind as instructions take it: none take fp32 scales."""
+        if self.decoded_to is not None:
+            return self.decoded_to
+        if kind.fmt is None or not kind.has_row_scales:
+            return kind
+        cls = MXFP8 if self.pow2_scales else FP8
+        return operand_of(cls(kind.fmt.element.dtype))
+
+    @property
     def mma_kind(self) -> OperandKind:
         """What A is made of where the tensor core reads it."""
-        return self.decoded_to or self.kind
+        return self._taken(self.kind)
 
     @property
     def multiplied(self) -> tuple[OperandKind, OperandKind]:
         """What operands M and N are made of there."""
-        kind = self.decoded_to
-        return (self.m_kind, self.n_kind) if kind is None else (kind, kind)
+        return self._taken(self.m_kind), self._taken(self.n_kind)
 
     @property
     def instruction_k(self) -> int:
@@ -259,7 +295,7 @@ class Sm100GemmConfig(GemmConfig):
 
     @property
     def _stage_capacity(self) -> int:
-        return _SMEM_CAPACITY - _SMEM_RESERVED - self.staged_bytes
+        return _SMEM_CAPACITY - _SMEM_RESERVED - self.staged_bytes - self.column_scale_bytes
 
     @property
     def staged_bytes(self) -> int:
@@ -272,7 +308,7 @@ class Sm100GemmConfig(GemmConfig):
     def num_ab_stage(self) -> int:
         """Stages of both operands that fit in shared memory."""
         of_codes, left = self.codes_stage_bytes, self._stage_capacity
-        balanced = left // (self.stage_bytes + of_codes // 2)
+        balanced = left // (self.stage_bytes + of_codes // CODES_STAGES)
         return min(balanced, (left - _LEAST_STAGES * of_codes) // self.stage_bytes)
 
     @property
@@ -302,5 +338,32 @@ class Sm100GemmConfig(GemmConfig):
 
     @property
     def num_acc_stage(self) -> int:
-        """Accumulators that the MMA may fill freely."""
+        """Accumulators that the MMA may fill freely; where it promotes, sums are behind them."""
+        if self.promotes:
+            return TMEM_COLUMNS // _PROMOTED_N - 1
         return 1 if self.acc_overlap else 2
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleTilesConfig:
+    """One variant of the kernel that makes E8M0 tiles of fp32 scales.
+
+    Attributes:
+        a_squares: those of A are of squares.
+        b_squares: those of B are.
+        is_b_uniform: B has a matrix of them for each group.
+    """
+
+    a_squares: bool
+    b_squares: bool
+    is_b_uniform: bool
+
+    kernel: ClassVar[str] = "cute_kernels.gemm.sm100.scale_tiles:ScaleTilesKernel"
+
+    @classmethod
+    def before(cls, config: Sm100GemmConfig) -> ScaleTilesConfig | None:
+        """What a GEMM's scales go through; None if they stay as they are."""
+        if not config.takes_scale_tiles:
+            return None
+        squares = config.kind.has_squares, config.b_kind.has_squares
+        return cls(*squares, config.grouping == "m_grouped")

@@ -1,4 +1,4 @@
-"""Codes that no instruction takes with the other operand: their loads, and the warps that decode.
+"""The warps that decode codes that no instruction takes with the other operand.
 
 A stage of codes is 128 long along K and becomes two stages of what is multiplied, rows of 128
 bytes in the order of the tensor core's swizzle. Two teams of four warps decode one each. A lane
@@ -18,9 +18,8 @@ from cute_kernels.device.codecs.values import values_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import bits_as_f32
-from cute_kernels.gemm.loader import LoadWarp
 from cute_kernels.gemm.scheduler import WorkTile
-from cute_kernels.gemm.sm100.config import K_BLOCKS
+from cute_kernels.gemm.sm100.config import CODES_STAGES, K_BLOCKS
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS
 
 if TYPE_CHECKING:
@@ -29,21 +28,12 @@ if TYPE_CHECKING:
     from cute_kernels.gemm.sm100.storage import Stages
     from cute_kernels.gemm.sm100.warp_schedule import WarpSchedule
 
-__all__ = ["CodesLoadWarp", "DecodeWarps"]
+__all__ = ["DecodeWarps"]
 
-#: Stages of what is multiplied for one of codes, and elements of K of one.
-_HALVES = 2
-_HALF_K = PIECE_K // _HALVES
+#: Elements of K of one of the two stages for one of codes.
+_HALF_K = PIECE_K // CODES_STAGES
 #: Bytes that a lane reads or writes at a time, and of a row of what is multiplied.
 _CHUNK_BYTES, _ROW_BYTES = 16, 128
-
-
-class CodesLoadWarp(LoadWarp):
-    """The load warp of codes and their block scales."""
-
-    def num_k_tiles(self, tile: WorkTile) -> Int32:
-        """Stages of a tile."""
-        return (tile.k_blocks + (_HALVES * K_BLOCKS - 1)) // (_HALVES * K_BLOCKS)
 
 
 class _Side:
@@ -221,14 +211,14 @@ class DecodeWarps:
         tile, tile_state = self.tiles.next(tile_state)
         while tile.group >= 0:
             halves = (tile.k_blocks + (K_BLOCKS - 1)) >> (K_BLOCKS.bit_length() - 1)
-            count = (halves + (_HALVES - 1)) // _HALVES
+            count = (halves + (CODES_STAGES - 1)) // CODES_STAGES
             squares = [side.square(tile, Int32(0), count) for side in self.sides]
             for at in cutlass.range(count, unroll=1):
                 # They are on their way while those before are used.
                 following = [side.square(tile, at + 1, count) for side in self.sides]
                 self.codes_pipeline.consumer_wait(codes_state)
-                for half in cutlass.range_constexpr(_HALVES):
-                    if at * _HALVES + half < halves:
+                for half in cutlass.range_constexpr(CODES_STAGES):
+                    if at * CODES_STAGES + half < halves:
                         if self.team == half:
                             self.ab_pipeline.sync_object_empty.wait(ab_state.index, ab_state.phase)
                             for side, square in zip(self.sides, squares, strict=True):

@@ -127,7 +127,7 @@ class Epilogue:
         if in_group:
             at = row if cutlass.const_expr(self.config.row_scaled) else tile.group
             factor = self.tensors.factor(self.config, tile.group, at)
-        self.acc.acc_pipeline.consumer_wait(acc_state)
+        self.acc.wait(acc_state)
         num_blocks = self.config.tile.n // self.columns
         for step in cutlass.range(num_blocks, unroll=1):
             col = tile.n_row + self.acc.block_at(step, num_blocks, acc_state) * self.columns

@@ -90,7 +90,7 @@ class SwappedEpilogue:
         first = self.acc.block_at(Int32(0), num_blocks, acc_state) * SWAPPED_BLOCK
         factor = self.load_factor(tile.group, row + first, rows - first)
         biases = self.load_biases(tile.group, col)
-        self.acc.acc_pipeline.consumer_wait(acc_state)
+        self.acc.wait(acc_state)
         for step in cutlass.range(num_blocks, unroll=1):
             first = self.acc.block_at(step, num_blocks, acc_state) * SWAPPED_BLOCK
             factors = self.exchange(factor)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cute_kernels.gemm.sm100.config import Sm100GemmConfig
     from cute_kernels.gemm.sm100.epilogue import Epilogue
     from cute_kernels.gemm.sm100.epilogue_swapped import SwappedEpilogue
+    from cute_kernels.gemm.sm100.promotion import Promoter
 
 __all__ = ["EpilogueWarps"]
 
@@ -28,6 +29,7 @@ class EpilogueWarps:
         swapped: what becomes of those whose operands are; None if there are none.
         cta_row: first row of a tile's accumulator that this CTA holds.
         tiles: the tile records.
+        promoter: what makes the sums of a tile; None if accumulators have them.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class EpilogueWarps:
         swapped: SwappedEpilogue | None,
         cta_row: Int32,
         tiles: TileReader,
+        promoter: Promoter | None,
     ):
         self.config = config
         self.tensors = tensors
@@ -45,6 +48,7 @@ class EpilogueWarps:
         self.swapped = swapped
         self.cta_row = cta_row
         self.tiles = tiles
+        self.promoter = promoter
 
     @cute.jit
     def run(self) -> None:
@@ -58,6 +62,8 @@ class EpilogueWarps:
                 if cutlass.const_expr(self.config.writes_zeros):
                     self.store_zeros(tile)
             else:
+                if cutlass.const_expr(self.promoter is not None):
+                    acc_state = self.promoter.run(tile, acc_state)
                 if cutlass.const_expr(tile_shape.swap_ab):
                     self.swapped.finish(tile, acc_state)
                 elif cutlass.const_expr(tile_shape.swap_partial):
@@ -67,7 +73,8 @@ class EpilogueWarps:
                         stage = self.direct.finish(tile, acc_state, stage)
                 else:
                     stage = self.direct.finish(tile, acc_state, stage)
-                acc_state.advance()
+                if cutlass.const_expr(self.promoter is None):
+                    acc_state.advance()
             tile, tile_state = self.tiles.next(tile_state)
         if cutlass.const_expr(self.direct is not None):
             self.direct.store_pipeline.producer_tail()

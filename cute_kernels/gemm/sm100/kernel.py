@@ -34,12 +34,13 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import blackwell_helpers
 
 from cute_kernels.gemm.fakes import FakeArguments, fake_stream
-from cute_kernels.gemm.loader import LoadWarp, StageLoad, TmaSource
+from cute_kernels.gemm.loader import LoadWarp, TmaSource
 from cute_kernels.gemm.output import EpilogueTensors
 from cute_kernels.gemm.problem import Extents
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
+from cute_kernels.gemm.sm100.codes import codes_load_warp, codes_sources, squares_of
 from cute_kernels.gemm.sm100.config import BOX_ROWS, TMEM_COLUMNS
-from cute_kernels.gemm.sm100.decode import CodesLoadWarp, DecodeWarps
+from cute_kernels.gemm.sm100.decode import DecodeWarps
 from cute_kernels.gemm.sm100.epilogue import Epilogue, OutputStore
 from cute_kernels.gemm.sm100.epilogue_swapped import SwappedEpilogue
 from cute_kernels.gemm.sm100.epilogue_warps import EpilogueWarps
@@ -50,20 +51,18 @@ from cute_kernels.gemm.sm100.loader import (
     SwappingLoadWarp,
 )
 from cute_kernels.gemm.sm100.mma import MmaWarp, StageMma
+from cute_kernels.gemm.sm100.promotion import Promoter
 from cute_kernels.gemm.sm100.storage import Barriers, Layouts, Stages, make_pipelines
 from cute_kernels.gemm.sm100.warp_schedule import NamedBarrierId, WarpSchedule
 from cute_kernels.gemm.views import (
-    codes_view,
     matrix_view,
     output_view,
     ragged_rows_view,
     row_scales_view,
     scale_type,
-    scale_words_view,
     scales_view,
     squares_view,
 )
-from cute_kernels.layout.shapes import PIECE_K
 from cute_kernels.layout.slots import TILE_ROWS, most_rows
 
 if TYPE_CHECKING:
@@ -184,11 +183,18 @@ class Sm100Gemm:
         m, n, m_scales, n_scales = a, b, a_scales, b_scales
         if cutlass.const_expr(config.tile.swap_ab):
             m, n, m_scales, n_scales = b, a, b_scales, a_scales
+        operands = (m, n)
         m = self.matrix(m, config.m_kind, config.mn_major[0])
         n = self.matrix(n, config.n_kind, config.mn_major[1])
+        promoted = None
+        if cutlass.const_expr(config.promotes):
+            promoted = tuple(
+                (row_scales_view if of_rows else squares_view)(x)
+                for x, of_rows in zip((m_scales, n_scales), config.row_scales, strict=True)
+            )
         if cutlass.const_expr(config.mma_kind.is_block_scaled):
-            m_scales = scales_view(m_scales, config.kind)
-            n_scales = scales_view(n_scales, config.kind)
+            m_scales = scales_view(m_scales, config.mma_kind)
+            n_scales = scales_view(n_scales, config.mma_kind)
         if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
             num_rows = a.shape[0]
         else:
@@ -197,12 +203,10 @@ class Sm100Gemm:
         # B may be padded along K, A never is.
         size_k = (n if config.tile.swap_ab else m).shape[1]
         extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], size_k)))
-        squares = self.squares(m_scales, n_scales)
-        if cutlass.const_expr(config.codes):
-            codes = (b, a) if config.tile.swap_ab else (a, b)
-            sources = self.decoded_sources(layouts, (m, n), codes, (m_scales, n_scales))
-        else:
-            sources = self.sources(layouts, m, n, m_scales, n_scales)
+        scales = (m_scales, n_scales)
+        sources = self.sources(layouts, m, n, *scales)._replace(
+            **codes_sources(config, layouts.stages, operands, scales)
+        )
         stores = self.stores(layouts, out)
         num_clusters = num_sms // config.tile.num_ctas
         self.kernel(
@@ -213,11 +217,12 @@ class Sm100Gemm:
             stores.each("atom"),
             stores.each("tensor"),
             output_view(out),
+            promoted,
             a_amax,
             b_amax,
             alpha,
             bias,
-            squares,
+            squares_of(config, scales),
             offs,
             extents,
         ).launch(
@@ -242,60 +247,25 @@ class Sm100Gemm:
         m_scales: cute.Tensor | None,
         n_scales: cute.Tensor | None,
     ) -> Sources:
-        """The TMA copies of one stage of each tensor."""
-        staged = layouts.stages
-        out = Sources(self.m_source(layouts, m, staged.m), self.n_source(layouts, n, staged.n))
+        """The TMA copies of one stage of each tensor that is not decoded."""
+        staged, out = layouts.stages, Sources(None, None)
+        decoded = [codes.side for codes in self.config.codes]
+        if "m" not in decoded:
+            out = out._replace(m=self.m_source(layouts, m, staged.m))
+        if "n" not in decoded:
+            out = out._replace(n=self.n_source(layouts, n, staged.n))
         if self.config.mma_kind.is_block_scaled:
             out = out._replace(
                 m_scales=self.m_source(layouts, m_scales, staged.m_scales, is_scale=True),
                 n_scales=self.n_scales_source(layouts, n_scales),
             )
-        if self.config.tile.swap_partial:
+        if self.config.tile.swap_partial and out.m is not None:
             out = out._replace(partial_boxes=self.box_source(layouts, m))
         if self.config.tile.swap_partial and self.config.mma_kind.is_block_scaled:
             out = out._replace(
                 partial_m_scales=self.m_source(layouts, n_scales, staged.m_scales, is_scale=True),
                 partial_n_scales=self.n_scales_source(layouts, m_scales),
             )
-        return out
-
-    def squares(self, *scales: cute.Tensor | None) -> tuple[cute.Tensor | None, ...]:
-        """Scales of squares of operands M and N that are decoded."""
-        decoded = {codes.side for codes in self.config.codes if codes.kind.has_squares}
-        sides = zip(("m", "n"), scales, strict=True)
-        return tuple(squares_view(x) if side in decoded else None for side, x in sides)
-
-    def decoded_sources(
-        self,
-        layouts: Layouts,
-        views: tuple[cute.Tensor, cute.Tensor],
-        codes: tuple[cute.Tensor, cute.Tensor],
-        scales: tuple[cute.Tensor | None, cute.Tensor | None],
-    ) -> Sources:
-        """Those of operands M and N where codes are decoded: as they are given, and views."""
-        config, staged, out = self.config, layouts.stages, Sources(None, None)
-
-        def copy(tensor: cute.Tensor, stages: Any, tiler: tuple[int, ...]) -> TmaSource:
-            stage = cute.slice_(stages, (*[None] * len(tiler), 0))
-            op = cpasync.CopyBulkTensorTileG2SOp()
-            return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, stage, tiler))
-
-        decoded = {each.side: each for each in config.codes}
-        for i, side in enumerate(("m", "n")):
-            if side not in decoded:
-                source = (self.m_source, self.n_source)[i](layouts, views[i], staged[i])
-                out = out._replace(**{side: source})
-                continue
-            each, name = decoded[side], f"{side}_codes"
-            stages = getattr(staged, name)
-            made = {name: copy(codes_view(codes[i]), stages, (each.rows, each.row_bytes))}
-            if each.scales:
-                view = row_scales_view if each.kind.has_row_scales else scale_words_view
-                name += "_scales"
-                made[name] = copy(view(scales[i]), getattr(staged, name), each.scales)
-            out = out._replace(**made)
-        if config.tile.swap_partial and out.m is not None:
-            out = out._replace(partial_boxes=self.box_source(layouts, views[0]))
         return out
 
     def m_source(
@@ -387,6 +357,7 @@ class Sm100Gemm:
         store_atoms: Stores,
         store_tensors: Stores,
         out: cute.Tensor,
+        promoted: tuple[cute.Tensor, cute.Tensor] | None,
         a_amax: cute.Tensor | None,
         b_amax: cute.Tensor | None,
         alpha: cute.Tensor | None,
@@ -408,6 +379,10 @@ class Sm100Gemm:
         shared = self.allocate_stages(smem, layouts)
         acc_layout = layouts.acc_layout()
         staged_out = self.allocate_output(smem, layouts, out)
+        column_scales = None
+        if cutlass.const_expr(config.column_scale_bytes > 0):
+            words = config.column_scale_bytes // 4
+            column_scales = smem.allocate_array(Float32, words, byte_alignment=16)
         pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
 
         tiles = TileReader(ring, barriers.tiles)
@@ -420,7 +395,7 @@ class Sm100Gemm:
         if cutlass.const_expr(config.codes):
             if warp == warps.codes_load_warp_id:
                 sources = Sources.paired(source_atoms, source_tensors)
-                self.codes_load_warp(sources, shared, tiles, cta, codes_pipeline).run()
+                codes_load_warp(config, sources, shared, cta, tiles, codes_pipeline).run()
             if warp >= warps.first_decode_warp_id:
                 DecodeWarps(
                     config, warps, shared, squares, cta, tiles, codes_pipeline, ab_pipeline
@@ -450,7 +425,10 @@ class Sm100Gemm:
                 swapped = SwappedEpilogue(
                     config, tensors, staged, store, acc, cta_row, acc_pipeline
                 )
-            EpilogueWarps(config, tensors, direct, swapped, cta_row, tiles).run()
+            promoter = None
+            if cutlass.const_expr(promoted is not None):
+                promoter = Promoter(config, promoted, acc, column_scales, cta_row, acc_pipeline)
+            EpilogueWarps(config, tensors, direct, swapped, cta_row, tiles, promoter).run()
             tmem.relinquish_alloc_permit()
             cute.arch.barrier(
                 barrier_id=int(NamedBarrierId.EPILOGUE),
@@ -523,32 +501,6 @@ class Sm100Gemm:
                 n_scales=loads.n_scales(sources.partial_n_scales, shared.n_scales),
             )
         return SwappingLoadWarp(self.config, partial, *rest)
-
-    def codes_load_warp(
-        self,
-        sources: Sources,
-        shared: Stages,
-        tiles: TileReader,
-        cta: Int32,
-        codes_pipeline: pipeline.PipelineTmaAsync,
-    ) -> LoadWarp:
-        """The load warp of codes and their block scales."""
-        sides: dict[str, tuple[StageLoad, ...]] = {"m": (), "n": ()}
-        for codes in self.config.codes:
-            kind, name = codes.kind, f"{codes.side}_codes"
-
-            def load(
-                name: str, tiler: tuple[int, ...], divisor: int, is_scale: bool, rows: int
-            ) -> StageLoad:
-                parts = (getattr(sources, name), getattr(shared, name), tiler, divisor)
-                return StageLoad(*parts, cta * rows, Int32(0), 1, is_scale)
-
-            loads = [load(name, (codes.rows, codes.row_bytes), 8 // kind.bits, False, codes.rows)]
-            if codes.scales:
-                divisor = PIECE_K if kind.has_row_scales else kind.scale_tile_k
-                loads.append(load(f"{name}_scales", codes.scales, divisor, True, codes.rows))
-            sides[codes.side] = tuple(loads)
-        return CodesLoadWarp(self.config, *sides.values(), tiles, codes_pipeline)
 
     def instructions(self, layouts: Layouts, shared: Stages, tmem: cute.Pointer) -> StageMma:
         """How a stage is multiplied."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute, pipeline
@@ -215,7 +215,10 @@ class MmaWarp:
         )
         tile, tile_state = self.tiles.next(tile_state)
         while tile.group >= 0:
-            if tile.k_blocks > 0 and self.is_leader:
+            if cutlass.const_expr(self.mma.config.promotes):
+                if tile.k_blocks > 0 and self.is_leader:
+                    ab_state, acc_state = self.multiply_apart(tile, ab_state, acc_state)
+            elif tile.k_blocks > 0 and self.is_leader:
                 self.acc_pipeline.producer_acquire(acc_state)
                 # Overlapping accumulators have one barrier and take turns with its phase.
                 which = acc_state.index
@@ -235,3 +238,19 @@ class MmaWarp:
                 acc_state.advance()
             tile, tile_state = self.tiles.next(tile_state)
         self.acc_pipeline.producer_tail(acc_state)
+
+    @cute.jit
+    def multiply_apart(self, tile: WorkTile, ab_state: Any, acc_state: Any) -> Any:
+        """Multiply each stage of a tile into an accumulator of its own; the next states."""
+        k_tiles = (tile.k_blocks + (K_BLOCKS - 1)) >> (K_BLOCKS.bit_length() - 1)
+        for k_tile in cutlass.range(k_tiles, unroll=1):
+            self.acc_pipeline.producer_acquire(acc_state)
+            started = self.mma.start(tile, acc_state.index)
+            self.ab_pipeline.consumer_wait(ab_state)
+            left = tile.k_blocks - k_tile * K_BLOCKS
+            self.mma.multiply(started, ab_state.index, Int32(0), left)
+            self.ab_pipeline.consumer_release(ab_state)
+            ab_state.advance()
+            self.acc_pipeline.producer_commit(acc_state)
+            acc_state.advance()
+        return ab_state, acc_state

@@ -150,7 +150,8 @@ class Layouts:
     def acc_layout(self) -> cute.Layout:
         """Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE)."""
         shape = self.tiled_mma.partition_shape_C(self.tiler[:2])
-        layout = self.tiled_mma.make_fragment_C(cute.append(shape, 2)).layout
+        stages = self.config.num_acc_stage + 1 if self.config.promotes else 2
+        layout = self.tiled_mma.make_fragment_C(cute.append(shape, stages)).layout
         column = layout.stride[0][1]
         stage_stride = (self.tiler[1] - self.config.acc_overlap) * column
         return cute.make_layout(layout.shape, stride=(*layout.stride[:3], stage_stride))

@@ -110,7 +110,6 @@ class Sm90GemmConfig(GemmConfig):
         activations: dtype of A where it is plain and B is NVFP4; None if both are of one kind.
         prepacked: B's codes have the order of bits that ``decode`` takes fewer instructions for.
         split: sums of operands without block scales are promoted.
-        pow2_scales: fp32 block scales of both operands are powers of two.
         part: the row tiles that this kernel takes where several share the product; None if it takes
             all of them.
     """
@@ -119,7 +118,6 @@ class Sm90GemmConfig(GemmConfig):
     activations: str | None = None
     prepacked: bool = False
     split: bool = False
-    pow2_scales: bool = False
     part: RowPart | None = None
 
     kernel: ClassVar[str] = "cute_kernels.gemm.sm90.kernel:Sm90Gemm"
@@ -139,10 +137,6 @@ class Sm90GemmConfig(GemmConfig):
             raise ValueError("only FP4 weights that are decoded to fp16 can be prepacked")
         if self.split and (not self.kind.has_short_sums or self.kind.has_row_scales):
             raise ValueError(f"sums of {self.operand} are not split")
-        if self.pow2_scales and not self.kind.has_row_scales:
-            raise ValueError(f"{self.operand} has no fp32 block scales")
-        if self.kind.has_squares and self.b_kind.has_squares:
-            raise ValueError("one operand must have a scale for each row")
         if self.part is not None:
             if self.grouping != "m_grouped":
                 raise ValueError("only an m_grouped product has parts")

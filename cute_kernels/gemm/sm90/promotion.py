@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import cutlass
 from cutlass import Float32, Int32, cute
 
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.memory import load_shared
 from cute_kernels.device.ptx import asm, bits_as_f32
+from cute_kernels.gemm.promotion import scale_at
 from cute_kernels.gemm.sm90.config import WARPGROUP_M
 from cute_kernels.gemm.sm90.warp_schedule import WARPGROUP_SIZE
 
@@ -118,18 +118,6 @@ class Promoter:
         """Whether a stage is read once its products are complete."""
         return self.has_columns
 
-    def square(
-        self, squares: cute.Tensor, row: Int32, block: Int32, is_ragged: bool, group: Int32
-    ) -> Float32:
-        """The scale of the square that holds ``row``, the ``block``-th along K."""
-        at = row // self.config.kind.sf_vec_size
-        # Tiles may reach past the last row, end rows that break the rules anywhere; and there is a
-        # stage after the last, and a group after the last, the tail.
-        at = cutlass.min(at, squares.shape[0] - 1)
-        block = cutlass.min(block, squares.shape[1] - 1)
-        group = Int32(0) if is_ragged else cutlass.min(group, squares.shape[2] - 1)
-        return squares[at, block, group]
-
     def read_squares(self, tile: WorkTile, k_tile: Int32) -> None:
         """Read the scales of squares of a tile's ``k_tile``-th block along K, for ``of_stage``."""
         config = self.config
@@ -142,7 +130,8 @@ class Promoter:
             else:
                 squares, row = self.n_squares, tile.n_sf_row + i * _SQUARE
                 is_ragged = k_grouped or swapped
-            self.squares[i] = self.square(squares, row, block, is_ragged, tile.group)
+            group = None if is_ragged else tile.group
+            self.squares[i] = scale_at(squares, row // config.kind.sf_vec_size, block, group)
 
     def of_stage(self, stage: Int32) -> StageScales | None:
         """Scales of rows of operand M for a stage that is there, and of the squares just read."""

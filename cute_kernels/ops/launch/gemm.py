@@ -12,12 +12,14 @@ from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.operands import operand_of
 from cute_kernels.gemm.problem import GemmConfig, GemmProblem
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 from cute_kernels.gemm.variants import CONFIGS
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import aligned, dense, dtype_name, readable
 from cute_kernels.ops.launch.decoded import decodes_first, multiply_decoded
-from cute_kernels.ops.launch.sm90_operands import rows_first, sm90_preparation, values_config
+from cute_kernels.ops.launch.sm90_operands import sm90_preparation, values_config
+from cute_kernels.ops.launch.sm100_operands import sm100_preparation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -54,14 +56,19 @@ def force_tile(tile: TileShape) -> Iterator[None]:
 
 
 def _operands(op: GroupedGemm, arch: str) -> dict[str, Any]:
-    """The kinds of both operands, as GEMM configurations have them."""
+    """What GEMM configurations say of both operands."""
     if op.b_record is None:
         return {"operand": dtype_name(op.a.dtype)}
     b = operand_of(op.b_record)
     if op.a_record is None and arch != "sm_90a":
         return {"operand": dtype_name(op.a.dtype), "b_operand": b.name}
     a = b if op.a_record is None else operand_of(op.a_record)
-    return {"operand": a.name} if a is b else {"operand": a.name, "b_operand": b.name}
+    fields: dict[str, Any] = {"operand": a.name}
+    if a is not b:
+        fields["b_operand"] = b.name
+    if op.a_record is not None and a.has_row_scales and b.has_row_scales:
+        fields["pow2_scales"] = op.a_record.has_pow2_scales and op.b_record.has_pow2_scales
+    return fields
 
 
 def _sm90_fields(op: GroupedGemm) -> dict[str, Any]:
@@ -72,9 +79,7 @@ def _sm90_fields(op: GroupedGemm) -> dict[str, Any]:
     if a is None:
         return {"activations": dtype_name(op.a.dtype)}
     kind = operand_of(b)
-    if kind.has_row_scales:
-        return {"pow2_scales": a.has_pow2_scales and b.has_pow2_scales}
-    if kind.has_short_sums:
+    if kind.has_short_sums and not kind.has_row_scales:
         return {"split": op.is_split}
     return {"prepacked": True} if op.prepacked else {}
 
@@ -153,8 +158,8 @@ def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmCon
 def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: Launcher) -> Runner:
     if isinstance(config, Sm90GemmConfig):
         prepare = sm90_preparation(op, config, launch)
-    else:
-        prepare = rows_first(op, config)
+    elif isinstance(config, Sm100GemmConfig):
+        prepare = sm100_preparation(op, config, launch)
     # Strides are the same in every call; addresses are not.
     read = op.reader()
     is_addressable = all(map(_is_addressable, read(op)))
