@@ -31,7 +31,7 @@ from cute_kernels.gemm.sm90.config import SM90_TILES
 from cute_kernels.layout.shapes import round_up
 from cute_kernels.ops.launch.gemm import force_tile
 from perf.suites.gemm import PAIRS
-from perf.suites.quantize import DIRECTIONS, FORMATS, Quantization, named_buffers
+from perf.suites.quantize import DIRECTIONS, FORMATS, Quantization, given, named_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,8 +88,11 @@ def _quantize(
     fmt, asked = parse(text), Quantization(directions, amax is not None)
     if not asked.fits(fmt):
         return
+    amax, seed = given(fmt, amax, asked, x.device)
     named = named_buffers(
-        fmt, asked, ops.grouped_quantize(x, text, offs, amax, *DIRECTIONS[directions])
+        fmt,
+        asked,
+        ops.grouped_quantize(x, text, offs, amax, *DIRECTIONS[directions], None, seed),
     )
     for way in asked.ways:
         codes, *rest = (named[name] for name in fmt.operand_names(way))

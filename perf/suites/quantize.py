@@ -28,6 +28,7 @@ __all__ = [
     "SUITE",
     "Input",
     "Quantization",
+    "given",
     "named_buffers",
     "quantize_task",
     "tasks_of",
@@ -147,11 +148,17 @@ _FUSED = tuple(
 )
 
 
-def _quantize(data: Input, text: str, asked: Quantization) -> list[Tensor]:
-    fmt, amax = parse(text), data.amax if asked.gives_amax else None
+def given(
+    fmt: Format, amax: Tensor | None, asked: Quantization, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """The amaxes and the seed that a call gives: one amax a group, or one for each copy."""
     if amax is not None and fmt.is_transformed and len(asked.ways) > 1:
         amax = amax.expand(2, -1)
-    seed = torch.tensor([1, 2], device=data.x.device) if fmt.is_stochastic else None
+    return amax, torch.tensor([1, 2], device=device) if fmt.is_stochastic else None
+
+
+def _quantize(data: Input, text: str, asked: Quantization) -> list[Tensor]:
+    amax, seed = given(parse(text), data.amax if asked.gives_amax else None, asked, data.x.device)
     fused: tuple[Any, ...] = (None, seed)
     if asked.prologue:
         fused += ("swiglu", data.grad if asked.prologue == "dswiglu" else None)
