@@ -1,15 +1,15 @@
 """Runs CuTe DSL kernels compiled for sm_90a, sm_100a or sm_103a on the CPU, and looks for faults.
 
-    from cute_kernels import emulator
+  from cute_kernels import emulator
 
-    emulator.install("sm_100a", num_sms=4)
-    compiled = cute.compile(host_function, *args)  # unchanged; --enable-tvm-ffi works too
-    compiled(*args)                                # CPU tensors stand for device memory
-    with emulator.options(mode="chaos", seed=7):   # late, reordered asynchronous work; random warps
-        compiled(*args)
-    with emulator.options(races=True):             # every access ordered by barriers?
-        compiled(*args)
-    emulator.stats()                               # instructions, bytes, bank conflicts, MMA flops
+  emulator.install("sm_100a", num_sms=4)
+  compiled = cute.compile(host_function, *args)  # unchanged; --enable-tvm-ffi works too
+  compiled(*args)                                # CPU tensors stand for device memory
+  with emulator.options(mode="chaos", seed=7):   # late, reordered asynchronous work; random warps
+    compiled(*args)
+  with emulator.options(races=True):             # every access ordered by barriers?
+    compiled(*args)
+  emulator.stats()                               # instructions, bytes, bank conflicts, MMA flops
 
 ``cute.compile`` needs no GPU. The engine interprets the PTX that it made; a CUDA runtime whose
 device is the engine takes the place of NVIDIA's under the compiled host code. The engine is C++,
@@ -93,35 +93,35 @@ an object file from a disk cache runs only if ``load_ptx`` got its PTX and cubin
 from cute_kernels.emulator.compilation import build
 from cute_kernels.emulator.cutlass_hooks import call, install, installed, uninstall
 from cute_kernels.emulator.engine import (
-    launch,
-    load_ptx,
-    options,
-    reset_stats,
-    stats,
-    tensor_map,
-    unsupported,
-    unwatch,
-    watch,
+  launch,
+  load_ptx,
+  options,
+  reset_stats,
+  stats,
+  tensor_map,
+  unsupported,
+  unwatch,
+  watch,
 )
 from cute_kernels.emulator.errors import BuildError, EmulatorError
 from cute_kernels.emulator.lexer import PtxError
 
 __all__ = [
-    "BuildError",
-    "EmulatorError",
-    "PtxError",
-    "build",
-    "call",
-    "install",
-    "installed",
-    "launch",
-    "load_ptx",
-    "options",
-    "reset_stats",
-    "stats",
-    "tensor_map",
-    "uninstall",
-    "unsupported",
-    "unwatch",
-    "watch",
+  "BuildError",
+  "EmulatorError",
+  "PtxError",
+  "build",
+  "call",
+  "install",
+  "installed",
+  "launch",
+  "load_ptx",
+  "options",
+  "reset_stats",
+  "stats",
+  "tensor_map",
+  "uninstall",
+  "unsupported",
+  "unwatch",
+  "watch",
 ]

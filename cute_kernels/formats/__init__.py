@@ -4,17 +4,17 @@ The only place that spells out block sizes and maxima; everything else asks a re
 """
 
 from cute_kernels.formats.base import (
-    E2M1,
-    E4M3,
-    E5M2,
-    E8M0,
-    F32,
-    RECORDS,
-    BlockScale,
-    ElementType,
-    Format,
-    SecondLevel,
-    parse,
+  E2M1,
+  E4M3,
+  E5M2,
+  E8M0,
+  F32,
+  RECORDS,
+  BlockScale,
+  ElementType,
+  Format,
+  SecondLevel,
+  parse,
 )
 from cute_kernels.formats.fp8 import FP8
 from cute_kernels.formats.fp8_block import FP8Block
@@ -22,19 +22,19 @@ from cute_kernels.formats.mxfp8 import MXFP8
 from cute_kernels.formats.nvfp4 import NVFP4
 
 __all__ = [
-    "E2M1",
-    "E4M3",
-    "E5M2",
-    "E8M0",
-    "F32",
-    "FP8",
-    "MXFP8",
-    "NVFP4",
-    "RECORDS",
-    "BlockScale",
-    "ElementType",
-    "FP8Block",
-    "Format",
-    "SecondLevel",
-    "parse",
+  "E2M1",
+  "E4M3",
+  "E5M2",
+  "E8M0",
+  "F32",
+  "FP8",
+  "MXFP8",
+  "NVFP4",
+  "RECORDS",
+  "BlockScale",
+  "ElementType",
+  "FP8Block",
+  "Format",
+  "SecondLevel",
+  "parse",
 ]

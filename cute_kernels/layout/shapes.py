@@ -10,16 +10,16 @@ Every function takes and returns plain ints, or ``torch.SymInt`` under ``torch.c
 from __future__ import annotations
 
 __all__ = [
-    "MEMBER_ALIGNMENT",
-    "PIECE_K",
-    "PITCH_ALIGNMENT",
-    "SF_TILE_BYTES",
-    "SF_TILE_COLS",
-    "SF_TILE_ROWS",
-    "SF_TILE_WORDS",
-    "ceil_div",
-    "round_up",
-    "scale_tiles",
+  "MEMBER_ALIGNMENT",
+  "PIECE_K",
+  "PITCH_ALIGNMENT",
+  "SF_TILE_BYTES",
+  "SF_TILE_COLS",
+  "SF_TILE_ROWS",
+  "SF_TILE_WORDS",
+  "ceil_div",
+  "round_up",
+  "scale_tiles",
 ]
 
 #: Elements of K in the pieces in which kernels decode codes that they do not multiply as they are;
@@ -38,15 +38,15 @@ PITCH_ALIGNMENT = 16
 
 
 def ceil_div(a: int, b: int) -> int:
-    """``a / b`` rounded up."""
-    return (a + b - 1) // b
+  """``a / b`` rounded up."""
+  return (a + b - 1) // b
 
 
 def round_up(a: int, b: int) -> int:
-    """The smallest multiple of ``b`` that is at least ``a``."""
-    return ceil_div(a, b) * b
+  """The smallest multiple of ``b`` that is at least ``a``."""
+  return ceil_div(a, b) * b
 
 
 def scale_tiles(elements: int, sf_vec_size: int) -> int:
-    """Scale tiles side by side along the blocked direction of ``elements`` elements."""
-    return ceil_div(ceil_div(elements, sf_vec_size), SF_TILE_COLS)
+  """Scale tiles side by side along the blocked direction of ``elements`` elements."""
+  return ceil_div(ceil_div(elements, sf_vec_size), SF_TILE_COLS)

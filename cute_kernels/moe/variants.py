@@ -8,7 +8,7 @@ from cute_kernels.capability import support
 from cute_kernels.moe.config import ActivateConfig, CombineConfig, GatherConfig, RoutingConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+  from collections.abc import Iterator
 
 __all__ = ["kernel_specs"]
 
@@ -16,15 +16,15 @@ Config = ActivateConfig | CombineConfig | GatherConfig | RoutingConfig
 
 
 def kernel_specs(arch: str) -> Iterator[Config]:
-    """Configurations of the kernels for ``"sm_90a"`` or ``"sm_100a"``."""
-    if support("compute_routing", None, arch):
-        for ids in ("int32", "int64"):
-            yield from (RoutingConfig(ids, ctas) for ctas in (1, RoutingConfig.ctas))
-    if support("moe_gather", None, arch):
-        yield GatherConfig()
-    if support("moe_activate", None, arch):
-        yield ActivateConfig("swiglu", arch)
-        yield ActivateConfig("swiglu", arch, gradient=True)
-        yield ActivateConfig("swiglu", arch, gradient=True, weighted=True)
-    if support("moe_combine", None, arch):
-        yield from (CombineConfig(weighted=weighted) for weighted in (True, False))
+  """Configurations of the kernels for ``"sm_90a"`` or ``"sm_100a"``."""
+  if support("compute_routing", None, arch):
+    for ids in ("int32", "int64"):
+      yield from (RoutingConfig(ids, ctas) for ctas in (1, RoutingConfig.ctas))
+  if support("moe_gather", None, arch):
+    yield GatherConfig()
+  if support("moe_activate", None, arch):
+    yield ActivateConfig("swiglu", arch)
+    yield ActivateConfig("swiglu", arch, gradient=True)
+    yield ActivateConfig("swiglu", arch, gradient=True, weighted=True)
+  if support("moe_combine", None, arch):
+    yield from (CombineConfig(weighted=weighted) for weighted in (True, False))

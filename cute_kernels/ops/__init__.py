@@ -7,20 +7,20 @@ where nothing observes the call (``registry.Op.invoke``). Each op is documented 
 from cute_kernels.ops import delayed, dequantize, gemm, moe, quantize, reductions
 
 __all__ = [
-    "compute_offsets",
-    "compute_routing",
-    "delayed_scaling_update",
-    "grouped_amax",
-    "grouped_dbias",
-    "grouped_dequantize",
-    "grouped_quantize",
-    "k_grouped_gemm",
-    "m_grouped_gemm",
-    "m_grouped_quantize_gemm",
-    "moe_activate",
-    "moe_activate_gradient",
-    "moe_combine",
-    "moe_gather",
+  "compute_offsets",
+  "compute_routing",
+  "delayed_scaling_update",
+  "grouped_amax",
+  "grouped_dbias",
+  "grouped_dequantize",
+  "grouped_quantize",
+  "k_grouped_gemm",
+  "m_grouped_gemm",
+  "m_grouped_quantize_gemm",
+  "moe_activate",
+  "moe_activate_gradient",
+  "moe_combine",
+  "moe_gather",
 ]
 
 compute_offsets = reductions.ComputeOffsets.invoke

@@ -17,7 +17,7 @@ from cute_kernels.quantize.config import K_MULTIPLE
 from cute_kernels.quantize.levels import LEVEL_RESULTS
 
 if TYPE_CHECKING:
-    from cute_kernels.quantize.prologue import Prologue
+  from cute_kernels.quantize.prologue import Prologue
 
 __all__ = ["FakeBuffers", "dsl_dtype", "env_stream"]
 
@@ -31,156 +31,156 @@ _CODE_DTYPES = {"e2m1": Uint8, "e4m3": Float8E4M3FN, "e5m2": Float8E5M2}
 
 
 def dsl_dtype(name: str) -> Any:
-    """The DSL type of a dtype name."""
-    return _DSL_DTYPES[name]
+  """The DSL type of a dtype name."""
+  return _DSL_DTYPES[name]
 
 
 def env_stream() -> Any:
-    """The stream that is current when the compiled function is called."""
-    return make_fake_stream(use_tvm_ffi_env_stream=True)
+  """The stream that is current when the compiled function is called."""
+  return make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
 def _compact(dtype: Any, *shape: Any) -> Any:
-    order = tuple(reversed(range(len(shape))))
-    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=_ALIGN)
+  order = tuple(reversed(range(len(shape))))
+  return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=_ALIGN)
 
 
 class FakeBuffers:
-    """The buffers of one quantization with shared symbols, made on demand.
+  """The buffers of one quantization with shared symbols, made on demand.
 
-    Args:
-        dtype: name of the plain side's dtype.
-        grouping: ``"ragged"`` or ``"uniform"``.
-        format: canonical text of the format; None where there is only a plain side.
+  Args:
+    dtype: name of the plain side's dtype.
+    grouping: ``"ragged"`` or ``"uniform"``.
+    format: canonical text of the format; None where there is only a plain side.
+  """
+
+  def __init__(self, dtype: str, grouping: str, format: str | None = None):
+    self.dtype = dtype
+    self.uniform = grouping == "uniform"
+    self.fmt = None if format is None else parse(format)
+    self.rows = cute.sym_int()
+    self.groups = cute.sym_int()
+    self.rows_each = cute.sym_int()
+    multiple = K_MULTIPLE if self.fmt is None else self.fmt.k_multiple
+    self.cols = cute.sym_int(divisibility=multiple)
+    self.slot_tiles = cute.sym_int()
+    self.scale_tiles = cute.sym_int()
+
+  def x(self, prologue: Prologue | None = None) -> Any:
+    """(T, K), or (G, N, K); as wide as a prologue asks."""
+    if prologue is None:
+      return self._plain(self.dtype, self.cols)
+    wide = cute.sym_int(divisibility=2 * K_MULTIPLE) if prologue.halves else self.cols
+    return self._plain(prologue.dtype, wide)
+
+  def grad(self, prologue: Prologue | None) -> Any:
+    """The gradient of what a prologue's activation gives, None if it does not take one."""
+    if prologue is None or not prologue.is_gradient:
+      return None
+    half = cute.sym_int(divisibility=K_MULTIPLE // 2)
+    return self._plain(prologue.dtype, half if prologue.is_joint else self.cols)
+
+  def _plain(self, dtype: str, cols: Any) -> Any:
+    lead = (self.groups, self.rows_each) if self.uniform else (self.rows,)
+    return _compact(dsl_dtype(dtype), *lead, cols)
+
+  def offs(self) -> Any:
+    """(G,) int32, or None."""
+    if self.uniform:
+      return None
+    return make_fake_compact_tensor(Int32, (self.groups,), assumed_align=4)
+
+  def level(self, per_row: bool = False) -> Any:
+    """(G,) fp32, or one a row; None if the format has no second level."""
+    if self.fmt is not None and self.fmt.second_level is None:
+      return None
+    # Uniform groups have G * N rows; no symbol says that.
+    extent = (cute.sym_int() if self.uniform else self.rows) if per_row else self.groups
+    return make_fake_compact_tensor(Float32, (extent,), assumed_align=4)
+
+  def seed(self) -> Any:
+    """(2,) int64."""
+    return make_fake_compact_tensor(Int64, (2,), assumed_align=8)
+
+  def results(self) -> tuple[Any, ...]:
+    """(G,) fp32 scale_inv, scale and amax, None each where the format does not keep it.
+
+    The amax is a result where scales are given.
     """
+    level = self.fmt.second_level
+    kept = () if level is None else level.buffers
+    made = [name in kept for name in LEVEL_RESULTS] + [self.fmt.takes_scale]
+    return tuple(self.level() if is_made else None for is_made in made)
 
-    def __init__(self, dtype: str, grouping: str, format: str | None = None):
-        self.dtype = dtype
-        self.uniform = grouping == "uniform"
-        self.fmt = None if format is None else parse(format)
-        self.rows = cute.sym_int()
-        self.groups = cute.sym_int()
-        self.rows_each = cute.sym_int()
-        multiple = K_MULTIPLE if self.fmt is None else self.fmt.k_multiple
-        self.cols = cute.sym_int(divisibility=multiple)
-        self.slot_tiles = cute.sym_int()
-        self.scale_tiles = cute.sym_int()
+  def codes(self) -> Any:
+    """The rowwise copy: (T, K) or (G, N, K) codes, of padded pitch."""
+    width = self.cols
+    if self.fmt.element.bits < 8:
+      width = cute.sym_int(divisibility=self._bytes(self.fmt.k_multiple))
+    pitch = cute.sym_int64(divisibility=PITCH_ALIGNMENT)
+    shape: tuple[Any, ...] = (self.rows, width)
+    stride: tuple[Any, ...] = (pitch, 1)
+    if self.uniform:
+      shape = (self.groups, self.rows_each, width)
+      stride = (cute.sym_int64(divisibility=PITCH_ALIGNMENT), pitch, 1)
+    return make_fake_tensor(self._code_dtype(), shape, stride, assumed_align=_ALIGN)
 
-    def x(self, prologue: Prologue | None = None) -> Any:
-        """(T, K), or (G, N, K); as wide as a prologue asks."""
-        if prologue is None:
-            return self._plain(self.dtype, self.cols)
-        wide = cute.sym_int(divisibility=2 * K_MULTIPLE) if prologue.halves else self.cols
-        return self._plain(prologue.dtype, wide)
+  def values(self) -> Any:
+    """(T, K up to a multiple of 128) fp16."""
+    wide = cute.sym_int(divisibility=PIECE_K)
+    return _compact(Float16, self.rows, wide)
 
-    def grad(self, prologue: Prologue | None) -> Any:
-        """The gradient of what a prologue's activation gives, None if it does not take one."""
-        if prologue is None or not prologue.is_gradient:
-            return None
-        half = cute.sym_int(divisibility=K_MULTIPLE // 2)
-        return self._plain(prologue.dtype, half if prologue.is_joint else self.cols)
+  def scales(self) -> Any:
+    """(tiles, tiles along K, 512) uint8; or MN-major fp32, (blocks along K, P); or None.
 
-    def _plain(self, dtype: str, cols: Any) -> Any:
-        lead = (self.groups, self.rows_each) if self.uniform else (self.rows,)
-        return _compact(dsl_dtype(dtype), *lead, cols)
+    With the group first when uniform. Of square blocks MN-major ones are (P / block, blocks).
+    """
+    if self.fmt.scale is None:
+      return None
+    if self.fmt.scale.layout == "mn_major":
+      return self._mn_major(cute.sym_int(), cute.sym_int(divisibility=TILE_ROWS))
+    return self._scale_bytes(self.slot_tiles, self.scale_tiles)
 
-    def offs(self) -> Any:
-        """(G,) int32, or None."""
-        if self.uniform:
-            return None
-        return make_fake_compact_tensor(Int32, (self.groups,), assumed_align=4)
+  def codes_t(self) -> Any:
+    """The columnwise copy: (K, P) or (G, K, P) codes, or untransposed (P, K) or (G, P, K)."""
+    slots = cute.sym_int(divisibility=self._bytes(TILE_ROWS))
+    if self.fmt.columnwise == "transposed":
+      lead = (self.groups,) if self.uniform else ()
+      return _compact(self._code_dtype(), *lead, self.cols, slots)
+    pitch = cute.sym_int64(divisibility=PITCH_ALIGNMENT)
+    shape: tuple[Any, ...] = (slots, self.cols)
+    stride: tuple[Any, ...] = (pitch, 1)
+    if self.uniform:
+      shape = (self.groups, *shape)
+      stride = (cute.sym_int64(divisibility=PITCH_ALIGNMENT), *stride)
+    return make_fake_tensor(self._code_dtype(), shape, stride, assumed_align=_ALIGN)
 
-    def level(self, per_row: bool = False) -> Any:
-        """(G,) fp32, or one a row; None if the format has no second level."""
-        if self.fmt is not None and self.fmt.second_level is None:
-            return None
-        # Uniform groups have G * N rows; no symbol says that.
-        extent = (cute.sym_int() if self.uniform else self.rows) if per_row else self.groups
-        return make_fake_compact_tensor(Float32, (extent,), assumed_align=4)
+  def scales_t(self) -> Any:
+    """(ceil(K/128), tiles along P, 512) uint8; or MN-major fp32, (P / block, K); or None.
 
-    def seed(self) -> Any:
-        """(2,) int64."""
-        return make_fake_compact_tensor(Int64, (2,), assumed_align=8)
+    With the group first when uniform. Of square blocks MN-major ones are (P / block, blocks).
+    """
+    if self.fmt.scale is None:
+      return None
+    if self.fmt.scale.layout == "mn_major":
+      return self._mn_major(cute.sym_int(), self.cols)
+    along_rows = scale_tiles(TILE_ROWS, self.fmt.scale.vec_size)
+    column_tiles, block_tiles = cute.sym_int(), cute.sym_int(divisibility=along_rows)
+    return self._scale_bytes(column_tiles, block_tiles)
 
-    def results(self) -> tuple[Any, ...]:
-        """(G,) fp32 scale_inv, scale and amax, None each where the format does not keep it.
+  def _mn_major(self, blocks: Any, along: Any) -> Any:
+    """fp32 scales of blocks, as many as ``along``; of square blocks in two dimensions."""
+    lead = (self.groups,) if self.uniform else ()
+    width = cute.sym_int() if self.fmt.is_2d else along
+    return _compact(Float32, *lead, blocks, width)
 
-        The amax is a result where scales are given.
-        """
-        level = self.fmt.second_level
-        kept = () if level is None else level.buffers
-        made = [name in kept for name in LEVEL_RESULTS] + [self.fmt.takes_scale]
-        return tuple(self.level() if is_made else None for is_made in made)
+  def _scale_bytes(self, *tiles: Any) -> Any:
+    lead = (self.groups,) if self.uniform else ()
+    return _compact(Uint8, *lead, *tiles, SF_TILE_BYTES)
 
-    def codes(self) -> Any:
-        """The rowwise copy: (T, K) or (G, N, K) codes, of padded pitch."""
-        width = self.cols
-        if self.fmt.element.bits < 8:
-            width = cute.sym_int(divisibility=self._bytes(self.fmt.k_multiple))
-        pitch = cute.sym_int64(divisibility=PITCH_ALIGNMENT)
-        shape: tuple[Any, ...] = (self.rows, width)
-        stride: tuple[Any, ...] = (pitch, 1)
-        if self.uniform:
-            shape = (self.groups, self.rows_each, width)
-            stride = (cute.sym_int64(divisibility=PITCH_ALIGNMENT), pitch, 1)
-        return make_fake_tensor(self._code_dtype(), shape, stride, assumed_align=_ALIGN)
+  def _bytes(self, elements: int) -> int:
+    """Bytes of the codes of so many elements."""
+    return elements * self.fmt.element.bits // 8
 
-    def values(self) -> Any:
-        """(T, K up to a multiple of 128) fp16."""
-        wide = cute.sym_int(divisibility=PIECE_K)
-        return _compact(Float16, self.rows, wide)
-
-    def scales(self) -> Any:
-        """(tiles, tiles along K, 512) uint8; or MN-major fp32, (blocks along K, P); or None.
-
-        With the group first when uniform. Of square blocks MN-major ones are (P / block, blocks).
-        """
-        if self.fmt.scale is None:
-            return None
-        if self.fmt.scale.layout == "mn_major":
-            return self._mn_major(cute.sym_int(), cute.sym_int(divisibility=TILE_ROWS))
-        return self._scale_bytes(self.slot_tiles, self.scale_tiles)
-
-    def codes_t(self) -> Any:
-        """The columnwise copy: (K, P) or (G, K, P) codes, or untransposed (P, K) or (G, P, K)."""
-        slots = cute.sym_int(divisibility=self._bytes(TILE_ROWS))
-        if self.fmt.columnwise == "transposed":
-            lead = (self.groups,) if self.uniform else ()
-            return _compact(self._code_dtype(), *lead, self.cols, slots)
-        pitch = cute.sym_int64(divisibility=PITCH_ALIGNMENT)
-        shape: tuple[Any, ...] = (slots, self.cols)
-        stride: tuple[Any, ...] = (pitch, 1)
-        if self.uniform:
-            shape = (self.groups, *shape)
-            stride = (cute.sym_int64(divisibility=PITCH_ALIGNMENT), *stride)
-        return make_fake_tensor(self._code_dtype(), shape, stride, assumed_align=_ALIGN)
-
-    def scales_t(self) -> Any:
-        """(ceil(K/128), tiles along P, 512) uint8; or MN-major fp32, (P / block, K); or None.
-
-        With the group first when uniform. Of square blocks MN-major ones are (P / block, blocks).
-        """
-        if self.fmt.scale is None:
-            return None
-        if self.fmt.scale.layout == "mn_major":
-            return self._mn_major(cute.sym_int(), self.cols)
-        along_rows = scale_tiles(TILE_ROWS, self.fmt.scale.vec_size)
-        column_tiles, block_tiles = cute.sym_int(), cute.sym_int(divisibility=along_rows)
-        return self._scale_bytes(column_tiles, block_tiles)
-
-    def _mn_major(self, blocks: Any, along: Any) -> Any:
-        """fp32 scales of blocks, as many as ``along``; of square blocks in two dimensions."""
-        lead = (self.groups,) if self.uniform else ()
-        width = cute.sym_int() if self.fmt.is_2d else along
-        return _compact(Float32, *lead, blocks, width)
-
-    def _scale_bytes(self, *tiles: Any) -> Any:
-        lead = (self.groups,) if self.uniform else ()
-        return _compact(Uint8, *lead, *tiles, SF_TILE_BYTES)
-
-    def _bytes(self, elements: int) -> int:
-        """Bytes of the codes of so many elements."""
-        return elements * self.fmt.element.bits // 8
-
-    def _code_dtype(self) -> Any:
-        return _CODE_DTYPES[self.fmt.element.name]
+  def _code_dtype(self) -> Any:
+    return _CODE_DTYPES[self.fmt.element.name]

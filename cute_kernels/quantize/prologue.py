@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cute_kernels.activations import parse_activation
 
 if TYPE_CHECKING:
-    from cute_kernels.activations import Activation
+  from cute_kernels.activations import Activation
 
 __all__ = ["DTYPE_BYTES", "Prologue"]
 
@@ -18,44 +18,44 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclasses.dataclass(frozen=True)
 class Prologue:
-    """Elements are what an activation makes of the input, or the gradient with respect to it.
+  """Elements are what an activation makes of the input, or the gradient with respect to it.
 
-    Attributes:
-        dtype: name of the input's dtype; a configuration's ``dtype`` is that of the elements.
-        activation: text of the activation.
-        is_gradient: elements are the gradient, and that of the result is read besides.
-    """
+  Attributes:
+    dtype: name of the input's dtype; a configuration's ``dtype`` is that of the elements.
+    activation: text of the activation.
+    is_gradient: elements are the gradient, and that of the result is read besides.
+  """
 
-    dtype: str
-    activation: str
-    is_gradient: bool = False
+  dtype: str
+  activation: str
+  is_gradient: bool = False
 
-    @property
-    def record(self) -> Activation:
-        """The activation."""
-        return parse_activation(self.activation)
+  @property
+  def record(self) -> Activation:
+    """The activation."""
+    return parse_activation(self.activation)
 
-    @property
-    def halves(self) -> bool:
-        """Whether the input has two columns an element."""
-        return self.record.is_gated and not self.is_gradient
+  @property
+  def halves(self) -> bool:
+    """Whether the input has two columns an element."""
+    return self.record.is_gated and not self.is_gradient
 
-    @property
-    def is_joint(self) -> bool:
-        """Whether elements are two halves, of which each takes columns of both of the input's."""
-        return self.record.is_gated and self.is_gradient
+  @property
+  def is_joint(self) -> bool:
+    """Whether elements are two halves, of which each takes columns of both of the input's."""
+    return self.record.is_gated and self.is_gradient
 
-    @property
-    def num_inputs(self) -> int:
-        """Numbers that an element is made of."""
-        return 1 + self.record.is_gated + self.is_gradient
+  @property
+  def num_inputs(self) -> int:
+    """Numbers that an element is made of."""
+    return 1 + self.record.is_gated + self.is_gradient
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of all inputs that an element takes, the next power of two of them."""
-        return DTYPE_BYTES[self.dtype] * (2 if self.record.is_gated or self.is_gradient else 1)
+  @property
+  def bytes_read(self) -> int:
+    """Bytes of all inputs that an element takes, the next power of two of them."""
+    return DTYPE_BYTES[self.dtype] * (2 if self.record.is_gated or self.is_gradient else 1)
 
-    @property
-    def unit(self) -> int:
-        """Elements that are made at once: what 16 bytes of an input are."""
-        return 16 // DTYPE_BYTES[self.dtype]
+  @property
+  def unit(self) -> int:
+    """Elements that are made at once: what 16 bytes of an input are."""
+    return 16 // DTYPE_BYTES[self.dtype]

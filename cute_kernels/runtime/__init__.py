@@ -11,15 +11,15 @@ from cute_kernels.runtime.plan import PlanCache
 from cute_kernels.runtime.spec import KernelSpec
 
 __all__ = [
-    "Architecture",
-    "KernelSpec",
-    "Launcher",
-    "PlanCache",
-    "architecture",
-    "compile_kernel",
-    "device_architecture",
-    "dsl_unavailable",
-    "forget_kernels",
-    "launcher",
-    "require_dsl",
+  "Architecture",
+  "KernelSpec",
+  "Launcher",
+  "PlanCache",
+  "architecture",
+  "compile_kernel",
+  "device_architecture",
+  "dsl_unavailable",
+  "forget_kernels",
+  "launcher",
+  "require_dsl",
 ]

@@ -1,11 +1,11 @@
 """Experts of Hugging Face transformers (5.x) on grouped kernels.
 
-    from grouped.integrations.transformers import prepare, register
+  from grouped.integrations.transformers import prepare, register
 
-    register()
-    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="grouped_bf16")
-    model.set_experts_implementation("grouped_fp8_block")  # trains in this recipe
-    prepare(model.eval())  # to serve: the weights are quantized once
+  register()
+  model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="grouped_bf16")
+  model.set_experts_implementation("grouped_fp8_block")  # trains in this recipe
+  prepare(model.eval())  # to serve: the weights are quantized once
 
 Every model whose experts go through transformers' experts interface takes them: with transposed
 weights, biases, gates of its own (interleaved, clamped), without a gate, and with the sentinels of
@@ -28,162 +28,156 @@ from grouped.recipes import Recipe, check_recipe
 from grouped.tensor import GroupedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+  from collections.abc import Callable, Iterator
 
-    from cute_kernels.formats import Format
+  from cute_kernels.formats import Format
 
-    Forward: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+  Forward: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 
 __all__ = ["RECIPES", "prepare", "register"]
 
 #: Names of experts implementations, and the recipe of each.
 RECIPES: dict[str, Recipe] = {
-    "grouped_bf16": recipes.BF16(),
-    "grouped_nvfp4": recipes.NVFP4(),
-    "grouped_nvfp4_row_scaled": recipes.NVFP4RowScaled(),
-    "grouped_mxfp8": recipes.MXFP8(),
-    "grouped_fp8_block": recipes.FP8Block(),
-    "grouped_fp8_current": recipes.FP8Current(),
+  "grouped_bf16": recipes.BF16(),
+  "grouped_nvfp4": recipes.NVFP4(),
+  "grouped_nvfp4_row_scaled": recipes.NVFP4RowScaled(),
+  "grouped_mxfp8": recipes.MXFP8(),
+  "grouped_fp8_block": recipes.FP8Block(),
+  "grouped_fp8_current": recipes.FP8Current(),
 }
 
 
 def register(**more: Recipe) -> tuple[str, ...]:
-    """Add experts implementations to transformers: those of ``RECIPES`` and those that are given.
+  """Add experts implementations to transformers: those of ``RECIPES`` and those that are given.
 
-    Args:
-        more: recipes by the name of the implementation.
+  Args:
+    more: recipes by the name of the implementation.
 
-    Returns:
-        All names that ``experts_implementation`` and ``set_experts_implementation`` now take.
+  Returns:
+    All names that ``experts_implementation`` and ``set_experts_implementation`` now take.
 
-    Raises:
-        TypeError: a value is no recipe.
-        ValueError: a recipe with delayed scaling: transformers' experts keep no scales for it.
-    """
-    for name, recipe in more.items():
-        check_recipe(recipe)
-        if recipe.takes_scales:
-            raise ValueError(
-                f"{name}: {recipe} keeps scales from step to step, for which transformers' experts "
-                "have no place: use FP8Current, or grouped.nn.GroupedMLP"
-            )
-    RECIPES.update(more)
-    for name, recipe in RECIPES.items():
-        hf.ALL_EXPERTS_FUNCTIONS.register(name, _forward_of(recipe))
-    return tuple(RECIPES)
+  Raises:
+    TypeError: a value is no recipe.
+    ValueError: a recipe with delayed scaling: transformers' experts keep no scales for it.
+  """
+  for name, recipe in more.items():
+    check_recipe(recipe)
+    if recipe.takes_scales:
+      raise ValueError(
+        f"{name}: {recipe} keeps scales from step to step, for which transformers' experts "
+        "have no place: use FP8Current, or grouped.nn.GroupedMLP"
+      )
+  RECIPES.update(more)
+  for name, recipe in RECIPES.items():
+    hf.ALL_EXPERTS_FUNCTIONS.register(name, _forward_of(recipe))
+  return tuple(RECIPES)
 
 
 def prepare(model: nn.Module, fmt: Format | None = None) -> int:
-    """Quantize the experts' weights once, in place, for inference.
+  """Quantize the experts' weights once, in place, for inference.
 
-    Each becomes a GroupedTensor (G, N, K) that takes no gradient, in the order that the GPU
-    multiplies fastest; the old one's memory is free when nothing else holds it. Implementations of
-    this module use them as they are: ``grouped_bf16`` beside bf16 activations (W4A16 of NVFP4),
-    quantized ones beside activations that they quantize. Call the model without gradients then.
-    ``save_pretrained`` writes plain weights only: save before.
+  Each becomes a GroupedTensor (G, N, K) that takes no gradient, in the order that the GPU
+  multiplies fastest; the old one's memory is free when nothing else holds it. Implementations of
+  this module use them as they are: ``grouped_bf16`` beside bf16 activations (W4A16 of NVFP4),
+  quantized ones beside activations that they quantize. Call the model without gradients then.
+  ``save_pretrained`` writes plain weights only: save before.
 
-    Args:
-        model: a model, or experts alone, on the device where it will run.
-        fmt: the format of the weights; None for that of the recipe of the implementation in use.
+  Args:
+    model: a model, or experts alone, on the device where it will run.
+    fmt: the format of the weights; None for that of the recipe of the implementation in use.
 
-    Returns:
-        How many layers of experts were prepared.
+  Returns:
+    How many layers of experts were prepared.
 
-    Raises:
-        ValueError: ``model`` has no experts, an implementation that is not of this module, or one
-            that does not quantize weights while ``fmt`` is None; weights of another format than
-            ``fmt`` already.
-    """
-    layers = list(_experts(model))
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no experts that use transformers' interface")
-    for experts in layers:
-        recipe = _recipe_in_use(experts)
-        weight = fmt or recipe.weight
-        if weight is None:
-            raise ValueError(
-                f"{recipe} does not quantize weights: pass fmt, such as grouped.NVFP4()"
-            )
-        for name in _weight_names(experts):
-            plain = getattr(experts, name).detach()
-            if isinstance(plain, GroupedTensor):
-                if fmt not in (None, plain.format):
-                    raise ValueError(f"{name} is {plain.format} already, fmt is {fmt}")
-                continue
-            quantized = _for_inference(_as_linear(experts, plain), weight, recipe)
-            setattr(experts, name, nn.Parameter(quantized, requires_grad=False))
-        experts.is_transposed = False
-    return len(layers)
+  Raises:
+    ValueError: ``model`` has no experts, an implementation that is not of this module, or one
+      that does not quantize weights while ``fmt`` is None; weights of another format than
+      ``fmt`` already.
+  """
+  layers = list(_experts(model))
+  if not layers:
+    raise ValueError(f"{type(model).__name__} has no experts that use transformers' interface")
+  for experts in layers:
+    recipe = _recipe_in_use(experts)
+    weight = fmt or recipe.weight
+    if weight is None:
+      raise ValueError(f"{recipe} does not quantize weights: pass fmt, such as grouped.NVFP4()")
+    for name in _weight_names(experts):
+      plain = getattr(experts, name).detach()
+      if isinstance(plain, GroupedTensor):
+        if fmt not in (None, plain.format):
+          raise ValueError(f"{name} is {plain.format} already, fmt is {fmt}")
+        continue
+      quantized = _for_inference(_as_linear(experts, plain), weight, recipe)
+      setattr(experts, name, nn.Parameter(quantized, requires_grad=False))
+    experts.is_transposed = False
+  return len(layers)
 
 
 def _experts(model: nn.Module) -> Iterator[Any]:
-    # What use_experts_implementation sets on every class that it wraps.
-    marks = ("has_gate", "is_transposed", "down_proj")
-    return (m for m in model.modules() if all(hasattr(m, mark) for mark in marks))
+  # What use_experts_implementation sets on every class that it wraps.
+  marks = ("has_gate", "is_transposed", "down_proj")
+  return (m for m in model.modules() if all(hasattr(m, mark) for mark in marks))
 
 
 def _recipe_in_use(experts: Any) -> Recipe:
-    name = experts.config._experts_implementation
-    if name not in RECIPES:
-        raise ValueError(
-            f"the model uses experts_implementation={name!r}: choose one of {', '.join(RECIPES)} "
-            "by set_experts_implementation first"
-        )
-    return RECIPES[name]
+  name = experts.config._experts_implementation
+  if name not in RECIPES:
+    raise ValueError(
+      f"the model uses experts_implementation={name!r}: choose one of {', '.join(RECIPES)} "
+      "by set_experts_implementation first"
+    )
+  return RECIPES[name]
 
 
 def _weight_names(experts: Any) -> tuple[str, str]:
-    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+  return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 def _as_linear(experts: Any, weight: Tensor) -> Tensor:
-    """A weight as (G, N, K), a view."""
-    return weight.transpose(1, 2) if experts.is_transposed else weight
+  """A weight as (G, N, K), a view."""
+  return weight.transpose(1, 2) if experts.is_transposed else weight
 
 
 def _for_inference(weight: Tensor, fmt: Format, recipe: Recipe) -> GroupedTensor:
-    quantized = grouped.quantize(weight.contiguous(), fmt)
-    arch = active_backend(weight.device).arch
-    level = fmt.second_level
-    can = fmt.element.per_byte > 1 and (level is None or level.per != "row")
-    if recipe.is_quantized and arch != "reference" and can:
-        return (
-            quantized.prepack() if support("grouped_gemm", fmt, arch, prepacked=True) else quantized
-        )
-    return quantized
+  quantized = grouped.quantize(weight.contiguous(), fmt)
+  arch = active_backend(weight.device).arch
+  level = fmt.second_level
+  can = fmt.element.per_byte > 1 and (level is None or level.per != "row")
+  if recipe.is_quantized and arch != "reference" and can:
+    return quantized.prepack() if support("grouped_gemm", fmt, arch, prepacked=True) else quantized
+  return quantized
 
 
 def _forward_of(recipe: Recipe) -> Forward:
-    """The forward pass of experts in ``recipe``."""
+  """The forward pass of experts in ``recipe``."""
 
-    def forward(
-        self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
-        # The sentinels of expert parallelism are no expert's ids: they have no rows.
-        offs, token, _, row = ops.compute_routing(top_k_index, self.num_experts)
-        first, second = _weight_names(self)
-        hidden = _linear(self, ops.moe_gather(hidden_states, token, row), first, offs, recipe)
-        rows = _linear(self, _activated(self, hidden, offs), second, offs, recipe)
-        if getattr(self, "has_post_expert_norm", False):  # Since 5.18 or later.
-            rows = self.post_expert_norm(rows)
-        y: Tensor = ops.moe_combine(rows, row, top_k_weights.float(), hidden_states.dtype)
-        return y
+  def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    # The sentinels of expert parallelism are no expert's ids: they have no rows.
+    offs, token, _, row = ops.compute_routing(top_k_index, self.num_experts)
+    first, second = _weight_names(self)
+    hidden = _linear(self, ops.moe_gather(hidden_states, token, row), first, offs, recipe)
+    rows = _linear(self, _activated(self, hidden, offs), second, offs, recipe)
+    if getattr(self, "has_post_expert_norm", False):  # Since 5.18 or later.
+      rows = self.post_expert_norm(rows)
+    y: Tensor = ops.moe_combine(rows, row, top_k_weights.float(), hidden_states.dtype)
+    return y
 
-    return forward
+  return forward
 
 
 def _linear(experts: Any, x: Tensor, name: str, offs: Tensor, recipe: Recipe) -> Tensor:
-    weight = _as_linear(experts, getattr(experts, name))
-    bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-    return grouped.linear(x.to(weight.dtype), weight, bias, offs, recipe)
+  weight = _as_linear(experts, getattr(experts, name))
+  bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+  return grouped.linear(x.to(weight.dtype), weight, bias, offs, recipe)
 
 
 def _activated(experts: Any, hidden: Tensor, offs: Tensor) -> Tensor:
-    if not experts.has_gate:
-        act: Tensor = experts.act_fn(hidden)
-        return act
-    is_silu = isinstance(getattr(experts, "act_fn", None), nn.SiLU | SiLUActivation)
-    if is_silu and type(experts)._apply_gate is hf._default_apply_gate:
-        return activate(hidden, "swiglu", offs)
-    gated: Tensor = experts._apply_gate(hidden)
-    return gated
+  if not experts.has_gate:
+    act: Tensor = experts.act_fn(hidden)
+    return act
+  is_silu = isinstance(getattr(experts, "act_fn", None), nn.SiLU | SiLUActivation)
+  if is_silu and type(experts)._apply_gate is hf._default_apply_gate:
+    return activate(hidden, "swiglu", offs)
+  gated: Tensor = experts._apply_gate(hidden)
+  return gated

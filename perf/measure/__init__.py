@@ -9,36 +9,36 @@ import torch
 from perf.measure.base import Measurement, Meter, spread_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+  from collections.abc import Mapping
 
 __all__ = ["Measurement", "Meter", "meter_of", "spread_of"]
 
 
 def meter_of(backend: str, protocol: str, quick: bool, options: Mapping[str, Any]) -> Meter:
-    """The meter of a backend.
+  """The meter of a backend.
 
-    Args:
-        backend: one of ``cute_kernels.runtime.backend.BACKENDS``, or ``""`` for the GPU's kernels
-            where there is a GPU and the reference where there is none.
-        protocol: ``"sustained"`` or ``"burst"``, on a GPU.
-        quick: few repeats: to see that everything runs.
-        options: of the emulator.
+  Args:
+    backend: one of ``cute_kernels.runtime.backend.BACKENDS``, or ``""`` for the GPU's kernels
+      where there is a GPU and the reference where there is none.
+    protocol: ``"sustained"`` or ``"burst"``, on a GPU.
+    quick: few repeats: to see that everything runs.
+    options: of the emulator.
 
-    Raises:
-        ValueError: the backend needs a GPU, and there is none.
-    """
-    if not backend:
-        backend = "cuda" if torch.cuda.is_available() else "reference"
-    if backend.startswith("emulated:"):
-        from perf.measure.emulator import EmulatorMeter
+  Raises:
+    ValueError: the backend needs a GPU, and there is none.
+  """
+  if not backend:
+    backend = "cuda" if torch.cuda.is_available() else "reference"
+  if backend.startswith("emulated:"):
+    from perf.measure.emulator import EmulatorMeter
 
-        return EmulatorMeter(backend, **options)
-    if backend.startswith("reference"):
-        from perf.measure.cpu import CpuMeter
+    return EmulatorMeter(backend, **options)
+  if backend.startswith("reference"):
+    from perf.measure.cpu import CpuMeter
 
-        return CpuMeter(backend, quick)
-    if not torch.cuda.is_available():
-        raise ValueError(f"backend {backend} needs a GPU, and torch sees none")
-    from perf.measure.gpu import GpuMeter
+    return CpuMeter(backend, quick)
+  if not torch.cuda.is_available():
+    raise ValueError(f"backend {backend} needs a GPU, and torch sees none")
+  from perf.measure.gpu import GpuMeter
 
-    return GpuMeter(protocol, quick)
+  return GpuMeter(protocol, quick)

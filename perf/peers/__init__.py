@@ -6,28 +6,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+  from collections.abc import Mapping
+  from pathlib import Path
 
-    from perf.peers.base import Peer
+  from perf.peers.base import Peer
 
 __all__ = ["PEERS", "all_peers"]
 
 #: Modules of this package, each with a class ``PEER``.
-PEERS = (
-    "pytorch",
-    "transformer_engine",
-    "torchao",
-    "flashinfer",
-    "deep_gemm",
-    "quack",
-    "marlin",
-    "humming",
-    "cutlass",
-)
+PEERS = ("pytorch", "transformer_engine", "torchao", "flashinfer", "deep_gemm", "quack", "marlin", "humming", "cutlass")
 
 
 def all_peers(paths: Mapping[str, Path]) -> list[Peer]:
-    """Every peer, whether it works here or not."""
-    modules = (importlib.import_module(f"perf.peers.{name}") for name in PEERS)
-    return [module.PEER(paths) for module in modules]
+  """Every peer, whether it works here or not."""
+  modules = (importlib.import_module(f"perf.peers.{name}") for name in PEERS)
+  return [module.PEER(paths) for module in modules]

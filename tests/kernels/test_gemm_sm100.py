@@ -13,22 +13,20 @@ from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import assert_same_bytes
 from tests.kernels.gemm_support import (
-    NUM_SMS,
-    SHAPES,
-    WGRAD_SHAPES,
-    Product,
-    check_modes,
-    check_zeroed_tails,
-    k_grouped,
-    m_grouped,
-    product_of,
+  NUM_SMS,
+  SHAPES,
+  WGRAD_SHAPES,
+  Product,
+  check_modes,
+  check_zeroed_tails,
+  k_grouped,
+  m_grouped,
+  product_of,
 )
 from tests.kernels.op_support import MODE_IDS, MODES, array_of, check_touched
 
 FPROP = Sm100GemmConfig("nvfp4", row_scaled=True)
-FPROP_ALL = Sm100GemmConfig(
-    "nvfp4", out_dtype="float16", bias_dtype="float32", has_alpha=True, accumulate=True
-)
+FPROP_ALL = Sm100GemmConfig("nvfp4", out_dtype="float16", bias_dtype="float32", has_alpha=True, accumulate=True)
 FPROP_FP32 = Sm100GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16")
 WGRAD = Sm100GemmConfig("nvfp4", grouping="k_grouped", out_dtype="float32")
 WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True)
@@ -36,79 +34,71 @@ WGRAD_SCALED = dataclasses.replace(WGRAD, has_alpha=True, out_dtype="bfloat16")
 
 #: One product for each of the other tiles, with the options spread over them.
 TILED = {
-    "128x64": dataclasses.replace(FPROP_FP32, tile=Sm100Tile(128, 64)),
-    "256x128": dataclasses.replace(WGRAD_ADD, tile=Sm100Tile(256, 128, 2)),
-    "256x256": dataclasses.replace(FPROP, tile=Sm100Tile(256, 256, 2)),
-    "256x256 fp32": dataclasses.replace(WGRAD, tile=Sm100Tile(256, 256, 2)),
-    "256x256 partial": dataclasses.replace(FPROP, tile=Sm100Tile(256, 256, 2, swap_partial=True)),
-    "128x128 partial": dataclasses.replace(FPROP_FP32, tile=Sm100Tile(128, 128, swap_partial=True)),
-    "swapped 128x64": dataclasses.replace(FPROP, tile=Sm100Tile(128, 64, swap_ab=True)),
-    "swapped 128x32": dataclasses.replace(
-        FPROP_ALL, out_dtype="float32", tile=Sm100Tile(128, 32, swap_ab=True)
-    ),
+  "128x64": dataclasses.replace(FPROP_FP32, tile=Sm100Tile(128, 64)),
+  "256x128": dataclasses.replace(WGRAD_ADD, tile=Sm100Tile(256, 128, 2)),
+  "256x256": dataclasses.replace(FPROP, tile=Sm100Tile(256, 256, 2)),
+  "256x256 fp32": dataclasses.replace(WGRAD, tile=Sm100Tile(256, 256, 2)),
+  "256x256 partial": dataclasses.replace(FPROP, tile=Sm100Tile(256, 256, 2, swap_partial=True)),
+  "128x128 partial": dataclasses.replace(FPROP_FP32, tile=Sm100Tile(128, 128, swap_partial=True)),
+  "swapped 128x64": dataclasses.replace(FPROP, tile=Sm100Tile(128, 64, swap_ab=True)),
+  "swapped 128x32": dataclasses.replace(FPROP_ALL, out_dtype="float32", tile=Sm100Tile(128, 32, swap_ab=True)),
 }
 
 PLAIN = Sm100GemmConfig("bfloat16", bias_dtype="bfloat16")
-PLAIN_FEW_ROWS = dataclasses.replace(
-    PLAIN, bias_dtype=None, transpose_b=True, tile=Sm100Tile(128, 32, swap_ab=True)
-)
+PLAIN_FEW_ROWS = dataclasses.replace(PLAIN, bias_dtype=None, transpose_b=True, tile=Sm100Tile(128, 32, swap_ab=True))
 PLAIN_DGRAD = Sm100GemmConfig(
-    "float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=Sm100Tile(256, 256, 2)
+  "float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=Sm100Tile(256, 256, 2)
 )
 PLAIN_WGRAD = Sm100GemmConfig(
-    "bfloat16", "k_grouped", out_dtype="float32", accumulate=True, tile=Sm100Tile(256, 128, 2)
+  "bfloat16", "k_grouped", out_dtype="float32", accumulate=True, tile=Sm100Tile(256, 128, 2)
 )
 #: (rows of each group, N, K, rows of the tail), K not in blocks.
 PLAIN_SHAPES = {
-    "one row": ([1], 8, 8, 0),
-    "whole tiles": ([128, 256], 128, 128, 0),
-    "tails": ([100, 0, 128, 5, 200], 136, 200, 11),
+  "one row": ([1], 8, 8, 0),
+  "whole tiles": ([128, 256], 128, 128, 0),
+  "tails": ([100, 0, 128, 5, 200], 136, 200, 11),
 }
 
 
 @pytest.mark.parametrize("shape", PLAIN_SHAPES)
 @pytest.mark.parametrize(
-    "config",
-    [PLAIN, PLAIN_FEW_ROWS, PLAIN_DGRAD, PLAIN_WGRAD],
-    ids=["fprop", "few rows", "dgrad", "wgrad"],
+  "config", [PLAIN, PLAIN_FEW_ROWS, PLAIN_DGRAD, PLAIN_WGRAD], ids=["fprop", "few rows", "dgrad", "wgrad"]
 )
 def test_plain_operands(config: Sm100GemmConfig, shape: str) -> None:
-    product_of(config, *PLAIN_SHAPES[shape]).check()
+  product_of(config, *PLAIN_SHAPES[shape]).check()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "config",
-    [FPROP, FPROP_ALL, FPROP_FP32, TILED["256x256 partial"]],
-    ids=["row-scaled", "all", "fp32", "partial"],
+  "config", [FPROP, FPROP_ALL, FPROP_FP32, TILED["256x256 partial"]], ids=["row-scaled", "all", "fp32", "partial"]
 )
 def test_fprop(config: Sm100GemmConfig, shape: str) -> None:
-    m_grouped(config, *SHAPES[shape]).check()
+  m_grouped(config, *SHAPES[shape]).check()
 
 
 @pytest.mark.parametrize("k", [32, 144, 320])
 @pytest.mark.parametrize("config", [FPROP, TILED["256x256 partial"]], ids=["direct", "partial"])
 def test_dgrad_reads_a_columnwise_copy(config: Sm100GemmConfig, k: int) -> None:
-    product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
-    product.check()
+  product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
+  product.check()
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES)
 @pytest.mark.parametrize("config", [WGRAD, WGRAD_ADD], ids=["overwrite", "accumulate"])
 def test_wgrad(config: Sm100GemmConfig, shape: str) -> None:
-    k_grouped(config, *WGRAD_SHAPES[shape]).check()
+  k_grouped(config, *WGRAD_SHAPES[shape]).check()
 
 
 def tiled_products(name: str) -> list[tuple[Product, int]]:
-    """Products of a tile, and how many CTAs to run them on: enough tiles to fill rings twice."""
-    config = TILED[name]
-    num_sms = config.tile.num_ctas
-    if config.grouping == "k_grouped":
-        return [(k_grouped(config, [100, 0, 5, 700], 136, 264, tail=1), num_sms)]
-    return [
-        (m_grouped(config, [100, 0, 5, 290], 264, 288, tail=11), num_sms),
-        (m_grouped(config, [1, 32, 33], 72, 48, columnwise_b=True), 2 * num_sms),
-    ]
+  """Products of a tile, and how many CTAs to run them on: enough tiles to fill rings twice."""
+  config = TILED[name]
+  num_sms = config.tile.num_ctas
+  if config.grouping == "k_grouped":
+    return [(k_grouped(config, [100, 0, 5, 700], 136, 264, tail=1), num_sms)]
+  return [
+    (m_grouped(config, [100, 0, 5, 290], 264, 288, tail=11), num_sms),
+    (m_grouped(config, [1, 32, 33], 72, 48, columnwise_b=True), 2 * num_sms),
+  ]
 
 
 #: Rows of groups around every boundary of a tile that swaps operands if it is partial: the steps of
@@ -118,167 +108,161 @@ TAILS = [1, 15, 16, 17, 0, 31, 33, 95, 97, 112, 127, 128, 129, 0, 160, 240, 241,
 
 @pytest.mark.parametrize("name", ["256x256 partial", "128x128 partial", "swapped 128x64"])
 def test_tails_of_every_length(name: str) -> None:
-    # One cluster works on partial and whole tiles by turns.
-    product = m_grouped(TILED[name], TAILS, 264, 96, tail=3)
-    product.check(product.config.tile.num_ctas)
+  # One cluster works on partial and whole tiles by turns.
+  product = m_grouped(TILED[name], TAILS, 264, 96, tail=3)
+  product.check(product.config.tile.num_ctas)
 
 
 @pytest.mark.parametrize("name", ["256x256 partial", "128x128 partial"])
 def test_no_two_accesses_of_shared_memory_want_the_same_bank(name: str) -> None:
-    product = m_grouped(TILED[name], [256, 0, 200], 264, 64)
-    emulator.reset_stats()
-    product.run(2)
-    stats = emulator.stats()
-    assert 0 < stats["smem_wavefronts"] <= stats["smem_accesses"]
+  product = m_grouped(TILED[name], [256, 0, 200], 264, 64)
+  emulator.reset_stats()
+  product.run(2)
+  stats = emulator.stats()
+  assert 0 < stats["smem_wavefronts"] <= stats["smem_accesses"]
 
 
 def test_tails_add_to_the_output_of_two_ctas() -> None:
-    config = dataclasses.replace(FPROP_ALL, tile=TILED["256x256 partial"].tile)
-    product = m_grouped(config, [300, 0, 70, 256], 392, 160, tail=5)
-    product.check(4)
+  config = dataclasses.replace(FPROP_ALL, tile=TILED["256x256 partial"].tile)
+  product = m_grouped(config, [300, 0, 70, 256], 392, 160, tail=5)
+  product.check(4)
 
 
 @pytest.mark.parametrize("name", TILED)
 def test_every_tile(name: str) -> None:
-    for product, num_sms in tiled_products(name):
-        product.check(num_sms)
+  for product, num_sms in tiled_products(name):
+    product.check(num_sms)
 
 
 def test_wgrad_of_an_empty_group_is_zero_or_untouched() -> None:
-    zeros = k_grouped(WGRAD, [4, 0], 8, 16).run()[1]
-    assert torch.equal(zeros, torch.zeros(8, 16)) and not zeros.signbit().any()
-    # Neither a negative factor nor an infinite one makes it anything else.
-    product = k_grouped(WGRAD_SCALED, [4, 0, 0, 9], 8, 16)
-    product.alpha[1], product.a.amax[2] = -1.0, float("inf")
-    product.check()
-    product = k_grouped(WGRAD_ADD, [4, 0], 8, 16)
-    product.before[1, 0, 0] = float("nan")
-    assert_same_bytes(product.run()[1], product.before[1])
+  zeros = k_grouped(WGRAD, [4, 0], 8, 16).run()[1]
+  assert torch.equal(zeros, torch.zeros(8, 16)) and not zeros.signbit().any()
+  # Neither a negative factor nor an infinite one makes it anything else.
+  product = k_grouped(WGRAD_SCALED, [4, 0, 0, 9], 8, 16)
+  product.alpha[1], product.a.amax[2] = -1.0, float("inf")
+  product.check()
+  product = k_grouped(WGRAD_ADD, [4, 0], 8, 16)
+  product.before[1, 0, 0] = float("nan")
+  assert_same_bytes(product.run()[1], product.before[1])
 
 
 def test_more_than_a_thousand_groups() -> None:
-    sizes = [0] * 1100
-    for group, rows in ((0, 1), (31, 2), (32, 130), (500, 3), (1099, 4)):
-        sizes[group] = rows
-    # It accumulates, so a tile that is worked on twice shows.
-    for tile in (FPROP_ALL.tile, TILED["128x128 partial"].tile):
-        product = m_grouped(dataclasses.replace(FPROP_ALL, tile=tile), sizes, 8, 32)
-        product.check()
+  sizes = [0] * 1100
+  for group, rows in ((0, 1), (31, 2), (32, 130), (500, 3), (1099, 4)):
+    sizes[group] = rows
+  # It accumulates, so a tile that is worked on twice shows.
+  for tile in (FPROP_ALL.tile, TILED["128x128 partial"].tile):
+    product = m_grouped(dataclasses.replace(FPROP_ALL, tile=tile), sizes, 8, 32)
+    product.check()
 
 
 @pytest.mark.parametrize(
-    "tile",
-    [
-        Sm100Tile(256, 128, 2),
-        Sm100Tile(128, 32, swap_ab=True),
-        Sm100Tile(256, 256, 2, swap_partial=True),
-    ],
-    ids=str,
+  "tile", [Sm100Tile(256, 128, 2), Sm100Tile(128, 32, swap_ab=True), Sm100Tile(256, 256, 2, swap_partial=True)], ids=str
 )
 def test_the_tail_can_be_zeroed(tile: Sm100Tile) -> None:
-    config = dataclasses.replace(FPROP_FP32, tile=tile)
-    check_zeroed_tails(config, modes=({}, MODES[1], MODES[-1]))
+  config = dataclasses.replace(FPROP_FP32, tile=tile)
+  check_zeroed_tails(config, modes=({}, MODES[1], MODES[-1]))
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, 7])
 def test_bits_do_not_depend_on_the_grid(num_sms: int) -> None:
-    for product in (
-        m_grouped(FPROP, [100, 0, 128, 5, 200], 136, 64, tail=11),
-        m_grouped(TILED["128x128 partial"], [100, 0, 128, 5, 200], 136, 64, tail=11),
-        k_grouped(WGRAD, [100, 0, 128, 5], 136, 136),
-    ):
-        product.check(num_sms)
+  for product in (
+    m_grouped(FPROP, [100, 0, 128, 5, 200], 136, 64, tail=11),
+    m_grouped(TILED["128x128 partial"], [100, 0, 128, 5, 200], 136, 64, tail=11),
+    k_grouped(WGRAD, [100, 0, 128, 5], 136, 136),
+  ):
+    product.check(num_sms)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
-    # One or two CTAs, so that every ring of stages is gone through more than once.
-    products = (
-        (m_grouped(FPROP, [70, 0, 5], 264, 288, tail=11), 1),
-        (m_grouped(FPROP_ALL, [1, 140], 136, 32, tail=1), 2),
-        (k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
-        tiled_products("256x256")[0],
-        tiled_products("256x256 partial")[0],
-        (m_grouped(TILED["128x128 partial"], [128, 150, 0, 33], 136, 288, tail=1), 1),
-        tiled_products("swapped 128x32")[1],
-        (m_grouped(PLAIN, [70, 0, 5], 136, 456, tail=1), 1),
-        (k_grouped(PLAIN_WGRAD, [100, 0, 5, 400], 8, 136, tail=1), 2),
-    )
-    check_modes(mode, products)
+  # One or two CTAs, so that every ring of stages is gone through more than once.
+  products = (
+    (m_grouped(FPROP, [70, 0, 5], 264, 288, tail=11), 1),
+    (m_grouped(FPROP_ALL, [1, 140], 136, 32, tail=1), 2),
+    (k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
+    tiled_products("256x256")[0],
+    tiled_products("256x256 partial")[0],
+    (m_grouped(TILED["128x128 partial"], [128, 150, 0, 33], 136, 288, tail=1), 1),
+    tiled_products("swapped 128x32")[1],
+    (m_grouped(PLAIN, [70, 0, 5], 136, 456, tail=1), 1),
+    (k_grouped(PLAIN_WGRAD, [100, 0, 5, 400], 8, 136, tail=1), 2),
+  )
+  check_modes(mode, products)
 
 
 @pytest.mark.parametrize(
-    "config",
-    [FPROP, FPROP_ALL, dataclasses.replace(FPROP, tile=TILED["128x128 partial"].tile)],
-    ids=["overwrite", "accumulate", "tails"],
+  "config",
+  [FPROP, FPROP_ALL, dataclasses.replace(FPROP, tile=TILED["128x128 partial"].tile)],
+  ids=["overwrite", "accumulate", "tails"],
 )
 def test_only_rows_of_groups_are_touched(config: Sm100GemmConfig) -> None:
-    product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
-    want = product.expected()
-    out = product.before.clone()
-    tensors = [*product.tensors(), product.offs, product.bias, product.alpha]
+  product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
+  want = product.expected()
+  out = product.before.clone()
+  tensors = [*product.tensors(), product.offs, product.bias, product.alpha]
 
-    def run() -> None:
-        out.copy_(product.before)
-        product.run_into(out)
-        assert_same_bytes(out, want)
+  def run() -> None:
+    out.copy_(product.before)
+    product.run_into(out)
+    assert_same_bytes(out, want)
 
-    check_touched(run, [array_of(out)[:105]], tensors)
+  check_touched(run, [array_of(out)[:105]], tensors)
 
 
 def test_end_rows_past_the_buffer_are_clamped() -> None:
-    product = m_grouped(FPROP, [10, 20], 16, 32)
-    product.offs = torch.tensor([10, 2**31 - 1], dtype=torch.int32)
-    product.check()
+  product = m_grouped(FPROP, [10, 20], 16, 32)
+  product.offs = torch.tensor([10, 2**31 - 1], dtype=torch.int32)
+  product.check()
 
 
 @pytest.mark.parametrize("config", [FPROP, TILED["swapped 128x64"]], ids=["direct", "swapped"])
 def test_offsets_past_2_to_the_31(config: Sm100GemmConfig) -> None:
-    # Row 64 starts at element 2^31; only pages that are written become memory.
-    product = m_grouped(config, [65, 33], 8, 32)
-    out = torch.empty_strided(product.before.shape, (2**25, 1), dtype=product.before.dtype)
-    product.run_into(out)
-    assert_same_bytes(out.contiguous(), product.expected())
+  # Row 64 starts at element 2^31; only pages that are written become memory.
+  product = m_grouped(config, [65, 33], 8, 32)
+  out = torch.empty_strided(product.before.shape, (2**25, 1), dtype=product.before.dtype)
+  product.run_into(out)
+  assert_same_bytes(out.contiguous(), product.expected())
 
 
 @pytest.mark.parametrize("config", [FPROP, TILED["256x256 partial"]], ids=["direct", "partial"])
 def test_infinite_and_nan_factors_stay_in_their_rows(config: Sm100GemmConfig) -> None:
-    product = m_grouped(config, [40, 9], 16, 32)
-    product.a.amax[3], product.a.amax[41] = float("inf"), float("nan")
-    got, want = product.run(), product.expected()
-    clean = [row for row in range(49) if row not in (3, 41)]
-    assert_same_bytes(got[clean], want[clean])
-    assert got[41].isnan().all() and not got[3].isfinite().any()
+  product = m_grouped(config, [40, 9], 16, 32)
+  product.a.amax[3], product.a.amax[41] = float("inf"), float("nan")
+  got, want = product.run(), product.expected()
+  clean = [row for row in range(49) if row not in (3, 41)]
+  assert_same_bytes(got[clean], want[clean])
+  assert got[41].isnan().all() and not got[3].isfinite().any()
 
 
 def chosen_for(sizes: list[int], n: int, k: int, num_sms: int) -> Sm100GemmConfig:
-    """Row-scaled fprop with the tile that the ops choose; group sizes are not theirs to know."""
-    problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", len(sizes), sum(sizes), n, k=k)
-    return choose_config(FPROP, problem, num_sms)
+  """Row-scaled fprop with the tile that the ops choose; group sizes are not theirs to know."""
+  problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", len(sizes), sum(sizes), n, k=k)
+  return choose_config(FPROP, problem, num_sms)
 
 
 def mma_work(sizes: list[int]) -> float:
-    """MMA work of the tile chosen for N = K = 2048, over the useful work; K does not matter."""
-    config, n, k = chosen_for(sizes, 2048, 2048, 8), 256, 64
-    product = m_grouped(config, sizes, n, k)
-    emulator.reset_stats()
-    product.run(2)
-    return emulator.stats()["mma_flops"] / (2 * sum(sizes) * n * k)
+  """MMA work of the tile chosen for N = K = 2048, over the useful work; K does not matter."""
+  config, n, k = chosen_for(sizes, 2048, 2048, 8), 256, 64
+  product = m_grouped(config, sizes, n, k)
+  emulator.reset_stats()
+  product.run(2)
+  return emulator.stats()["mma_flops"] / (2 * sum(sizes) * n * k)
 
 
 def test_balanced_groups_multiply_nothing_but_their_rows() -> None:
-    assert mma_work([256] * 8) == 1.0
+  assert mma_work([256] * 8) == 1.0
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
 def test_ragged_groups_multiply_little_but_their_rows(seed: int | None) -> None:
-    sizes = [37, 150, 299, 1, 80, 212, 5, 266]
-    if seed is not None:
-        sizes = torch.randint(1, 301, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
-    assert mma_work(sizes) <= 1.25
+  sizes = [37, 150, 299, 1, 80, 212, 5, 266]
+  if seed is not None:
+    sizes = torch.randint(1, 301, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
+  assert mma_work(sizes) <= 1.25
 
 
 def test_a_slice_of_deepseek_v3() -> None:
-    sizes, n, k = [37, 150, 299, 0, 80, 212, 5, 266], 512, 7168
-    product = m_grouped(chosen_for(sizes, n, k, NUM_SMS), sizes, n, k)
-    product.check()
+  sizes, n, k = [37, 150, 299, 0, 80, 212, 5, 266], 512, 7168
+  product = m_grouped(chosen_for(sizes, n, k, NUM_SMS), sizes, n, k)
+  product.check()

@@ -14,14 +14,14 @@ from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import assert_same_bytes
 from tests.kernels.gemm_support import (
-    SHAPES,
-    WGRAD_SHAPES,
-    Product,
-    check_zeroed_tails,
-    k_grouped,
-    m_grouped,
-    product_of,
-    wild,
+  SHAPES,
+  WGRAD_SHAPES,
+  Product,
+  check_zeroed_tails,
+  k_grouped,
+  m_grouped,
+  product_of,
+  wild,
 )
 from tests.kernels.op_support import MODE_IDS, MODES, array_of, check_touched
 from tests.kernels.test_gemm_sm100 import TAILS
@@ -31,53 +31,35 @@ FEW, FEWER = (Sm100Tile(128, n, swap_ab=True) for n in (64, 32))
 E5M2, SQUARES = ":dtype=e5m2", "fp8_block:block=128x128"
 ALL = {"bias_dtype": "float32", "has_alpha": True, "accumulate": True}
 M_GROUPED = {
-    "mxfp8": Sm100GemmConfig("mxfp8", tile=WIDE),
-    "mxfp8 all": Sm100GemmConfig(
-        "mxfp8", b_operand="mxfp8" + E5M2, out_dtype="float16", tile=PARTIAL, **ALL
-    ),
-    "mxfp8 few": Sm100GemmConfig("mxfp8", out_dtype="float32", tile=FEWER),
-    "fp8": Sm100GemmConfig("fp8", tile=WIDE),
-    "fp8 all": Sm100GemmConfig("fp8" + E5M2, b_operand="fp8", tile=PARTIAL, **ALL),
-    "fp8 few": Sm100GemmConfig("fp8", bias_dtype="bfloat16", tile=FEW),
-    "block": Sm100GemmConfig("fp8_block", b_operand=SQUARES, pow2_scales=True, tile=WIDE),
-    "promoted": Sm100GemmConfig("fp8_block", b_operand=SQUARES, tile=Sm100Tile(128, 128)),
-    "promoted all": Sm100GemmConfig(
-        "fp8_block" + E5M2, b_operand="fp8_block", tile=Sm100Tile(256, 128, 2), **ALL
-    ),
-    "promoted few": Sm100GemmConfig("fp8_block", b_operand=SQUARES, tile=FEWER),
-    "promoted rows": Sm100GemmConfig("fp8_block", out_dtype="float32", tile=FEW),
-    "promoted squares": Sm100GemmConfig(SQUARES, b_operand="fp8_block", tile=FEW),
+  "mxfp8": Sm100GemmConfig("mxfp8", tile=WIDE),
+  "mxfp8 all": Sm100GemmConfig("mxfp8", b_operand="mxfp8" + E5M2, out_dtype="float16", tile=PARTIAL, **ALL),
+  "mxfp8 few": Sm100GemmConfig("mxfp8", out_dtype="float32", tile=FEWER),
+  "fp8": Sm100GemmConfig("fp8", tile=WIDE),
+  "fp8 all": Sm100GemmConfig("fp8" + E5M2, b_operand="fp8", tile=PARTIAL, **ALL),
+  "fp8 few": Sm100GemmConfig("fp8", bias_dtype="bfloat16", tile=FEW),
+  "block": Sm100GemmConfig("fp8_block", b_operand=SQUARES, pow2_scales=True, tile=WIDE),
+  "promoted": Sm100GemmConfig("fp8_block", b_operand=SQUARES, tile=Sm100Tile(128, 128)),
+  "promoted all": Sm100GemmConfig("fp8_block" + E5M2, b_operand="fp8_block", tile=Sm100Tile(256, 128, 2), **ALL),
+  "promoted few": Sm100GemmConfig("fp8_block", b_operand=SQUARES, tile=FEWER),
+  "promoted rows": Sm100GemmConfig("fp8_block", out_dtype="float32", tile=FEW),
+  "promoted squares": Sm100GemmConfig(SQUARES, b_operand="fp8_block", tile=FEW),
 }
 DGRAD = {
-    "mxfp8": Sm100GemmConfig("mxfp8", transpose_b=True, tile=WIDE),
-    "mxfp8 direct": Sm100GemmConfig(
-        "mxfp8" + E5M2, b_operand="mxfp8", transpose_b=True, tile=Sm100Tile(128, 64)
-    ),
-    "mxfp8 few": Sm100GemmConfig("mxfp8", out_dtype="float32", transpose_b=True, tile=FEW),
-    **{name: M_GROUPED[name] for name in ("fp8", "fp8 all", "block", "promoted", "promoted rows")},
+  "mxfp8": Sm100GemmConfig("mxfp8", transpose_b=True, tile=WIDE),
+  "mxfp8 direct": Sm100GemmConfig("mxfp8" + E5M2, b_operand="mxfp8", transpose_b=True, tile=Sm100Tile(128, 64)),
+  "mxfp8 few": Sm100GemmConfig("mxfp8", out_dtype="float32", transpose_b=True, tile=FEW),
+  **{name: M_GROUPED[name] for name in ("fp8", "fp8 all", "block", "promoted", "promoted rows")},
 }
 K_GROUPED = {
-    "mxfp8": Sm100GemmConfig("mxfp8", "k_grouped", tile=Sm100Tile(256, 128, 2)),
-    "mxfp8 add": Sm100GemmConfig(
-        "mxfp8" + E5M2,
-        "k_grouped",
-        "float32",
-        b_operand="mxfp8",
-        has_alpha=True,
-        accumulate=True,
-        tile=Sm100Tile(128, 64),
-    ),
-    "fp8": Sm100GemmConfig(
-        "fp8" + E5M2, "k_grouped", "float32", b_operand="fp8", tile=Sm100Tile(256, 256, 2)
-    ),
-    "fp8 add": Sm100GemmConfig("fp8", "k_grouped", accumulate=True, tile=Sm100Tile(128, 128)),
-    "block": Sm100GemmConfig("fp8_block", "k_grouped", pow2_scales=True, tile=Sm100Tile(128, 64)),
-    "promoted": Sm100GemmConfig(
-        "fp8_block", "k_grouped", "float32", accumulate=True, tile=Sm100Tile(128, 128)
-    ),
-    "promoted squares": Sm100GemmConfig(
-        SQUARES, "k_grouped", b_operand="fp8_block", tile=Sm100Tile(256, 128, 2)
-    ),
+  "mxfp8": Sm100GemmConfig("mxfp8", "k_grouped", tile=Sm100Tile(256, 128, 2)),
+  "mxfp8 add": Sm100GemmConfig(
+    "mxfp8" + E5M2, "k_grouped", "float32", b_operand="mxfp8", has_alpha=True, accumulate=True, tile=Sm100Tile(128, 64)
+  ),
+  "fp8": Sm100GemmConfig("fp8" + E5M2, "k_grouped", "float32", b_operand="fp8", tile=Sm100Tile(256, 256, 2)),
+  "fp8 add": Sm100GemmConfig("fp8", "k_grouped", accumulate=True, tile=Sm100Tile(128, 128)),
+  "block": Sm100GemmConfig("fp8_block", "k_grouped", pow2_scales=True, tile=Sm100Tile(128, 64)),
+  "promoted": Sm100GemmConfig("fp8_block", "k_grouped", "float32", accumulate=True, tile=Sm100Tile(128, 128)),
+  "promoted squares": Sm100GemmConfig(SQUARES, "k_grouped", b_operand="fp8_block", tile=Sm100Tile(256, 128, 2)),
 }
 
 each_m_grouped = pytest.mark.parametrize("config", M_GROUPED.values(), ids=M_GROUPED)
@@ -86,122 +68,119 @@ each_k_grouped = pytest.mark.parametrize("config", K_GROUPED.values(), ids=K_GRO
 
 
 def dgrad(config: Sm100GemmConfig, sizes: list[int], n: int, k: int, tail: int = 0) -> Product:
-    return m_grouped(config, sizes, n, k, tail, columnwise_b=True)
+  return m_grouped(config, sizes, n, k, tail, columnwise_b=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @each_m_grouped
 def test_fprop(config: Sm100GemmConfig, shape: str) -> None:
-    sizes, n, k, tail = SHAPES[shape]
-    # K of MXFP8 is in blocks.
-    k = -(-k // config.kind.k_align) * config.kind.k_align
-    m_grouped(config, sizes, n, k, tail).check()
+  sizes, n, k, tail = SHAPES[shape]
+  # K of MXFP8 is in blocks.
+  k = -(-k // config.kind.k_align) * config.kind.k_align
+  m_grouped(config, sizes, n, k, tail).check()
 
 
 @pytest.mark.parametrize("k", [32, 160, 288])
 @each_dgrad
 def test_dgrad_reads_a_columnwise_copy(config: Sm100GemmConfig, k: int) -> None:
-    dgrad(config, [100, 0, 5, 270], 136, k, 3).check()
+  dgrad(config, [100, 0, 5, 270], 136, k, 3).check()
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES)
 @each_k_grouped
 def test_wgrad(config: Sm100GemmConfig, shape: str) -> None:
-    k_grouped(config, *WGRAD_SHAPES[shape]).check()
+  k_grouped(config, *WGRAD_SHAPES[shape]).check()
 
 
 @each_m_grouped
 def test_every_code_and_scale(config: Sm100GemmConfig) -> None:
-    wild(m_grouped(config, [20, 0, 5, 129], 136, 160, 11)).check(2, any_nan=True)
+  wild(m_grouped(config, [20, 0, 5, 129], 136, 160, 11)).check(2, any_nan=True)
 
 
 @each_k_grouped
 def test_every_code_and_scale_of_wgrad(config: Sm100GemmConfig) -> None:
-    wild(k_grouped(config, [130, 0, 40], 136, 72)).check(2, any_nan=True)
+  wild(k_grouped(config, [130, 0, 40], 136, 72)).check(2, any_nan=True)
 
 
 @pytest.mark.parametrize("config", [M_GROUPED["mxfp8"], DGRAD["mxfp8"], M_GROUPED["fp8 all"]])
 def test_tails_of_every_length(config: Sm100GemmConfig) -> None:
-    # One cluster works on partial and whole tiles by turns.
-    columnwise = config.transpose_b
-    product = m_grouped(config, TAILS, 264, 96, 3, columnwise_b=columnwise)
-    product.check(config.tile.num_ctas)
+  # One cluster works on partial and whole tiles by turns.
+  columnwise = config.transpose_b
+  product = m_grouped(config, TAILS, 264, 96, 3, columnwise_b=columnwise)
+  product.check(config.tile.num_ctas)
 
 
 @functools.cache
 def several(config: Sm100GemmConfig) -> tuple[Product, torch.Tensor]:
-    """A product of more stages and tiles than fit into its rings, and its result."""
-    if config.grouping == "k_grouped":
-        product = k_grouped(config, [100, 0, 5, 700], 136, 24, 1)
-    else:
-        columnwise = config.transpose_b or config.kind.is_transposed
-        product = m_grouped(config, [140, 0, 5], 72, 800, 1, columnwise_b=columnwise)
-    return product, product.expected()
+  """A product of more stages and tiles than fit into its rings, and its result."""
+  if config.grouping == "k_grouped":
+    product = k_grouped(config, [100, 0, 5, 700], 136, 24, 1)
+  else:
+    columnwise = config.transpose_b or config.kind.is_transposed
+    product = m_grouped(config, [140, 0, 5], 72, 800, 1, columnwise_b=columnwise)
+  return product, product.expected()
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
-    configs = [*M_GROUPED.values(), *DGRAD.values(), *K_GROUPED.values()]
-    for config in dict.fromkeys(configs):
-        product, want = several(config)
-        with emulator.options(**mode):
-            product.check(config.tile.num_ctas, want=want)
+  configs = [*M_GROUPED.values(), *DGRAD.values(), *K_GROUPED.values()]
+  for config in dict.fromkeys(configs):
+    product, want = several(config)
+    with emulator.options(**mode):
+      product.check(config.tile.num_ctas, want=want)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8 few", "promoted"])
 def test_the_tail_can_be_zeroed(name: str) -> None:
-    check_zeroed_tails(M_GROUPED[name], modes=({}, MODES[1]))
+  check_zeroed_tails(M_GROUPED[name], modes=({}, MODES[1]))
 
 
 @pytest.mark.parametrize("name", ["mxfp8 all", "fp8", "promoted", "promoted all"])
 def test_only_rows_of_groups_are_touched(name: str) -> None:
-    product = m_grouped(M_GROUPED[name], [100, 0, 5], 24, 64, tail=30)
-    want, out = product.expected(), product.before.clone()
-    tensors = [*product.tensors(), product.offs, product.bias, product.alpha]
+  product = m_grouped(M_GROUPED[name], [100, 0, 5], 24, 64, tail=30)
+  want, out = product.expected(), product.before.clone()
+  tensors = [*product.tensors(), product.offs, product.bias, product.alpha]
 
-    def run() -> None:
-        out.copy_(product.before)
-        product.run_into(out)
-        assert_same_bytes(out, want)
+  def run() -> None:
+    out.copy_(product.before)
+    product.run_into(out)
+    assert_same_bytes(out, want)
 
-    check_touched(run, [array_of(out)[:105]], tensors)
+  check_touched(run, [array_of(out)[:105]], tensors)
 
 
-@pytest.mark.parametrize(
-    "config", [M_GROUPED["mxfp8 all"], K_GROUPED["mxfp8 add"], M_GROUPED["promoted all"]]
-)
+@pytest.mark.parametrize("config", [M_GROUPED["mxfp8 all"], K_GROUPED["mxfp8 add"], M_GROUPED["promoted all"]])
 def test_more_groups_than_a_window_of_the_scheduler(config: Sm100GemmConfig) -> None:
-    # They accumulate, so a tile that is worked on twice shows.
-    sizes = [0] * 1100
-    for group, rows in ((0, 1), (31, 2), (32, 130), (500, 3), (1099, 4)):
-        sizes[group] = rows
-    product_of(config, sizes, 8, 32).check()
+  # They accumulate, so a tile that is worked on twice shows.
+  sizes = [0] * 1100
+  for group, rows in ((0, 1), (31, 2), (32, 130), (500, 3), (1099, 4)):
+    sizes[group] = rows
+  product_of(config, sizes, 8, 32).check()
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8 few", "promoted"])
 def test_offsets_past_2_to_the_31(name: str) -> None:
-    product = m_grouped(M_GROUPED[name], [65, 33], 8, 32)
-    # Row 64 of the output, and 32 of the codes, start at element 2^31.
-    codes = torch.empty_strided((98, 32), (2**26, 1), dtype=product.a.codes.dtype)
-    product.a.codes = codes.copy_(product.a.codes)
-    out = torch.empty_strided(product.before.shape, (2**25, 1), dtype=product.before.dtype)
-    product.run_into(out)
-    assert_same_bytes(out.contiguous(), product.expected())
+  product = m_grouped(M_GROUPED[name], [65, 33], 8, 32)
+  # Row 64 of the output, and 32 of the codes, start at element 2^31.
+  codes = torch.empty_strided((98, 32), (2**26, 1), dtype=product.a.codes.dtype)
+  product.a.codes = codes.copy_(product.a.codes)
+  out = torch.empty_strided(product.before.shape, (2**25, 1), dtype=product.before.dtype)
+  product.run_into(out)
+  assert_same_bytes(out.contiguous(), product.expected())
 
 
 def mma_work(sizes: list[int]) -> float:
-    """MMA work of the tile chosen for N = K = 2048, over the useful work; K does not matter."""
-    problem = GemmProblem("mxfp8", "m_grouped", "bfloat16", len(sizes), sum(sizes), 2048, k=2048)
-    config = choose_config(M_GROUPED["mxfp8"], problem, 8)
-    product = m_grouped(dataclasses.replace(config, zero_tail=False), sizes, 256, 64)
-    emulator.reset_stats()
-    product.run(2)
-    return emulator.stats()["mma_flops"] / (2 * sum(sizes) * 256 * 64)
+  """MMA work of the tile chosen for N = K = 2048, over the useful work; K does not matter."""
+  problem = GemmProblem("mxfp8", "m_grouped", "bfloat16", len(sizes), sum(sizes), 2048, k=2048)
+  config = choose_config(M_GROUPED["mxfp8"], problem, 8)
+  product = m_grouped(dataclasses.replace(config, zero_tail=False), sizes, 256, 64)
+  emulator.reset_stats()
+  product.run(2)
+  return emulator.stats()["mma_flops"] / (2 * sum(sizes) * 256 * 64)
 
 
 @pytest.mark.parametrize(
-    "sizes, most",
-    [([256] * 8, 1.0), ([37, 150, 299, 1, 80, 212, 5, 266], 1.1), ([700, 90, 333, 512], 1.1)],
+  "sizes, most", [([256] * 8, 1.0), ([37, 150, 299, 1, 80, 212, 5, 266], 1.1), ([700, 90, 333, 512], 1.1)]
 )
 def test_groups_multiply_little_but_their_rows(sizes: list[int], most: float) -> None:
-    assert mma_work(sizes) <= most
+  assert mma_work(sizes) <= most

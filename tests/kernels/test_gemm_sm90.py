@@ -19,21 +19,21 @@ from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
 from tests.helpers import assert_same_bytes
 from tests.kernels.gemm_support import (
-    SHAPES,
-    WGRAD_SHAPES,
-    check_modes,
-    check_zeroed_tails,
-    compiled,
-    k_grouped,
-    m_grouped,
-    product_of,
+  SHAPES,
+  WGRAD_SHAPES,
+  check_modes,
+  check_zeroed_tails,
+  compiled,
+  k_grouped,
+  m_grouped,
+  product_of,
 )
 from tests.kernels.op_support import MODE_IDS, MODES, array_of, check_touched
 
 
 def name_of(tile: Sm90Tile) -> str:
-    ctas = f"x{tile.num_ctas}" if tile.num_ctas > 1 else ""
-    return f"{tile.m}x{tile.n}{ctas}{' fitted' * tile.fitted}"
+  ctas = f"x{tile.num_ctas}" if tile.num_ctas > 1 else ""
+  return f"{tile.m}x{tile.n}{ctas}{' fitted' * tile.fitted}"
 
 
 M_TILES = {name_of(tile): tile for tile in SM90_TILES if tile.swap_ab}
@@ -41,49 +41,40 @@ K_TILES = {name_of(tile): tile for tile in SM90_TILES if not tile.swap_ab}
 
 FPROP = Sm90GemmConfig("nvfp4", row_scaled=True, tile=M_TILES["128x128"])
 FPROP_ALL = Sm90GemmConfig(
-    "nvfp4",
-    out_dtype="float16",
-    bias_dtype="float32",
-    has_alpha=True,
-    accumulate=True,
-    tile=M_TILES["256x16"],
+  "nvfp4", out_dtype="float16", bias_dtype="float32", has_alpha=True, accumulate=True, tile=M_TILES["256x16"]
 )
 CLUSTER = dataclasses.replace(FPROP_ALL, row_scaled=True, tile=M_TILES["256x128x2"])
 WGRAD = Sm90GemmConfig("nvfp4", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
 WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True)
 WGRAD_16 = dataclasses.replace(WGRAD, out_dtype="bfloat16", tile=K_TILES["128x256"])
 PLAIN = Sm90GemmConfig("bfloat16", bias_dtype="bfloat16", tile=M_TILES["256x32"])
-PLAIN_DGRAD = Sm90GemmConfig(
-    "float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=M_TILES["128x128"]
-)
-PLAIN_WGRAD = Sm90GemmConfig(
-    "bfloat16", "k_grouped", out_dtype="float32", accumulate=True, tile=K_TILES["128x128"]
-)
+PLAIN_DGRAD = Sm90GemmConfig("float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=M_TILES["128x128"])
+PLAIN_WGRAD = Sm90GemmConfig("bfloat16", "k_grouped", out_dtype="float32", accumulate=True, tile=K_TILES["128x128"])
 
 FITTED = dataclasses.replace(FPROP, tile=M_TILES["256x32 fitted"])
 PREPACKED = dataclasses.replace(FPROP, prepacked=True, tile=M_TILES["256x8"])
 W4A16 = Sm90GemmConfig("nvfp4", activations="bfloat16", tile=M_TILES["256x16"])
 W4A16_ALL = Sm90GemmConfig(
-    "nvfp4",
-    activations="float16",
-    out_dtype="float32",
-    bias_dtype="bfloat16",
-    has_alpha=True,
-    accumulate=True,
-    tile=M_TILES["128x128"],
+  "nvfp4",
+  activations="float16",
+  out_dtype="float32",
+  bias_dtype="bfloat16",
+  has_alpha=True,
+  accumulate=True,
+  tile=M_TILES["128x128"],
 )
 
 #: What the kernel multiplies.
 KINDS = {
-    "nvfp4": {"operand": "nvfp4"},
-    "nvfp4 prepacked": {"operand": "nvfp4", "prepacked": True},
-    "w4a16": {"operand": "nvfp4", "activations": "bfloat16"},
-    "bf16": {"operand": "bfloat16"},
+  "nvfp4": {"operand": "nvfp4"},
+  "nvfp4 prepacked": {"operand": "nvfp4", "prepacked": True},
+  "w4a16": {"operand": "nvfp4", "activations": "bfloat16"},
+  "bf16": {"operand": "bfloat16"},
 }
 
 
 def has_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+  return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 DEVICES = ["cpu", *(["cuda"] if has_hopper() else [])]
@@ -91,226 +82,213 @@ DEVICES = ["cpu", *(["cuda"] if has_hopper() else [])]
 
 @pytest.fixture(params=DEVICES, ids=["emulated", "gpu"][: len(DEVICES)])
 def device(request: pytest.FixtureRequest) -> str:
-    return request.param
+  return request.param
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "config",
-    [FPROP, FPROP_ALL, FITTED, CLUSTER, PREPACKED, W4A16, W4A16_ALL],
-    ids=["row-scaled", "all", "fitted", "cluster", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
+  "config",
+  [FPROP, FPROP_ALL, FITTED, CLUSTER, PREPACKED, W4A16, W4A16_ALL],
+  ids=["row-scaled", "all", "fitted", "cluster", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
 )
 def test_fprop(config: Sm90GemmConfig, shape: str, device: str) -> None:
-    m_grouped(config, *SHAPES[shape]).check(device=device)
+  m_grouped(config, *SHAPES[shape]).check(device=device)
 
 
 @pytest.mark.parametrize("k", [32, 144, 320])
 @pytest.mark.parametrize("config", [FPROP, W4A16], ids=["nvfp4", "w4a16"])
 def test_dgrad_reads_a_columnwise_copy(config: Sm90GemmConfig, k: int, device: str) -> None:
-    product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
-    product.check(device=device)
+  product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
+  product.check(device=device)
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES)
-@pytest.mark.parametrize(
-    "config", [WGRAD, WGRAD_ADD, WGRAD_16], ids=["overwrite", "accumulate", "16 bits"]
-)
+@pytest.mark.parametrize("config", [WGRAD, WGRAD_ADD, WGRAD_16], ids=["overwrite", "accumulate", "16 bits"])
 def test_wgrad(config: Sm90GemmConfig, shape: str, device: str) -> None:
-    k_grouped(config, *WGRAD_SHAPES[shape]).check(device=device)
+  k_grouped(config, *WGRAD_SHAPES[shape]).check(device=device)
 
 
 @pytest.mark.parametrize("shape", ["one row", "whole tiles", "tails"])
-@pytest.mark.parametrize(
-    "config", [PLAIN, PLAIN_DGRAD, PLAIN_WGRAD], ids=["fprop", "dgrad", "wgrad"]
-)
+@pytest.mark.parametrize("config", [PLAIN, PLAIN_DGRAD, PLAIN_WGRAD], ids=["fprop", "dgrad", "wgrad"])
 def test_plain_operands(config: Sm90GemmConfig, shape: str, device: str) -> None:
-    product_of(config, *SHAPES[shape]).check(device=device)
+  product_of(config, *SHAPES[shape]).check(device=device)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", M_TILES.values(), ids=M_TILES)
 def test_every_tile(tile: Sm90Tile, kind: str, device: str) -> None:
-    base = Sm90GemmConfig(out_dtype="float32", tile=M_TILES["128x128"], **KINDS[kind])
-    if not base.takes(tile):
-        with pytest.raises(ValueError, match="cannot have the tile"):
-            dataclasses.replace(base, tile=tile)
-        return
-    config = dataclasses.replace(base, tile=tile)
-    for product in (
-        m_grouped(config, [100, 0, 5, tile.n + 1], 264, 288, tail=11),
-        m_grouped(config, [1, 8, 9, 33], 72, 48),
-    ):
-        product.check(tile.num_ctas, device)
+  base = Sm90GemmConfig(out_dtype="float32", tile=M_TILES["128x128"], **KINDS[kind])
+  if not base.takes(tile):
+    with pytest.raises(ValueError, match="cannot have the tile"):
+      dataclasses.replace(base, tile=tile)
+    return
+  config = dataclasses.replace(base, tile=tile)
+  for product in (
+    m_grouped(config, [100, 0, 5, tile.n + 1], 264, 288, tail=11),
+    m_grouped(config, [1, 8, 9, 33], 72, 48),
+  ):
+    product.check(tile.num_ctas, device)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
-    # One or two CTAs and more stages than fit, so that every ring is gone through again.
-    products = (
-        (m_grouped(FPROP, [70, 0, 5], 264, 1056, tail=11), 1),
-        (m_grouped(FPROP_ALL, [1, 140], 136, 160, tail=1), 2),
-        (m_grouped(PLAIN, [33, 0, 5], 136, 328, tail=1), 1),
-        (m_grouped(PREPACKED, [9, 0, 5], 264, 1312, tail=1), 1),
-        (m_grouped(W4A16, [33, 0, 5], 264, 544, tail=1), 1),
-        (m_grouped(FITTED, [33, 0, 5, 16], 264, 1056, tail=1), 1),
-        (k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
-        (m_grouped(CLUSTER, [260, 0, 5], 264, 144, tail=11), 2),
-        (k_grouped(WGRAD_16, [5, 0, 200], 136, 264), 1),
-    )
-    check_modes(mode, products)
+  # One or two CTAs and more stages than fit, so that every ring is gone through again.
+  products = (
+    (m_grouped(FPROP, [70, 0, 5], 264, 1056, tail=11), 1),
+    (m_grouped(FPROP_ALL, [1, 140], 136, 160, tail=1), 2),
+    (m_grouped(PLAIN, [33, 0, 5], 136, 328, tail=1), 1),
+    (m_grouped(PREPACKED, [9, 0, 5], 264, 1312, tail=1), 1),
+    (m_grouped(W4A16, [33, 0, 5], 264, 544, tail=1), 1),
+    (m_grouped(FITTED, [33, 0, 5, 16], 264, 1056, tail=1), 1),
+    (k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
+    (m_grouped(CLUSTER, [260, 0, 5], 264, 144, tail=11), 2),
+    (k_grouped(WGRAD_16, [5, 0, 200], 136, 264), 1),
+  )
+  check_modes(mode, products)
 
 
 @pytest.mark.parametrize("tile", [M_TILES["256x32"], M_TILES["256x128x2"]], ids=name_of)
 def test_the_tail_can_be_zeroed(tile: Sm90Tile, device: str) -> None:
-    config = Sm90GemmConfig(
-        "nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16", tile=tile
-    )
-    check_zeroed_tails(config, device)
+  config = Sm90GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16", tile=tile)
+  check_zeroed_tails(config, device)
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, 7])
 def test_bits_do_not_depend_on_the_grid(num_sms: int, device: str) -> None:
-    for product in (
-        m_grouped(FPROP, [100, 0, 128, 5, 200], 136, 64, tail=11),
-        k_grouped(WGRAD, [100, 0, 128, 5], 136, 136),
-    ):
-        product.check(num_sms, device)
+  for product in (
+    m_grouped(FPROP, [100, 0, 128, 5, 200], 136, 64, tail=11),
+    k_grouped(WGRAD, [100, 0, 128, 5], 136, 136),
+  ):
+    product.check(num_sms, device)
 
 
 def contracted(values: torch.Tensor) -> torch.Tensor:
-    """Values (rows, 8, 16) of blocks in the order that ``expand`` documents."""
-    order = [
-        values[:, 2 * j + p, 8 * w + 2 * h + first + i]
-        for p, w, h, first in itertools.product(range(2), repeat=4)
-        for j in range(4)
-        for i in (0, 4)
-    ]
-    return torch.stack(order, 1)
+  """Values (rows, 8, 16) of blocks in the order that ``expand`` documents."""
+  order = [
+    values[:, 2 * j + p, 8 * w + 2 * h + first + i]
+    for p, w, h, first in itertools.product(range(2), repeat=4)
+    for j in range(4)
+    for i in (0, 4)
+  ]
+  return torch.stack(order, 1)
 
 
 def test_every_code_times_every_scale_is_exact(device: str) -> None:
-    scales = torch.arange(127, dtype=torch.uint8)
-    codes = torch.tensor([0x10 * (i + 1) + i for i in range(0, 16, 2)], dtype=torch.uint8)
-    codes = codes.repeat(128, 8)
-    tiles = torch.zeros(1, 2, 512, dtype=torch.uint8)
-    for row in range(128):
-        for block in range(8):
-            at = row % 32 * 16 + row // 32 * 4 + block % 4
-            tiles[0, block // 4, at] = scales[(row * 8 + block) % 127]
-    out = torch.full((128, 128), float("nan"), dtype=torch.float16, device=device)
-    expand = compiled(ExpandConfig(is_ragged=False), "sm_90a", device)
-    expand(codes.to(device), tiles.to(device), None, out, 4)
-    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    linear = torch.arange(128 * 8).remainder(127).to(torch.uint8).view(torch.float8_e4m3fn)
-    want = linear.float().view(128, 8, 1) * torch.cat([e2m1, -e2m1])
-    assert torch.equal(out.cpu().float(), contracted(want))
+  scales = torch.arange(127, dtype=torch.uint8)
+  codes = torch.tensor([0x10 * (i + 1) + i for i in range(0, 16, 2)], dtype=torch.uint8)
+  codes = codes.repeat(128, 8)
+  tiles = torch.zeros(1, 2, 512, dtype=torch.uint8)
+  for row in range(128):
+    for block in range(8):
+      at = row % 32 * 16 + row // 32 * 4 + block % 4
+      tiles[0, block // 4, at] = scales[(row * 8 + block) % 127]
+  out = torch.full((128, 128), float("nan"), dtype=torch.float16, device=device)
+  expand = compiled(ExpandConfig(is_ragged=False), "sm_90a", device)
+  expand(codes.to(device), tiles.to(device), None, out, 4)
+  e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+  linear = torch.arange(128 * 8).remainder(127).to(torch.uint8).view(torch.float8_e4m3fn)
+  want = linear.float().view(128, 8, 1) * torch.cat([e2m1, -e2m1])
+  assert torch.equal(out.cpu().float(), contracted(want))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_activations_are_only_rearranged(dtype: torch.dtype, device: str) -> None:
-    x = torch.arange(5 * 272, dtype=torch.int16).view(5, 272).view(dtype)
-    out = torch.full((5, 384), -1, dtype=torch.int16, device=device).view(dtype)
-    offs = torch.tensor([3, 3, 4], dtype=torch.int32, device=device)
-    name = str(dtype).removeprefix("torch.")
-    compiled(ArrangeConfig(name), "sm_90a", device)(x.to(device), offs, out, 2)
-    got = out.view(torch.int16).cpu()
-    padded = torch.nn.functional.pad(x.view(torch.int16), (0, 112))
-    want = contracted(padded.reshape(-1, 8, 16)).view(5, 384)
-    assert torch.equal(got[:4], want[:4])
-    assert (got[4] == -1).all()
+  x = torch.arange(5 * 272, dtype=torch.int16).view(5, 272).view(dtype)
+  out = torch.full((5, 384), -1, dtype=torch.int16, device=device).view(dtype)
+  offs = torch.tensor([3, 3, 4], dtype=torch.int32, device=device)
+  name = str(dtype).removeprefix("torch.")
+  compiled(ArrangeConfig(name), "sm_90a", device)(x.to(device), offs, out, 2)
+  got = out.view(torch.int16).cpu()
+  padded = torch.nn.functional.pad(x.view(torch.int16), (0, 112))
+  want = contracted(padded.reshape(-1, 8, 16)).view(5, 384)
+  assert torch.equal(got[:4], want[:4])
+  assert (got[4] == -1).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_extreme_weights_and_activations(dtype: str, device: str) -> None:
-    """All codes and block scales, and activations over the whole range of their type."""
-    config = Sm90GemmConfig("nvfp4", activations=dtype, out_dtype="float32", tile=M_TILES["256x16"])
-    product = m_grouped(config, [16, 3], 264, 256, seed=7)
-    generator = torch.Generator().manual_seed(1)
-    scales, codes = product.b.scales, product.b.codes
-    assert scales is not None
-    scales.copy_(torch.randint(0, 0x7F, scales.shape, generator=generator))
-    codes.copy_(torch.randint(0, 256, codes.shape, generator=generator))
-    bits = torch.randint(-(2**15), 2**15, product.a.codes.shape, generator=generator)
-    wild = bits.to(torch.int16).view(product.a.codes.dtype)
-    product.a.codes.copy_(torch.where(wild.isfinite(), wild, torch.zeros_like(wild)))
-    product.check(device=device)
+  """All codes and block scales, and activations over the whole range of their type."""
+  config = Sm90GemmConfig("nvfp4", activations=dtype, out_dtype="float32", tile=M_TILES["256x16"])
+  product = m_grouped(config, [16, 3], 264, 256, seed=7)
+  generator = torch.Generator().manual_seed(1)
+  scales, codes = product.b.scales, product.b.codes
+  assert scales is not None
+  scales.copy_(torch.randint(0, 0x7F, scales.shape, generator=generator))
+  codes.copy_(torch.randint(0, 256, codes.shape, generator=generator))
+  bits = torch.randint(-(2**15), 2**15, product.a.codes.shape, generator=generator)
+  wild = bits.to(torch.int16).view(product.a.codes.dtype)
+  product.a.codes.copy_(torch.where(wild.isfinite(), wild, torch.zeros_like(wild)))
+  product.check(device=device)
 
 
 @pytest.mark.parametrize("tile", ["256x32", "128x256x2"])
 def test_only_rows_of_groups_are_touched(tile: str) -> None:
-    config = dataclasses.replace(PLAIN, tile=M_TILES[tile])
-    product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
-    want = product.expected()
-    out = product.before.clone()
-    tensors = [*product.tensors(), product.offs, product.bias]
+  config = dataclasses.replace(PLAIN, tile=M_TILES[tile])
+  product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
+  want = product.expected()
+  out = product.before.clone()
+  tensors = [*product.tensors(), product.offs, product.bias]
 
-    def run() -> None:
-        product.run_into(out)
-        assert_same_bytes(out, want)
+  def run() -> None:
+    product.run_into(out)
+    assert_same_bytes(out, want)
 
-    check_touched(run, [array_of(out)[:105]], tensors)
+  check_touched(run, [array_of(out)[:105]], tensors)
 
 
 def test_values_of_every_magnitude_stay_exact(device: str) -> None:
-    """Blocks with scales of 2^-9 next to some of 448: products that subnormals would misalign."""
-    product = m_grouped(FPROP, [40], 16, 64)
-    for operand, bytes_ in ((product.a, (0x01, 0x7E)), (product.b, (0x7E, 0x01))):
-        assert operand.scales is not None
-        operand.scales[..., 0::4], operand.scales[..., 1::4] = bytes_
-    product.check(device=device)
+  """Blocks with scales of 2^-9 next to some of 448: products that subnormals would misalign."""
+  product = m_grouped(FPROP, [40], 16, 64)
+  for operand, bytes_ in ((product.a, (0x01, 0x7E)), (product.b, (0x7E, 0x01))):
+    assert operand.scales is not None
+    operand.scales[..., 0::4], operand.scales[..., 1::4] = bytes_
+  product.check(device=device)
 
 
 def test_configurations_are_keys_that_survive_pickling() -> None:
-    configs = {FPROP, FPROP_ALL, WGRAD, WGRAD_ADD, PLAIN, PLAIN_DGRAD, PLAIN_WGRAD}
-    assert {pickle.loads(pickle.dumps(config)) for config in configs} == configs
+  configs = {FPROP, FPROP_ALL, WGRAD, WGRAD_ADD, PLAIN, PLAIN_DGRAD, PLAIN_WGRAD}
+  assert {pickle.loads(pickle.dumps(config)) for config in configs} == configs
 
 
 @pytest.mark.parametrize("operand", ["nvfp4", "bfloat16"])
 @pytest.mark.parametrize("tile", SM90_TILES, ids=name_of)
 def test_memory_of_every_tile_fits(tile: Sm90Tile, operand: str) -> None:
-    grouping = "m_grouped" if tile.swap_ab else "k_grouped"
-    base = Sm90GemmConfig(operand, grouping, tile=Sm90GemmConfig.any_tile(grouping))
-    if not base.takes(tile):
-        return
-    config = dataclasses.replace(base, tile=tile)
-    # Two of 128 elements of K are as long as four of other operands.
-    assert config.num_ab_stage >= 3 or (operand, tile.n) == ("nvfp4", 256)
-    assert config.num_ab_stage >= 2
-    assert config.num_ab_stage * config.stage_bytes + config.epilogue_bytes <= 227 * 1024 - 2048
-    warps = WarpSchedule(tile.consumers)
-    consumer, other = warps.registers
-    # What a CTA is launched with, in steps of eight a thread, is all that its warps can share.
-    launched = 65536 // warps.num_threads // 8 * 8 * warps.num_threads
-    assert (consumer * tile.consumers + other) * 128 <= launched
+  grouping = "m_grouped" if tile.swap_ab else "k_grouped"
+  base = Sm90GemmConfig(operand, grouping, tile=Sm90GemmConfig.any_tile(grouping))
+  if not base.takes(tile):
+    return
+  config = dataclasses.replace(base, tile=tile)
+  # Two of 128 elements of K are as long as four of other operands.
+  assert config.num_ab_stage >= 3 or (operand, tile.n) == ("nvfp4", 256)
+  assert config.num_ab_stage >= 2
+  assert config.num_ab_stage * config.stage_bytes + config.epilogue_bytes <= 227 * 1024 - 2048
+  warps = WarpSchedule(tile.consumers)
+  consumer, other = warps.registers
+  # What a CTA is launched with, in steps of eight a thread, is all that its warps can share.
+  launched = 65536 // warps.num_threads // 8 * 8 * warps.num_threads
+  assert (consumer * tile.consumers + other) * 128 <= launched
 
 
 @pytest.mark.parametrize(
-    "rows_each, tile",
-    [
-        (1, "256x8"),
-        (16, "256x32 fitted"),
-        (64, "256x64"),
-        (128, "256x128x2"),
-        (4096, "256x128x2"),
-    ],
+  "rows_each, tile", [(1, "256x8"), (16, "256x32 fitted"), (64, "256x64"), (128, "256x128x2"), (4096, "256x128x2")]
 )
 def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: str) -> None:
-    problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
-    chosen = choose_config(FPROP, problem, 132)
-    assert name_of(chosen.tile) == tile
+  problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
+  chosen = choose_config(FPROP, problem, 132)
+  assert name_of(chosen.tile) == tile
 
 
 @pytest.mark.parametrize("rows_each", [16, 128, 512, 4096])
 @pytest.mark.parametrize("operand", ["nvfp4", "bfloat16"])
 def test_the_tile_of_wgrad_does_not_depend_on_the_rows(operand: str, rows_each: int) -> None:
-    problem = GemmProblem(operand, "k_grouped", "bfloat16", 32, 32 * rows_each, 7168, m=4096)
-    base = Sm90GemmConfig(operand, "k_grouped", tile=K_TILES["128x128"])
-    chosen = choose_config(base, problem, 132)
-    assert name_of(chosen.tile) == "128x256"
+  problem = GemmProblem(operand, "k_grouped", "bfloat16", 32, 32 * rows_each, 7168, m=4096)
+  base = Sm90GemmConfig(operand, "k_grouped", tile=K_TILES["128x128"])
+  chosen = choose_config(base, problem, 132)
+  assert name_of(chosen.tile) == "128x256"
 
 
 def test_products_keep_to_their_tiles() -> None:
-    with pytest.raises(ValueError, match="tile"):
-        dataclasses.replace(WGRAD, tile=M_TILES["128x128"])
-    with pytest.raises(ValueError, match="tile"):
-        dataclasses.replace(FPROP, tile=K_TILES["128x128"])
+  with pytest.raises(ValueError, match="tile"):
+    dataclasses.replace(WGRAD, tile=M_TILES["128x128"])
+  with pytest.raises(ValueError, match="tile"):
+    dataclasses.replace(FPROP, tile=K_TILES["128x128"])

@@ -9,14 +9,7 @@ import torch
 import cute_kernels
 from cute_kernels.gemm.variants import CONFIGS
 from cute_kernels.ops.launch.gemm import force_tile
-from tests.helpers import (
-    assert_same_bytes,
-    each,
-    k_grouped_arguments,
-    m_grouped_arguments,
-    ops,
-    sample,
-)
+from tests.helpers import assert_same_bytes, each, k_grouped_arguments, m_grouped_arguments, ops, sample
 
 pytest.importorskip("cutlass")
 
@@ -24,59 +17,59 @@ K, N, GROUPS = 32, 48, 300
 
 
 def many_ends():
-    """Most groups are empty or have a row or two; some have a tile's rows, or one more."""
-    sizes = torch.randint(0, 3, (GROUPS,))
-    sizes[100:180] = 0
-    sizes[[0, 50, 181, 299]] = torch.tensor([129, 33, 257, 64])
-    return sizes.cumsum(0).int()
+  """Most groups are empty or have a row or two; some have a tile's rows, or one more."""
+  sizes = torch.randint(0, 3, (GROUPS,))
+  sizes[100:180] = 0
+  sizes[[0, 50, 181, 299]] = torch.tensor([129, 33, 257, 64])
+  return sizes.cumsum(0).int()
 
 
 def quantized(x, offs=None, columnwise=False):
-    """The buffers of one direction."""
-    with cute_kernels.backend("reference"):
-        return ops.grouped_quantize(x, "nvfp4", offs, None, not columnwise, columnwise)
+  """The buffers of one direction."""
+  with cute_kernels.backend("reference"):
+    return ops.grouped_quantize(x, "nvfp4", offs, None, not columnwise, columnwise)
 
 
 def fprop(offs):
-    x, w = quantized(sample(int(offs[-1]) + 5, K), offs), quantized(sample(GROUPS, N, K))
-    arguments = m_grouped_arguments(x, w, offs, out_dtype=torch.float32)
-    return ops.m_grouped_gemm_out, arguments, (len(x[0]), N)
+  x, w = quantized(sample(int(offs[-1]) + 5, K), offs), quantized(sample(GROUPS, N, K))
+  arguments = m_grouped_arguments(x, w, offs, out_dtype=torch.float32)
+  return ops.m_grouped_gemm_out, arguments, (len(x[0]), N)
 
 
 def wgrad(offs):
-    rows = int(offs[-1]) + 5
-    copies = [quantized(sample(rows, cols), offs, columnwise=True) for cols in (N, K)]
-    arguments = k_grouped_arguments(*copies, offs, out_dtype=torch.float32)
-    return ops.k_grouped_gemm_out, arguments, (GROUPS, N, K)
+  rows = int(offs[-1]) + 5
+  copies = [quantized(sample(rows, cols), offs, columnwise=True) for cols in (N, K)]
+  arguments = k_grouped_arguments(*copies, offs, out_dtype=torch.float32)
+  return ops.k_grouped_gemm_out, arguments, (GROUPS, N, K)
 
 
 PRODUCTS = {"m_grouped": fprop, "k_grouped": wgrad}
 
 
 def product(backend, multiply, arguments, shape):
-    out = torch.full(shape, 3.0)
-    with cute_kernels.backend(backend):
-        multiply(*arguments, out=out)
-    return out
+  out = torch.full(shape, 3.0)
+  with cute_kernels.backend(backend):
+    multiply(*arguments, out=out)
+  return out
 
 
 @functools.cache
 def problem(grouping, arch):
-    """A call and what it gives."""
-    torch.manual_seed(0)
-    call = PRODUCTS[grouping](many_ends())
-    return call, product(f"reference:{arch}", *call)
+  """A call and what it gives."""
+  torch.manual_seed(0)
+  call = PRODUCTS[grouping](many_ends())
+  return call, product(f"reference:{arch}", *call)
 
 
 def cases():
-    for arch, grouping in itertools.product(CONFIGS, PRODUCTS):
-        base = CONFIGS[arch]("nvfp4", grouping, tile=CONFIGS[arch].any_tile(grouping))
-        for tile in filter(base.takes, CONFIGS[arch].tile_shapes):
-            yield pytest.param(arch, grouping, tile, id=f"{arch} {grouping} {tile}")
+  for arch, grouping in itertools.product(CONFIGS, PRODUCTS):
+    base = CONFIGS[arch]("nvfp4", grouping, tile=CONFIGS[arch].any_tile(grouping))
+    for tile in filter(base.takes, CONFIGS[arch].tile_shapes):
+      yield pytest.param(arch, grouping, tile, id=f"{arch} {grouping} {tile}")
 
 
 @each(("arch", "grouping", "tile"), [*cases()])
 def test_hundreds_of_groups(arch, grouping, tile):
-    call, want = problem(grouping, arch)
-    with force_tile(tile):
-        assert_same_bytes(product(f"emulated:{arch}", *call), want)
+  call, want = problem(grouping, arch)
+  with force_tile(tile):
+    assert_same_bytes(product(f"emulated:{arch}", *call), want)

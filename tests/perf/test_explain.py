@@ -26,286 +26,275 @@ SIZES = ["--hidden=256", "--intermediate=128", "--experts=8", "--top-k=2", "--to
 
 @pytest.fixture(scope="module")
 def records():
-    return load(RESULTS)
+  return load(RESULTS)
 
 
 @pytest.fixture(scope="module")
 def fitted(records):
-    return observed.fitted(records)
+  return observed.fitted(records)
 
 
 def error(found, seen):
-    predicted = sum(found.time(kernel, seen.gpu)[0] for kernel in seen.kernels)
-    return abs(math.log(predicted / seen.microseconds))
+  predicted = sum(found.time(kernel, seen.gpu)[0] for kernel in seen.kernels)
+  return abs(math.log(predicted / seen.microseconds))
 
 
 def test_held_out_times_on_an_h200_are_predicted_within_15_percent(records, fitted):
-    seen = observed.ours(records)
-    assert {each.suite for each in seen} == {"gemm", "quantize", "layer"}
-    assert fitted.count == len(seen) > 200
-    assert fitted.error < 0.15
-    assert statistics.median(error(fitted, each) for each in seen) <= fitted.error + 0.01
+  seen = observed.ours(records)
+  assert {each.suite for each in seen} == {"gemm", "quantize", "layer"}
+  assert fitted.count == len(seen) > 200
+  assert fitted.error < 0.15
+  assert statistics.median(error(fitted, each) for each in seen) <= fitted.error + 0.01
 
 
 def test_an_h100_differs_by_its_bandwidth(records, fitted):
-    """No record of one is fitted."""
-    errors = [error(fitted, each) for each in observed.ours(records, "H100")]
-    assert len(errors) > 20
-    assert statistics.median(errors) < 0.1 and max(errors) < 0.25
+  """No record of one is fitted."""
+  errors = [error(fitted, each) for each in observed.ours(records, "H100")]
+  assert len(errors) > 20
+  assert statistics.median(errors) < 0.1 and max(errors) < 0.25
 
 
 def test_published_times_on_a_b200(records, fitted):
-    seen = observed.published(records, "B200")
-    assert statistics.median(error(fitted, each) for each in seen) <= B200.doubt
-    inside = 0
-    for each in seen:
-        ranges = [fitted.range(kernel, B200) for kernel in each.kernels]
-        low, high = map(sum, zip(*ranges, strict=True))
-        inside += low <= each.microseconds <= high
-    assert inside > 0.75 * len(seen) > 20
+  seen = observed.published(records, "B200")
+  assert statistics.median(error(fitted, each) for each in seen) <= B200.doubt
+  inside = 0
+  for each in seen:
+    ranges = [fitted.range(kernel, B200) for kernel in each.kernels]
+    low, high = map(sum, zip(*ranges, strict=True))
+    inside += low <= each.microseconds <= high
+  assert inside > 0.75 * len(seen) > 20
 
 
 def test_a_fit_finds_the_coefficients_that_made_the_times():
-    units = [(1e9, 1e12), (4e9, 1e11), (1e8, 5e12), (1e6, 1e9), (3e9, 3e12), (1e7, 1e12)]
-    kernels = [
-        Kernel("", "product", b * s, f, f * s, "bfloat16", "multiply bfloat16", waves=3 * s)
-        for b, f in units
-        for s in (1, 2, 5)
-    ]
-    true = {"launch product": 3.0, "memory product": 1.2, "overlap product": 2.5}
-    true |= {"multiply bfloat16": 0.9, "fill product": 1.0}
-    blank = [model.Observation([k], 1.0, H200, "") for k in kernels]
-    times = [math.exp(e) for e in model.errors(true, blank)]
-    seen = [dataclasses.replace(o, microseconds=t) for o, t in zip(blank, times, strict=True)]
-    found = model.fit(seen)
-    assert found.error < 0.02
-    assert found.values["multiply bfloat16"] == pytest.approx(0.9, rel=0.05)
+  units = [(1e9, 1e12), (4e9, 1e11), (1e8, 5e12), (1e6, 1e9), (3e9, 3e12), (1e7, 1e12)]
+  kernels = [
+    Kernel("", "product", b * s, f, f * s, "bfloat16", "multiply bfloat16", waves=3 * s)
+    for b, f in units
+    for s in (1, 2, 5)
+  ]
+  true = {"launch product": 3.0, "memory product": 1.2, "overlap product": 2.5}
+  true |= {"multiply bfloat16": 0.9, "fill product": 1.0}
+  blank = [model.Observation([k], 1.0, H200, "") for k in kernels]
+  times = [math.exp(e) for e in model.errors(true, blank)]
+  seen = [dataclasses.replace(o, microseconds=t) for o, t in zip(blank, times, strict=True)]
+  found = model.fit(seen)
+  assert found.error < 0.02
+  assert found.values["multiply bfloat16"] == pytest.approx(0.9, rel=0.05)
 
 
 def test_times_follow_the_formula(fitted):
-    names = ("launch product", "memory product", "overlap product", "multiply fp8, fp8")
-    values = dict(zip(names, (2.0, 1.0, 1.0, 1.0), strict=True)) | {"fill product": 1.0}
-    found = dataclasses.replace(fitted, values=values, spread=0.0)
-    memory, core = 300.0, 400.0
-    kernel = Kernel(
-        *("", "product", memory * 4.25e6, 390 * 1270e6, 390 * 1270e6, "fp8", "multiply fp8, fp8"),
-        waves=10,
-    )
-    total, by = found.time(kernel, H200)
-    assert total == pytest.approx(2 + math.hypot(memory, core))
-    assert by["power"] == pytest.approx(390)
-    assert found.range(kernel, H200) == pytest.approx((total, total))
+  names = ("launch product", "memory product", "overlap product", "multiply fp8, fp8")
+  values = dict(zip(names, (2.0, 1.0, 1.0, 1.0), strict=True)) | {"fill product": 1.0}
+  found = dataclasses.replace(fitted, values=values, spread=0.0)
+  memory, core = 300.0, 400.0
+  kernel = Kernel(*("", "product", memory * 4.25e6, 390 * 1270e6, 390 * 1270e6, "fp8", "multiply fp8, fp8"), waves=10)
+  total, by = found.time(kernel, H200)
+  assert total == pytest.approx(2 + math.hypot(memory, core))
+  assert by["power"] == pytest.approx(390)
+  assert found.range(kernel, H200) == pytest.approx((total, total))
 
-    def bound(kernel):
-        _, by = found.time(kernel, H200)
-        return max(by, key=by.get)
+  def bound(kernel):
+    _, by = found.time(kernel, H200)
+    return max(by, key=by.get)
 
-    bounds = {
-        "power": kernel,
-        # Half of what is multiplied is padding.
-        "tensor core": dataclasses.replace(kernel, useful=kernel.useful / 4),
-        "memory": dataclasses.replace(kernel, bytes=kernel.bytes * 2),
-        "launch": Kernel("", "product", 1.0),
-    }
-    assert [bound(k) for k in bounds.values()] == list(bounds)
-    decoded = dataclasses.replace(kernel, instructions=1e11, decode="decode x")
-    assert bound(decoded) == "issue rate"
-    # What no record knows has a range.
-    low, high = found.range(decoded, H200)
-    assert low < found.time(decoded, H200)[0] < high
+  bounds = {
+    "power": kernel,
+    # Half of what is multiplied is padding.
+    "tensor core": dataclasses.replace(kernel, useful=kernel.useful / 4),
+    "memory": dataclasses.replace(kernel, bytes=kernel.bytes * 2),
+    "launch": Kernel("", "product", 1.0),
+  }
+  assert [bound(k) for k in bounds.values()] == list(bounds)
+  decoded = dataclasses.replace(kernel, instructions=1e11, decode="decode x")
+  assert bound(decoded) == "issue rate"
+  # What no record knows has a range.
+  low, high = found.range(decoded, H200)
+  assert low < found.time(decoded, H200)[0] < high
 
 
 def test_records_replace_what_is_assumed(records):
-    # As if there were none of our own products of FP8 yet.
-    records = [
-        r for r in records if not (r.contender.startswith("ours") and "fp8" in r.format.lower())
-    ]
-    fitted = observed.fitted(records)
-    kernel = work.product(
-        work.Product("fprop", [512] * 32, 4096, 7168, *[parse("fp8_block")] * 2), H200
-    )[-1]
-    assert not fitted.is_known(kernel)
-    expected, _ = fitted.time(kernel, H200)
-    like = next(r for r in records if r.format == "fp8 1x128 x 128x128")
-    new = [
-        dataclasses.replace(
-            like,
-            contender="ours",
-            format="fp8_block x fp8_block:block=128x128",
-            case={**like.case, "rows": tokens * like.case["experts"]},
-            value=like.value * tokens / 64,
-            commit="abc",
-        )
-        for tokens in range(512, 4096, 256)
-    ]
-    found = observed.fitted([*records, *new])
-    assert found.is_known(kernel)
-    assert found.time(kernel, H200)[0] > 1.3 * expected
+  # As if there were none of our own products of FP8 yet.
+  records = [r for r in records if not (r.contender.startswith("ours") and "fp8" in r.format.lower())]
+  fitted = observed.fitted(records)
+  kernel = work.product(work.Product("fprop", [512] * 32, 4096, 7168, *[parse("fp8_block")] * 2), H200)[-1]
+  assert not fitted.is_known(kernel)
+  expected, _ = fitted.time(kernel, H200)
+  like = next(r for r in records if r.format == "fp8 1x128 x 128x128")
+  new = [
+    dataclasses.replace(
+      like,
+      contender="ours",
+      format="fp8_block x fp8_block:block=128x128",
+      case={**like.case, "rows": tokens * like.case["experts"]},
+      value=like.value * tokens / 64,
+      commit="abc",
+    )
+    for tokens in range(512, 4096, 256)
+  ]
+  found = observed.fitted([*records, *new])
+  assert found.is_known(kernel)
+  assert found.time(kernel, H200)[0] > 1.3 * expected
 
 
 def test_bytes_are_those_of_the_suite(records):
-    seen = 0
-    for record in latest(records):
-        is_plain = record.contender == "ours" and record.format == "bfloat16"
-        if record.suite == "gemm" and is_plain and record.bytes:
-            (kernel,) = observed.kernels_of(record, Counts(records, "sm_90a"))
-            assert kernel.bytes == pytest.approx(record.bytes, rel=1e-6)
-            assert kernel.useful == pytest.approx(record.flops)
-            seen += 1
-    assert seen > 20
+  seen = 0
+  for record in latest(records):
+    is_plain = record.contender == "ours" and record.format == "bfloat16"
+    if record.suite == "gemm" and is_plain and record.bytes:
+      (kernel,) = observed.kernels_of(record, Counts(records, "sm_90a"))
+      assert kernel.bytes == pytest.approx(record.bytes, rel=1e-6)
+      assert kernel.useful == pytest.approx(record.flops)
+      seen += 1
+  assert seen > 20
 
 
 def test_padding_on_blackwell_is_what_the_emulator_counts(records):
-    seen = 0
-    for record in latest(records):
-        case = record.case
-        is_ours = record.is_count and record.contender == "ours" and "sm_100a" in record.gpu
-        if not is_ours or record.what != "MMA operations" or case.get("product") != "fprop":
-            continue
-        texts = record.format.split(" x ")
-        a, b = (None if t == "bfloat16" else parse(t) for t in (texts[0], texts[-1]))
-        rows = [int(size) for size in case["routing"].split()]
-        made = work.Product("fprop", rows, case["n"], case["k"], a, b)
-        _, useful, padded, *_ = work._m_grouped(made, B200, False)
-        assert useful == record.flops
-        if a is not None:
-            assert padded == pytest.approx(record.value, rel=0.03)
-            seen += 1
-    assert seen >= 4
+  seen = 0
+  for record in latest(records):
+    case = record.case
+    is_ours = record.is_count and record.contender == "ours" and "sm_100a" in record.gpu
+    if not is_ours or record.what != "MMA operations" or case.get("product") != "fprop":
+      continue
+    texts = record.format.split(" x ")
+    a, b = (None if t == "bfloat16" else parse(t) for t in (texts[0], texts[-1]))
+    rows = [int(size) for size in case["routing"].split()]
+    made = work.Product("fprop", rows, case["n"], case["k"], a, b)
+    _, useful, padded, *_ = work._m_grouped(made, B200, False)
+    assert useful == record.flops
+    if a is not None:
+      assert padded == pytest.approx(record.value, rel=0.03)
+      seen += 1
+  assert seen >= 4
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that ops read and write, and how many compute something."""
+  """Bytes that ops read and write, and how many compute something."""
 
-    def __init__(self):
-        super().__init__()
-        self.bytes = self.launches = 0
-        self.names = []
+  def __init__(self):
+    super().__init__()
+    self.bytes = self.launches = 0
+    self.names = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.names.append(str(func))
-        name = func._schema.name
-        computes = not func.is_view and "empty" not in name and "detach" not in name
-        outs = [out] if isinstance(out, torch.Tensor) else out
-        if computes and name.startswith(("aten::", "cute_kernels::moe_activate")):
-            given = [a for a in args if isinstance(a, torch.Tensor)]
-            if name == "aten::copy_":
-                given = given[1:]
-            self.bytes += sum(t.nbytes for t in (*given, *outs))
-            self.launches += 1
-        return out
+  def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    out = func(*args, **(kwargs or {}))
+    self.names.append(str(func))
+    name = func._schema.name
+    computes = not func.is_view and "empty" not in name and "detach" not in name
+    outs = [out] if isinstance(out, torch.Tensor) else out
+    if computes and name.startswith(("aten::", "cute_kernels::moe_activate")):
+      given = [a for a in args if isinstance(a, torch.Tensor)]
+      if name == "aten::copy_":
+        given = given[1:]
+      self.bytes += sum(t.nbytes for t in (*given, *outs))
+      self.launches += 1
+    return out
 
 
 def test_the_gate_moves_what_is_said():
-    x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn(16, 32, dtype=torch.bfloat16)
-    with Traffic() as forward:
-        y = activate(x, "swiglu")
-    with Traffic() as backward:
-        y.backward(dy)
-    for traffic, which in ((forward, "forward"), (backward, "backward")):
-        kernel = work.gate("", dy.numel(), which)
-        assert (kernel.bytes, kernel.launches) == (traffic.bytes, traffic.launches)
+  x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
+  dy = torch.randn(16, 32, dtype=torch.bfloat16)
+  with Traffic() as forward:
+    y = activate(x, "swiglu")
+  with Traffic() as backward:
+    y.backward(dy)
+  for traffic, which in ((forward, "forward"), (backward, "backward")):
+    kernel = work.gate("", dy.numel(), which)
+    assert (kernel.bytes, kernel.launches) == (traffic.bytes, traffic.launches)
 
 
 def test_a_step_calls_the_ops_that_are_planned(records):
-    recipe = recipes()["NVFP4"]
-    mlp = GroupedMLP(2, 64, 64, recipe=recipe, dtype=torch.bfloat16)
-    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
-    with Traffic() as traffic:
-        y = mlp(x, torch.tensor([16, 32], dtype=torch.int32))
-        y.backward(torch.ones_like(y))
-    names = [name for name in traffic.names if name.startswith("cute_kernels.")]
-    planned = layer.passes(layer.Layer((16, 16), 64, 64), recipe, H200, Counts(records, "sm_90a"))
-    step = layer.step_of(planned)
-    assert sum("quantize" in n for n in names) == sum(k.kind == "quantize" for k in step)
-    assert sum("k_grouped" in n for n in names) == sum(k.kind == "wgrad" for k in step)
-    assert sum("m_grouped" in n for n in names) == sum(k.kind == "product" for k in step)
+  recipe = recipes()["NVFP4"]
+  mlp = GroupedMLP(2, 64, 64, recipe=recipe, dtype=torch.bfloat16)
+  x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+  with Traffic() as traffic:
+    y = mlp(x, torch.tensor([16, 32], dtype=torch.int32))
+    y.backward(torch.ones_like(y))
+  names = [name for name in traffic.names if name.startswith("cute_kernels.")]
+  planned = layer.passes(layer.Layer((16, 16), 64, 64), recipe, H200, Counts(records, "sm_90a"))
+  step = layer.step_of(planned)
+  assert sum("quantize" in n for n in names) == sum(k.kind == "quantize" for k in step)
+  assert sum("k_grouped" in n for n in names) == sum(k.kind == "wgrad" for k in step)
+  assert sum("m_grouped" in n for n in names) == sum(k.kind == "product" for k in step)
 
 
 def test_memory_is_that_of_the_suite(records):
-    kept = {(r.format, r.what): r for r in records if r.suite == "memory"}
-    for name in ("BF16", "NVFP4"):
-        case = kept[name, "peak"].case
-        sizes = (case["rows"] // case["experts"],) * case["experts"]
-        of_layer = layer.Layer(sizes, case["hidden"], case["intermediate"])
-        found = layer.memory(of_layer, recipes()[name])
-        for what in ("peak", "saved of activations", "saved of weights"):
-            assert found[what] == kept[name, what].value
-    # Codes of 4 bits and a scale for each 16, twice; scales are in whole tiles.
-    elements = found["weights"] / 2
-    assert found["quantized"] == pytest.approx(2 * 0.5625 * elements, rel=1e-3)
+  kept = {(r.format, r.what): r for r in records if r.suite == "memory"}
+  for name in ("BF16", "NVFP4"):
+    case = kept[name, "peak"].case
+    sizes = (case["rows"] // case["experts"],) * case["experts"]
+    of_layer = layer.Layer(sizes, case["hidden"], case["intermediate"])
+    found = layer.memory(of_layer, recipes()[name])
+    for what in ("peak", "saved of activations", "saved of weights"):
+      assert found[what] == kept[name, what].value
+  # Codes of 4 bits and a scale for each 16, twice; scales are in whole tiles.
+  elements = found["weights"] / 2
+  assert found["quantized"] == pytest.approx(2 * 0.5625 * elements, rel=1e-3)
 
 
 def test_more_work_takes_longer(fitted, records):
-    counts = Counts(records, "sm_90a")
+  counts = Counts(records, "sm_90a")
 
-    def step(rows, name="NVFP4", gpu=H200):
-        sizes = layer.Layer((rows,) * 8, 1024, 512)
-        kernels = layer.step_of(layer.passes(sizes, recipes()[name], gpu, counts))
-        return sum(fitted.time(kernel, gpu)[0] for kernel in kernels)
+  def step(rows, name="NVFP4", gpu=H200):
+    sizes = layer.Layer((rows,) * 8, 1024, 512)
+    kernels = layer.step_of(layer.passes(sizes, recipes()[name], gpu, counts))
+    return sum(fitted.time(kernel, gpu)[0] for kernel in kernels)
 
-    times = [step(rows) for rows in (1, 16, 64, 256, 1024, 4096)]
-    assert times == sorted(times)
-    assert step(512, gpu=GPUS["H100"]) > step(512)
+  times = [step(rows) for rows in (1, 16, 64, 256, 1024, 4096)]
+  assert times == sorted(times)
+  assert step(512, gpu=GPUS["H100"]) > step(512)
 
 
 def test_it_prints_a_plan(capsys):
-    assert main(["explain", *SIZES, "--recipe", "BF16,NVFP4", "--ep", "2"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith(
-        "4 experts of 256 x 128 with SwiGLU on one H200 of 2: 128 rows, 32 to 32"
-    )
-    steps = dict(re.findall(r"^(\w+)  .*?([\d.]+) \(", text, re.MULTILINE))
-    assert f"Fastest step: {min(steps, key=lambda name: float(steps[name]))}, " in text
-    assert steps.keys() == {"BF16", "NVFP4"}
-    for words in ("fitted", "SwiGLU backward", "saved of activations", "held out"):
-        assert words in text
+  assert main(["explain", *SIZES, "--recipe", "BF16,NVFP4", "--ep", "2"]) == 0
+  text = capsys.readouterr().out
+  assert text.startswith("4 experts of 256 x 128 with SwiGLU on one H200 of 2: 128 rows, 32 to 32")
+  steps = dict(re.findall(r"^(\w+)  .*?([\d.]+) \(", text, re.MULTILINE))
+  assert f"Fastest step: {min(steps, key=lambda name: float(steps[name]))}, " in text
+  assert steps.keys() == {"BF16", "NVFP4"}
+  for words in ("fitted", "SwiGLU backward", "saved of activations", "held out"):
+    assert words in text
 
 
 def test_plans_add_up(records, fitted):
-    counts, of_rank = Counts(records, B200.arch), layer.Layer((100, 20, 0, 8), 256, 128)
-    for recipe in recipes().values():
-        found = explain.plan(of_rank, recipe, B200, fitted, counts)
-        assert found.basis == "prediction"
-        for time in found.times.values():
-            assert 0 < time.low < time.value < time.high
-        assert sum(found.bounds.values()) == pytest.approx(1)
-        both = found.times["forward"].value + found.times["backward"].value
-        assert found.times["step"].value == pytest.approx(both)
+  counts, of_rank = Counts(records, B200.arch), layer.Layer((100, 20, 0, 8), 256, 128)
+  for recipe in recipes().values():
+    found = explain.plan(of_rank, recipe, B200, fitted, counts)
+    assert found.basis == "prediction"
+    for time in found.times.values():
+      assert 0 < time.low < time.value < time.high
+    assert sum(found.bounds.values()) == pytest.approx(1)
+    both = found.times["forward"].value + found.times["backward"].value
+    assert found.times["step"].value == pytest.approx(both)
 
 
 def test_recipes_say_which_sizes_they_do_not_take(capsys):
-    assert main(["explain", *SIZES, "--hidden", "40", "--recipe", "BF16,NVFP4"]) == 0
-    assert "NVFP4 does not take these sizes: hidden must be a multiple of 16, got 40" in (
-        capsys.readouterr().out
-    )
-    assert main(["explain", *SIZES, "--hidden", "40", "--recipe", "NVFP4"]) == 1
+  assert main(["explain", *SIZES, "--hidden", "40", "--recipe", "BF16,NVFP4"]) == 0
+  assert "NVFP4 does not take these sizes: hidden must be a multiple of 16, got 40" in (capsys.readouterr().out)
+  assert main(["explain", *SIZES, "--hidden", "40", "--recipe", "NVFP4"]) == 1
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--tokens", "0"], "tokens must be at least 1, got 0"),
-        (["--ep", "3"], "ep must divide the 8 experts, got 3"),
-        (["--top-k", "9"], "top-k must be at most the 8 experts, got 9"),
-        (["--gpu", "A100"], "gpu must be one of H200, H100, B200, got 'A100'"),
-        (["--recipe", "BF16,FP3"], "recipe must be all, or some of BF16, FP8Block"),
-    ],
+  ("options", "message"),
+  [
+    (["--tokens", "0"], "tokens must be at least 1, got 0"),
+    (["--ep", "3"], "ep must divide the 8 experts, got 3"),
+    (["--top-k", "9"], "top-k must be at most the 8 experts, got 9"),
+    (["--gpu", "A100"], "gpu must be one of H200, H100, B200, got 'A100'"),
+    (["--recipe", "BF16,FP3"], "recipe must be all, or some of BF16, FP8Block"),
+  ],
 )
 def test_errors_name_the_argument(capsys, options, message):
-    assert main(["explain", *SIZES, *options]) == 2
-    assert message in capsys.readouterr().err
+  assert main(["explain", *SIZES, *options]) == 2
+  assert message in capsys.readouterr().err
 
 
 def test_records_are_needed(tmp_path, capsys):
-    write(tmp_path / "none.jsonl", [])
-    assert main(["explain", *SIZES, "--records", str(tmp_path)]) == 2
-    assert "records must have times of ours on an H200, got 0" in capsys.readouterr().err
+  write(tmp_path / "none.jsonl", [])
+  assert main(["explain", *SIZES, "--records", str(tmp_path)]) == 2
+  assert "records must have times of ours on an H200, got 0" in capsys.readouterr().err
 
 
 def test_rates_of_gpus():
-    assert gpus.gpu_of("NVIDIA H100 80GB HBM3") is GPUS["H100"]
-    found = [gpus.Range(2.0, 8.0).at(where) for where in (-1, 0)]
-    assert found == pytest.approx([2, 4])
+  assert gpus.gpu_of("NVIDIA H100 80GB HBM3") is GPUS["H100"]
+  found = [gpus.Range(2.0, 8.0).at(where) for where in (-1, 0)]
+  assert found == pytest.approx([2, 4])

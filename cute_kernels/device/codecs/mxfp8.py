@@ -13,7 +13,7 @@ from cute_kernels.device.codecs.bytes import ByteCodec
 from cute_kernels.device.ptx import asm, bits_as_f32
 
 if TYPE_CHECKING:
-    from cute_kernels.device.codecs.base import Level
+  from cute_kernels.device.codecs.base import Level
 
 __all__ = ["MXFP8Codec"]
 
@@ -44,15 +44,15 @@ _DECODE = """{
 
 
 class MXFP8Codec(ByteCodec):
-    """E4M3 or E5M2 codes, and a power of two a block."""
+  """E4M3 or E5M2 codes, and a power of two a block."""
 
-    def block_scale(self, a: Float32, level: Level) -> tuple[Uint32, Float32]:
-        """The E8M0 byte, and the power of two that elements are multiplied by."""
-        operands = [a, Float32(1.0 / self.fmt.element.max)]
-        byte, factor = asm(_SCALE, [Uint32, Uint32], operands)
-        return byte, bits_as_f32(factor)
+  def block_scale(self, a: Float32, level: Level) -> tuple[Uint32, Float32]:
+    """The E8M0 byte, and the power of two that elements are multiplied by."""
+    operands = [a, Float32(1.0 / self.fmt.element.max)]
+    byte, factor = asm(_SCALE, [Uint32, Uint32], operands)
+    return byte, bits_as_f32(factor)
 
-    def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:
-        """E8M0 scales as numbers, see ``Codec``."""
-        low, high = (bits_as_f32(asm(_DECODE, [Uint32], [word])) for word in (pair, pair >> 8))
-        return low, high
+  def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:
+    """E8M0 scales as numbers, see ``Codec``."""
+    low, high = (bits_as_f32(asm(_DECODE, [Uint32], [word])) for word in (pair, pair >> 8))
+    return low, high

@@ -17,16 +17,12 @@ from cute_kernels.device.ptx import asm, asm_volatile, bits_as_f32, f32_as_bits
 from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, out_offset
 from cute_kernels.gemm.scheduler import WorkTile
 from cute_kernels.gemm.sm90.config import WARPGROUP_M
-from cute_kernels.gemm.sm90.warp_schedule import (
-    FIRST_EPILOGUE_BARRIER,
-    FIRST_PING_PONG_BARRIER,
-    WARPGROUP_SIZE,
-)
+from cute_kernels.gemm.sm90.warp_schedule import FIRST_EPILOGUE_BARRIER, FIRST_PING_PONG_BARRIER, WARPGROUP_SIZE
 from cute_kernels.gemm.views import DSL_TYPES
 from cute_kernels.layout.pieces import DECODED_SCALE
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+  from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 
 __all__ = ["Epilogue", "PingPong"]
 
@@ -36,369 +32,349 @@ _SWIZZLE_ROWS = 8
 
 
 def _each(instruction: str, target: cute.Tensor, operands: cute.Tensor) -> None:
-    """``target = instruction(target, operands)`` for fp32 registers; never part of an FMA."""
-    for i in range(cute.size(target)):
-        target[i] = asm(f"{instruction} $0, $1, $2;", [Float32], [target[i], operands[i]])
+  """``target = instruction(target, operands)`` for fp32 registers; never part of an FMA."""
+  for i in range(cute.size(target)):
+    target[i] = asm(f"{instruction} $0, $1, $2;", [Float32], [target[i], operands[i]])
 
 
 def _store_matrices(address: Int32, words: list[Uint32], transpose: bool) -> None:
-    """Store 8x8 matrices of 16 bits, one a word; lane 8 i + r has row r of the i-th's address."""
-    names = ", ".join(f"${i + 1}" for i in range(len(words)))
-    kind = ".trans" if transpose else ""
-    asm_volatile(
-        f"stmatrix.sync.aligned.m8n8.x{len(words)}{kind}.shared.b16 [$0], {{{names}}};",
-        [address, *words],
-    )
+  """Store 8x8 matrices of 16 bits, one a word; lane 8 i + r has row r of the i-th's address."""
+  names = ", ".join(f"${i + 1}" for i in range(len(words)))
+  kind = ".trans" if transpose else ""
+  asm_volatile(f"stmatrix.sync.aligned.m8n8.x{len(words)}{kind}.shared.b16 [$0], {{{names}}};", [address, *words])
 
 
-def _store_if(
-    address: Int64, words: list[Uint32], rows: tuple[Int32, int], cols: tuple[Int32, int]
-) -> None:
-    """Store 16 bytes if there are more rows and more columns than given; never a branch."""
-    asm_volatile(
-        f"""{{
+def _store_if(address: Int64, words: list[Uint32], rows: tuple[Int32, int], cols: tuple[Int32, int]) -> None:
+  """Store 16 bytes if there are more rows and more columns than given; never a branch."""
+  asm_volatile(
+    f"""{{
         .reg .pred p;
         setp.gt.s32 p, $5, {rows[1]};
         setp.gt.and.s32 p, $6, {cols[1]}, p;
         @p st.global.v4.b32 [$0], {{$1, $2, $3, $4}};
         }}""",
-        [address, *words, rows[0], cols[0]],
-    )
+    [address, *words, rows[0], cols[0]],
+  )
 
 
 class _Window(NamedTuple):
-    """The part of the output that a thread's vectors go to.
+  """The part of the output that a thread's vectors go to.
 
-    Attributes:
-        address: of the first vector of the tile's first block.
-        pitch: bytes from one row to the next.
-        rows: rows that exist from the first vector's on.
-        cols: columns that exist from the first vector's on.
-    """
+  Attributes:
+    address: of the first vector of the tile's first block.
+    pitch: bytes from one row to the next.
+    rows: rows that exist from the first vector's on.
+    cols: columns that exist from the first vector's on.
+  """
 
-    address: Int64
-    pitch: Int64
-    rows: Int32
-    cols: Int32
+  address: Int64
+  pitch: Int64
+  rows: Int32
+  cols: Int32
 
 
 class PingPong:
-    """Lets two consumer warpgroups through their epilogues by turns, the first one first.
+  """Lets two consumer warpgroups through their epilogues by turns, the first one first.
 
-    So they are half an epilogue or more apart from then on: while one stores, the other multiplies.
+  So they are half an epilogue or more apart from then on: while one stores, the other multiplies.
 
-    Args:
-        is_second: whether this is the second warpgroup.
-    """
+  Args:
+    is_second: whether this is the second warpgroup.
+  """
 
-    def __init__(self, is_second: Int32):
-        self.own = FIRST_PING_PONG_BARRIER + is_second
-        self.other = FIRST_PING_PONG_BARRIER + 1 - is_second
-        self.is_second = is_second
+  def __init__(self, is_second: Int32):
+    self.own = FIRST_PING_PONG_BARRIER + is_second
+    self.other = FIRST_PING_PONG_BARRIER + 1 - is_second
+    self.is_second = is_second
 
-    @cute.jit
-    def start(self) -> None:
-        """Give the first warpgroup its first turn."""
-        if self.is_second == 1:
-            self.end()
+  @cute.jit
+  def start(self) -> None:
+    """Give the first warpgroup its first turn."""
+    if self.is_second == 1:
+      self.end()
 
-    def begin(self) -> None:
-        """Wait for this warpgroup's turn."""
-        cute.arch.barrier(barrier_id=self.own, number_of_threads=2 * WARPGROUP_SIZE)
+  def begin(self) -> None:
+    """Wait for this warpgroup's turn."""
+    cute.arch.barrier(barrier_id=self.own, number_of_threads=2 * WARPGROUP_SIZE)
 
-    def end(self) -> None:
-        """Give the other warpgroup its turn."""
-        cute.arch.barrier_arrive(barrier_id=self.other, number_of_threads=2 * WARPGROUP_SIZE)
+  def end(self) -> None:
+    """Give the other warpgroup its turn."""
+    cute.arch.barrier_arrive(barrier_id=self.other, number_of_threads=2 * WARPGROUP_SIZE)
 
-    @cute.jit
-    def finish(self) -> None:
-        """Take the turn that is left over, so that no barrier is left half-way."""
-        if self.is_second == 0:
-            self.begin()
+  @cute.jit
+  def finish(self) -> None:
+    """Take the turn that is left over, so that no barrier is left half-way."""
+    if self.is_second == 0:
+      self.begin()
 
 
 class Epilogue:
-    """The epilogue of one consumer warpgroup.
+  """The epilogue of one consumer warpgroup.
 
-    A block is what the warpgroup stages at a time: ``config.block_shape`` elements of output in
-    panels of 128-byte rows, the vectors of 16 bytes in a row exchanged as the swizzle of TMA does.
-    Blocks use two buffers by turns, so one barrier a block keeps writers and readers apart; with a
-    single buffer there are two.
+  A block is what the warpgroup stages at a time: ``config.block_shape`` elements of output in
+  panels of 128-byte rows, the vectors of 16 bytes in a row exchanged as the swizzle of TMA does.
+  Blocks use two buffers by turns, so one barrier a block keeps writers and readers apart; with a
+  single buffer there are two.
 
-    Args:
-        config: the kernel's configuration.
-        tensors: what is read and written in global memory.
-        blocks: buffers of all warpgroups in shared memory, bytes.
-        factors: factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None
-            unless there is one a row.
-        cta: number of the CTA in its cluster.
+  Args:
+    config: the kernel's configuration.
+    tensors: what is read and written in global memory.
+    blocks: buffers of all warpgroups in shared memory, bytes.
+    factors: factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None
+      unless there is one a row.
+    cta: number of the CTA in its cluster.
+  """
+
+  def __init__(
+    self, config: Sm90GemmConfig, tensors: EpilogueTensors, blocks: cute.Tensor, factors: cute.Tensor | None, cta: Int32
+  ):
+    self.config = config
+    self.tensors = tensors
+    thread = cute.arch.thread_idx()[0]
+    group = thread // WARPGROUP_SIZE
+    self.group = cute.arch.make_warp_uniform(group)
+    self.thread = thread % WARPGROUP_SIZE
+    self.warp, self.lane = self.thread // 32, thread % 32
+    self.block_rows, self.block_cols = config.block_shape
+    self.staged_element = DSL_TYPES[config.staged_type]
+    size = config.num_store_stage * config.block_bytes
+    self.blocks = blocks.iterator.toint() + group * size
+    if cutlass.const_expr(factors is not None):
+      self.factors = factors.iterator.toint() + group * (config.tile.n * 4)
+    #: Elements of a vector, and vectors of a block.
+    self.vector = VECTOR_BYTES * 8 // self.staged_element.width
+    self.vectors = self.block_rows * self.block_cols // self.vector
+    #: The first vector of a block that this thread copies.
+    per_row = _ROW_BYTES // VECTOR_BYTES
+    own = self.thread % min(self.vectors, WARPGROUP_SIZE)
+    self.own_row = own // per_row % self.block_rows
+    panel = own // (per_row * self.block_rows)
+    self.own_col = (panel * per_row + own % per_row) * self.vector
+    #: First row of operand M of this warpgroup, from the cluster's tile on.
+    self.first_m = cta * config.tile.m + group * WARPGROUP_M
+    self.step = config.consumers * WARPGROUP_M
+    self.repeats = config.tile.m // self.step
+
+  @cute.jit
+  def load_factors(self, tile: WorkTile) -> cute.Tensor:
+    """What rows are multiplied by; 1 where nothing was multiplied or no row is.
+
+    Loaded ahead of the products, whose time hides the latency. With one factor a row the
+    threads of the warpgroup have one of 128 rows each, and otherwise all have the group's.
     """
-
-    def __init__(
-        self,
-        config: Sm90GemmConfig,
-        tensors: EpilogueTensors,
-        blocks: cute.Tensor,
-        factors: cute.Tensor | None,
-        cta: Int32,
-    ):
-        self.config = config
-        self.tensors = tensors
-        thread = cute.arch.thread_idx()[0]
-        group = thread // WARPGROUP_SIZE
-        self.group = cute.arch.make_warp_uniform(group)
-        self.thread = thread % WARPGROUP_SIZE
-        self.warp, self.lane = self.thread // 32, thread % 32
-        self.block_rows, self.block_cols = config.block_shape
-        self.staged_element = DSL_TYPES[config.staged_type]
-        size = config.num_store_stage * config.block_bytes
-        self.blocks = blocks.iterator.toint() + group * size
-        if cutlass.const_expr(factors is not None):
-            self.factors = factors.iterator.toint() + group * (config.tile.n * 4)
-        #: Elements of a vector, and vectors of a block.
-        self.vector = VECTOR_BYTES * 8 // self.staged_element.width
-        self.vectors = self.block_rows * self.block_cols // self.vector
-        #: The first vector of a block that this thread copies.
-        per_row = _ROW_BYTES // VECTOR_BYTES
-        own = self.thread % min(self.vectors, WARPGROUP_SIZE)
-        self.own_row = own // per_row % self.block_rows
-        panel = own // (per_row * self.block_rows)
-        self.own_col = (panel * per_row + own % per_row) * self.vector
-        #: First row of operand M of this warpgroup, from the cluster's tile on.
-        self.first_m = cta * config.tile.m + group * WARPGROUP_M
-        self.step = config.consumers * WARPGROUP_M
-        self.repeats = config.tile.m // self.step
-
-    @cute.jit
-    def load_factors(self, tile: WorkTile) -> cute.Tensor:
-        """What rows are multiplied by; 1 where nothing was multiplied or no row is.
-
-        Loaded ahead of the products, whose time hides the latency. With one factor a row the
-        threads of the warpgroup have one of 128 rows each, and otherwise all have the group's.
-        """
-        config = self.config
-        count = -(-config.tile.n // WARPGROUP_SIZE) if config.row_scaled else 1
-        factors = cute.make_rmem_tensor(count, Float32)
-        for i in cutlass.range_constexpr(count):
-            factor = Float32(1.0)
-            if tile.k_blocks > 0:
-                if cutlass.const_expr(config.row_scaled):
-                    local = i * WARPGROUP_SIZE + self.thread
-                    if local < cutlass.min(tile.rows, config.tile.n):
-                        factor = self.tensors.factor(config, tile.group, tile.n_row + local)
-                else:
-                    factor = self.tensors.factor(config, tile.group, tile.group)
-            factors[i] = factor
-        return factors
-
-    @cute.jit
-    def store(self, acc: cute.Tensor, factors: cute.Tensor, tile: WorkTile) -> None:
-        """Store a tile's accumulators, ((2, 2, N / 8), repeats along M, 1) of compact layout."""
-        config = self.config
-        shape = (2, 2, config.tile.n // 8, self.repeats)
-        acc = cute.make_tensor(acc.iterator, cute.make_layout(shape))
+    config = self.config
+    count = -(-config.tile.n // WARPGROUP_SIZE) if config.row_scaled else 1
+    factors = cute.make_rmem_tensor(count, Float32)
+    for i in cutlass.range_constexpr(count):
+      factor = Float32(1.0)
+      if tile.k_blocks > 0:
         if cutlass.const_expr(config.row_scaled):
-            for i in cutlass.range_constexpr(cute.size(factors)):
-                local = i * WARPGROUP_SIZE + self.thread
-                if local < config.tile.n:
-                    store_shared(self.factors + local * 4, [f32_as_bits(factors[i])])
-        # The factors are there, and the blocks of the tile before have been read.
-        self.sync()
-        slot, window = Int32(0), self.window(tile)
-        block_n = self.block_rows if config.tile.swap_ab else self.block_cols
-        for repeat in cutlass.range_constexpr(self.repeats):
-            bias = self.load_bias(tile, repeat)
-            for block in cutlass.range_constexpr(config.tile.n // block_n):
-                # The same for all threads: no row of a block that is left out is the group's.
-                if not cutlass.const_expr(config.tile.swap_ab) or block * block_n < tile.rows:
-                    buffer = self.blocks + slot * config.block_bytes
-                    for first in cutlass.range_constexpr(0, block_n, 16):
-                        at = (block * block_n + first) // 8
-                        columns = range(at, at + min(2, block_n // 8))
-                        values = [
-                            self.finish(acc, factors[0], bias, repeat, j, tile) for j in columns
-                        ]
-                        self.stage(values, buffer, first)
-                    self.sync()
-                    self.copy(buffer, window, repeat, block * block_n)
-                    if cutlass.const_expr(config.num_store_stage == 1):
-                        self.sync()
-                    else:
-                        slot = slot ^ 1
+          local = i * WARPGROUP_SIZE + self.thread
+          if local < cutlass.min(tile.rows, config.tile.n):
+            factor = self.tensors.factor(config, tile.group, tile.n_row + local)
+        else:
+          factor = self.tensors.factor(config, tile.group, tile.group)
+      factors[i] = factor
+    return factors
 
-    def sync(self) -> None:
-        """Wait for the whole warpgroup."""
-        cute.arch.barrier(
-            barrier_id=FIRST_EPILOGUE_BARRIER + self.group, number_of_threads=WARPGROUP_SIZE
-        )
+  @cute.jit
+  def store(self, acc: cute.Tensor, factors: cute.Tensor, tile: WorkTile) -> None:
+    """Store a tile's accumulators, ((2, 2, N / 8), repeats along M, 1) of compact layout."""
+    config = self.config
+    shape = (2, 2, config.tile.n // 8, self.repeats)
+    acc = cute.make_tensor(acc.iterator, cute.make_layout(shape))
+    if cutlass.const_expr(config.row_scaled):
+      for i in cutlass.range_constexpr(cute.size(factors)):
+        local = i * WARPGROUP_SIZE + self.thread
+        if local < config.tile.n:
+          store_shared(self.factors + local * 4, [f32_as_bits(factors[i])])
+    # The factors are there, and the blocks of the tile before have been read.
+    self.sync()
+    slot, window = Int32(0), self.window(tile)
+    block_n = self.block_rows if config.tile.swap_ab else self.block_cols
+    for repeat in cutlass.range_constexpr(self.repeats):
+      bias = self.load_bias(tile, repeat)
+      for block in cutlass.range_constexpr(config.tile.n // block_n):
+        # The same for all threads: no row of a block that is left out is the group's.
+        if not cutlass.const_expr(config.tile.swap_ab) or block * block_n < tile.rows:
+          buffer = self.blocks + slot * config.block_bytes
+          for first in cutlass.range_constexpr(0, block_n, 16):
+            at = (block * block_n + first) // 8
+            columns = range(at, at + min(2, block_n // 8))
+            values = [self.finish(acc, factors[0], bias, repeat, j, tile) for j in columns]
+            self.stage(values, buffer, first)
+          self.sync()
+          self.copy(buffer, window, repeat, block * block_n)
+          if cutlass.const_expr(config.num_store_stage == 1):
+            self.sync()
+          else:
+            slot = slot ^ 1
 
-    @cute.jit
-    def load_bias(self, tile: WorkTile, repeat: int) -> cute.Tensor | None:
-        """The bias of the thread's two rows of operand M, and 0 where nothing was multiplied.
+  def sync(self) -> None:
+    """Wait for the whole warpgroup."""
+    cute.arch.barrier(barrier_id=FIRST_EPILOGUE_BARRIER + self.group, number_of_threads=WARPGROUP_SIZE)
 
-        None without one, and where it is of columns.
-        """
-        bias = self.tensors.bias
-        if cutlass.const_expr(bias is None or not self.config.tile.swap_ab):
-            return None
-        values = cute.make_rmem_tensor(2, Float32)
-        row = tile.m_row + self.first_m + repeat * self.step + self.warp * 16 + self.lane // 4
-        for half in cutlass.range_constexpr(2):
-            col = row + half * 8
-            value = Float32(0.0)
-            if tile.k_blocks > 0 and col < bias.shape[1]:
-                value = bias[tile.group, col].to(Float32)
-            values[half] = value
-        return values
+  @cute.jit
+  def load_bias(self, tile: WorkTile, repeat: int) -> cute.Tensor | None:
+    """The bias of the thread's two rows of operand M, and 0 where nothing was multiplied.
 
-    @cute.jit
-    def finish(
-        self,
-        acc: cute.Tensor,
-        factor: Float32,
-        bias: cute.Tensor | None,
-        repeat: int,
-        j: int,
-        tile: WorkTile,
-    ) -> cute.Tensor:
-        """The thread's values of the ``j``-th eight columns: (column, row) of two each.
+    None without one, and where it is of columns.
+    """
+    bias = self.tensors.bias
+    if cutlass.const_expr(bias is None or not self.config.tile.swap_ab):
+      return None
+    values = cute.make_rmem_tensor(2, Float32)
+    row = tile.m_row + self.first_m + repeat * self.step + self.warp * 16 + self.lane // 4
+    for half in cutlass.range_constexpr(2):
+      col = row + half * 8
+      value = Float32(0.0)
+      if tile.k_blocks > 0 and col < bias.shape[1]:
+        value = bias[tile.group, col].to(Float32)
+      values[half] = value
+    return values
 
-        Zeros of an empty group and of the tail stay exact zeros: their factor is 1.
-        """
-        values = cute.make_rmem_tensor(4, Float32)
+  @cute.jit
+  def finish(
+    self, acc: cute.Tensor, factor: Float32, bias: cute.Tensor | None, repeat: int, j: int, tile: WorkTile
+  ) -> cute.Tensor:
+    """The thread's values of the ``j``-th eight columns: (column, row) of two each.
+
+    Zeros of an empty group and of the tail stay exact zeros: their factor is 1.
+    """
+    values = cute.make_rmem_tensor(4, Float32)
+    for i in cutlass.range_constexpr(4):
+      values[i] = acc[i % 2, i // 2, j, repeat]
+    if cutlass.const_expr(self.config.is_decoded):
+      scale = DECODED_SCALE[self.config.multiplied]
+      values.store(values.load() * Float32(1 / scale))
+    if cutlass.const_expr(self.tensors.has_factor):
+      factors = cute.make_rmem_tensor(4, Float32)
+      factors.fill(factor)
+      if cutlass.const_expr(self.config.row_scaled):
+        words = load_shared(self.factors + (j * 8 + self.lane % 4 * 2) * 4, 2)
         for i in cutlass.range_constexpr(4):
-            values[i] = acc[i % 2, i // 2, j, repeat]
-        if cutlass.const_expr(self.config.is_decoded):
-            scale = DECODED_SCALE[self.config.multiplied]
-            values.store(values.load() * Float32(1 / scale))
-        if cutlass.const_expr(self.tensors.has_factor):
-            factors = cute.make_rmem_tensor(4, Float32)
-            factors.fill(factor)
-            if cutlass.const_expr(self.config.row_scaled):
-                words = load_shared(self.factors + (j * 8 + self.lane % 4 * 2) * 4, 2)
-                for i in cutlass.range_constexpr(4):
-                    factors[i] = bits_as_f32(words[i % 2])
-            _each("mul.rn.f32", values, factors)
-        if cutlass.const_expr(bias is not None):
-            addends = cute.make_rmem_tensor(4, Float32)
-            for i in cutlass.range_constexpr(4):
-                addends[i] = bias[i // 2]
-            _each("add.rn.f32", values, addends)
-        elif cutlass.const_expr(self.tensors.bias is not None):
-            self.add_bias_of_columns(values, j, tile)
-        return values
+          factors[i] = bits_as_f32(words[i % 2])
+      _each("mul.rn.f32", values, factors)
+    if cutlass.const_expr(bias is not None):
+      addends = cute.make_rmem_tensor(4, Float32)
+      for i in cutlass.range_constexpr(4):
+        addends[i] = bias[i // 2]
+      _each("add.rn.f32", values, addends)
+    elif cutlass.const_expr(self.tensors.bias is not None):
+      self.add_bias_of_columns(values, j, tile)
+    return values
 
-    @cute.jit
-    def add_bias_of_columns(self, values: cute.Tensor, j: int, tile: WorkTile) -> None:
-        """Add the bias of the thread's two columns of the ``j``-th eight of operand N."""
-        bias = self.tensors.bias
-        addends = cute.make_rmem_tensor(4, Float32)
-        for i in cutlass.range_constexpr(2):
-            col = tile.n_row + j * 8 + self.lane % 4 * 2 + i
-            value = Float32(0.0)
-            if tile.k_blocks > 0 and col < bias.shape[1]:
-                value = bias[tile.group, col].to(Float32)
-            addends[i] = addends[i + 2] = value
-        _each("add.rn.f32", values, addends)
+  @cute.jit
+  def add_bias_of_columns(self, values: cute.Tensor, j: int, tile: WorkTile) -> None:
+    """Add the bias of the thread's two columns of the ``j``-th eight of operand N."""
+    bias = self.tensors.bias
+    addends = cute.make_rmem_tensor(4, Float32)
+    for i in cutlass.range_constexpr(2):
+      col = tile.n_row + j * 8 + self.lane % 4 * 2 + i
+      value = Float32(0.0)
+      if tile.k_blocks > 0 and col < bias.shape[1]:
+        value = bias[tile.group, col].to(Float32)
+      addends[i] = addends[i + 2] = value
+    _each("add.rn.f32", values, addends)
 
-    def stage(self, values: list[cute.Tensor], buffer: Int32, first: int) -> None:
-        """Write eight or sixteen columns of accumulators, ``first`` and on, into a block."""
-        swap_ab, lane = self.config.tile.swap_ab, self.lane
-        if self.config.staged_type == "float32":
-            for k, part in enumerate(values):
-                words = [f32_as_bits(part[i]) for i in range(4)]
-                n = first + k * 8 + lane % 4 * 2
-                for half in range(2):
-                    m = self.warp * 16 + half * 8 + lane // 4
-                    pair = words[2 * half : 2 * half + 2]
-                    if swap_ab:
-                        for i in range(2):
-                            store_shared(self.place(buffer, n + i, m), [pair[i]])
-                    else:
-                        store_shared(self.place(buffer, m, n), pair)
-            return
-        words = []
-        for part in values:
-            narrow = cute.make_rmem_tensor(4, self.staged_element)
-            narrow.store(part.load().to(self.staged_element))
-            bits = cute.recast_tensor(narrow, Uint32)
-            words += [bits[0], bits[1]]
-        # Lane 8 i + r has row r of the i-th matrix.
-        n, m = first + lane // 16 * 8, self.warp * 16 + lane // 8 % 2 * 8
-        if swap_ab:
-            _store_matrices(self.place(buffer, n + lane % 8, m), words, True)
-        else:
-            _store_matrices(self.place(buffer, m + lane % 8, n), words, False)
+  def stage(self, values: list[cute.Tensor], buffer: Int32, first: int) -> None:
+    """Write eight or sixteen columns of accumulators, ``first`` and on, into a block."""
+    swap_ab, lane = self.config.tile.swap_ab, self.lane
+    if self.config.staged_type == "float32":
+      for k, part in enumerate(values):
+        words = [f32_as_bits(part[i]) for i in range(4)]
+        n = first + k * 8 + lane % 4 * 2
+        for half in range(2):
+          m = self.warp * 16 + half * 8 + lane // 4
+          pair = words[2 * half : 2 * half + 2]
+          if swap_ab:
+            for i in range(2):
+              store_shared(self.place(buffer, n + i, m), [pair[i]])
+          else:
+            store_shared(self.place(buffer, m, n), pair)
+      return
+    words = []
+    for part in values:
+      narrow = cute.make_rmem_tensor(4, self.staged_element)
+      narrow.store(part.load().to(self.staged_element))
+      bits = cute.recast_tensor(narrow, Uint32)
+      words += [bits[0], bits[1]]
+    # Lane 8 i + r has row r of the i-th matrix.
+    n, m = first + lane // 16 * 8, self.warp * 16 + lane // 8 % 2 * 8
+    if swap_ab:
+      _store_matrices(self.place(buffer, n + lane % 8, m), words, True)
+    else:
+      _store_matrices(self.place(buffer, m + lane % 8, n), words, False)
 
-    def place(self, buffer: Int32, row: Int32, col: Int32) -> Int32:
-        """Where an element of a block is in shared memory."""
-        width = self.staged_element.width // 8
-        per_row = _ROW_BYTES // width
-        at = col % per_row * width
-        vector = (at // VECTOR_BYTES) ^ (row % _SWIZZLE_ROWS)
-        panel = col // per_row * (self.block_rows * _ROW_BYTES)
-        return buffer + panel + row * _ROW_BYTES + vector * VECTOR_BYTES + at % VECTOR_BYTES
+  def place(self, buffer: Int32, row: Int32, col: Int32) -> Int32:
+    """Where an element of a block is in shared memory."""
+    width = self.staged_element.width // 8
+    per_row = _ROW_BYTES // width
+    at = col % per_row * width
+    vector = (at // VECTOR_BYTES) ^ (row % _SWIZZLE_ROWS)
+    panel = col // per_row * (self.block_rows * _ROW_BYTES)
+    return buffer + panel + row * _ROW_BYTES + vector * VECTOR_BYTES + at % VECTOR_BYTES
 
-    @cute.jit
-    def window(self, tile: WorkTile) -> _Window:
-        """Where in the output the thread's first vector of the tile's first block goes."""
-        out, width = self.tensors.out, self.tensors.out.element_type.width // 8
-        row, col = self.own_row, tile.n_row + self.own_col
-        first_m = tile.m_row + self.first_m
-        if cutlass.const_expr(self.config.tile.swap_ab):
-            rows = tile.rows - row
-            row, col = tile.n_row + row, first_m + self.own_col
-        else:
-            rows = out.shape[1] - first_m - row
-            if cutlass.const_expr(self.config.grouping == "m_grouped"):
-                rows = tile.rows - self.first_m - row
-            row = first_m + row
-        if cutlass.const_expr(self.vectors < WARPGROUP_SIZE):
-            if self.thread >= self.vectors:
-                rows = Int32(0)
-        offset = out_offset(self.config, out, tile.group, row, col)
-        address = out.iterator.toint() + offset * width
-        return _Window(address, Int64(out.stride[1]) * width, rows, out.shape[2] - col)
+  @cute.jit
+  def window(self, tile: WorkTile) -> _Window:
+    """Where in the output the thread's first vector of the tile's first block goes."""
+    out, width = self.tensors.out, self.tensors.out.element_type.width // 8
+    row, col = self.own_row, tile.n_row + self.own_col
+    first_m = tile.m_row + self.first_m
+    if cutlass.const_expr(self.config.tile.swap_ab):
+      rows = tile.rows - row
+      row, col = tile.n_row + row, first_m + self.own_col
+    else:
+      rows = out.shape[1] - first_m - row
+      if cutlass.const_expr(self.config.grouping == "m_grouped"):
+        rows = tile.rows - self.first_m - row
+      row = first_m + row
+    if cutlass.const_expr(self.vectors < WARPGROUP_SIZE):
+      if self.thread >= self.vectors:
+        rows = Int32(0)
+    offset = out_offset(self.config, out, tile.group, row, col)
+    address = out.iterator.toint() + offset * width
+    return _Window(address, Int64(out.stride[1]) * width, rows, out.shape[2] - col)
 
-    @cute.jit
-    def copy(self, buffer: Int32, window: _Window, repeat: int, first_n: int) -> None:
-        """Copy a block into the output: each thread some vectors, of rows that exist."""
-        passes = -(-self.vectors // WARPGROUP_SIZE)
-        steps = [self.step_of(i) for i in range(passes)]
-        at = self.place(buffer, self.own_row, self.own_col)
-        staged = [load_shared(at + self.place(0, row, col), 4) for row, col in steps]
-        for words, (row, col) in zip(staged, steps, strict=True):
-            m = repeat * self.step
-            if cutlass.const_expr(self.config.tile.swap_ab):
-                row, col = first_n + row, m + col
-            else:
-                row, col = m + row, first_n + col
-            width = self.tensors.out.element_type.width // 8
-            address = window.address + window.pitch * row + col * width
-            if cutlass.const_expr(self.config.accumulate):
-                if window.rows > row and window.cols > col:
-                    self.add(address, words)
-            else:
-                _store_if(address, words, (window.rows, row), (window.cols, col))
+  @cute.jit
+  def copy(self, buffer: Int32, window: _Window, repeat: int, first_n: int) -> None:
+    """Copy a block into the output: each thread some vectors, of rows that exist."""
+    passes = -(-self.vectors // WARPGROUP_SIZE)
+    steps = [self.step_of(i) for i in range(passes)]
+    at = self.place(buffer, self.own_row, self.own_col)
+    staged = [load_shared(at + self.place(0, row, col), 4) for row, col in steps]
+    for words, (row, col) in zip(staged, steps, strict=True):
+      m = repeat * self.step
+      if cutlass.const_expr(self.config.tile.swap_ab):
+        row, col = first_n + row, m + col
+      else:
+        row, col = m + row, first_n + col
+      width = self.tensors.out.element_type.width // 8
+      address = window.address + window.pitch * row + col * width
+      if cutlass.const_expr(self.config.accumulate):
+        if window.rows > row and window.cols > col:
+          self.add(address, words)
+      else:
+        _store_if(address, words, (window.rows, row), (window.cols, col))
 
-    def step_of(self, i: int) -> tuple[int, int]:
-        """Rows and columns of a block from a thread's first vector to its ``i``-th."""
-        per_row = _ROW_BYTES // VECTOR_BYTES
-        rows = i * (WARPGROUP_SIZE // per_row)
-        return rows % self.block_rows, rows // self.block_rows * (per_row * self.vector)
+  def step_of(self, i: int) -> tuple[int, int]:
+    """Rows and columns of a block from a thread's first vector to its ``i``-th."""
+    per_row = _ROW_BYTES // VECTOR_BYTES
+    rows = i * (WARPGROUP_SIZE // per_row)
+    return rows % self.block_rows, rows // self.block_rows * (per_row * self.vector)
 
-    def add(self, address: Int64, words: list[Uint32]) -> None:
-        """Add a vector of fp32 values to the output."""
-        element = self.tensors.out.element_type
-        align = self.vector * element.width // 8
-        pointer = cute.make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=align)
-        target = cute.make_tensor(pointer, cute.make_layout(self.vector))
-        rounded = cute.make_rmem_tensor(self.vector, element)
-        cute.autovec_copy(target, rounded)
-        values, old = (cute.make_rmem_tensor(self.vector, Float32) for _ in range(2))
-        for i, word in enumerate(words):
-            values[i] = bits_as_f32(word)
-        old.store(rounded.load().to(Float32))
-        _each("add.rn.f32", values, old)
-        rounded.store(values.load().to(element))
-        cute.autovec_copy(rounded, target)
+  def add(self, address: Int64, words: list[Uint32]) -> None:
+    """Add a vector of fp32 values to the output."""
+    element = self.tensors.out.element_type
+    align = self.vector * element.width // 8
+    pointer = cute.make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=align)
+    target = cute.make_tensor(pointer, cute.make_layout(self.vector))
+    rounded = cute.make_rmem_tensor(self.vector, element)
+    cute.autovec_copy(target, rounded)
+    values, old = (cute.make_rmem_tensor(self.vector, Float32) for _ in range(2))
+    for i, word in enumerate(words):
+      values[i] = bits_as_f32(word)
+    old.store(rounded.load().to(Float32))
+    _each("add.rn.f32", values, old)
+    rounded.store(values.load().to(element))
+    cute.autovec_copy(rounded, target)

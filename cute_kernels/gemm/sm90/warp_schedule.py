@@ -22,40 +22,40 @@ _REGISTERS = {2: (232, 40), 4: (104, 40)}
 
 @dataclasses.dataclass(frozen=True)
 class WarpSchedule:
-    """Warp roles of a CTA: warpgroups that multiply, then one that loads and schedules.
+  """Warp roles of a CTA: warpgroups that multiply, then one that loads and schedules.
 
-    Attributes:
-        consumers: warpgroups that multiply.
-    """
+  Attributes:
+    consumers: warpgroups that multiply.
+  """
 
-    consumers: int
+  consumers: int
 
-    @property
-    def load_warp_id(self) -> int:
-        """The warp that loads."""
-        return self.num_consumer_warps
+  @property
+  def load_warp_id(self) -> int:
+    """The warp that loads."""
+    return self.num_consumer_warps
 
-    @property
-    def scheduler_warp_id(self) -> int:
-        """The warp that schedules."""
-        return self.num_consumer_warps + 1
+  @property
+  def scheduler_warp_id(self) -> int:
+    """The warp that schedules."""
+    return self.num_consumer_warps + 1
 
-    @property
-    def num_consumer_warps(self) -> int:
-        """Warps that multiply; one arrival of each frees a stage."""
-        return self.consumers * _WARPS
+  @property
+  def num_consumer_warps(self) -> int:
+    """Warps that multiply; one arrival of each frees a stage."""
+    return self.consumers * _WARPS
 
-    @property
-    def num_threads(self) -> int:
-        """Threads of a CTA; two warps of the last warpgroup do nothing."""
-        return (self.consumers + 1) * WARPGROUP_SIZE
+  @property
+  def num_threads(self) -> int:
+    """Threads of a CTA; two warps of the last warpgroup do nothing."""
+    return (self.consumers + 1) * WARPGROUP_SIZE
 
-    @property
-    def tile_consumer_arrivals(self) -> int:
-        """Arrivals that free a tile record: one of each consumer warp and of the load warp."""
-        return self.num_consumer_warps + 1
+  @property
+  def tile_consumer_arrivals(self) -> int:
+    """Arrivals that free a tile record: one of each consumer warp and of the load warp."""
+    return self.num_consumer_warps + 1
 
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a thread: of consumers, and of the others."""
-        return _REGISTERS[self.consumers]
+  @property
+  def registers(self) -> tuple[int, int]:
+    """Registers of a thread: of consumers, and of the others."""
+    return _REGISTERS[self.consumers]

@@ -10,114 +10,108 @@ from cute_kernels.moe.config import ActivateConfig, CombineConfig, GatherConfig,
 from cute_kernels.ops.arguments import dense, dtype_name, readable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+  from collections.abc import Sequence
 
-    from torch import Tensor
+  from torch import Tensor
 
-    from cute_kernels.ops.moe import (
-        ComputeRouting,
-        MoeActivate,
-        MoeActivateGradient,
-        MoeCombine,
-        MoeGather,
-    )
-    from cute_kernels.ops.registry import Runner
-    from cute_kernels.runtime.launch import Launcher
+  from cute_kernels.ops.moe import ComputeRouting, MoeActivate, MoeActivateGradient, MoeCombine, MoeGather
+  from cute_kernels.ops.registry import Runner
+  from cute_kernels.runtime.launch import Launcher
 
 __all__ = ["activate", "activate_gradient", "combine", "compute_routing", "gather"]
 
 
 def compute_routing(op: ComputeRouting, launch: Launcher) -> Runner:
-    """How ``compute_routing`` runs."""
-    if not op.expert_ids.numel():
-        return lambda op, outputs: outputs[0].zero_()
-    config = RoutingConfig.choose(dtype_name(op.expert_ids.dtype), op.expert_ids.numel())
-    kernel, top_k = launch.kernel(config), op.expert_ids.shape[1]
+  """How ``compute_routing`` runs."""
+  if not op.expert_ids.numel():
+    return lambda op, outputs: outputs[0].zero_()
+  config = RoutingConfig.choose(dtype_name(op.expert_ids.dtype), op.expert_ids.numel())
+  kernel, top_k = launch.kernel(config), op.expert_ids.shape[1]
 
-    def run(op: ComputeRouting, outputs: Sequence[Tensor]) -> None:
-        offs, token, pair, row = outputs
-        kernel(op.expert_ids.contiguous().view(-1), offs, token, pair, row.view(-1), top_k)
+  def run(op: ComputeRouting, outputs: Sequence[Tensor]) -> None:
+    offs, token, pair, row = outputs
+    kernel(op.expert_ids.contiguous().view(-1), offs, token, pair, row.view(-1), top_k)
 
-    return run
+  return run
 
 
 def gather(op: MoeGather, launch: Launcher) -> Runner:
-    """How ``moe_gather`` runs."""
-    if not op.index.numel() or not op.x.shape[1]:
-        return lambda op, outputs: None
-    if not op.x.numel():
-        return lambda op, outputs: outputs[0].zero_()
-    config = GatherConfig.choose(op.x.shape[1] * op.x.itemsize)
-    kernel = launch.kernel(config)
-    kind = torch.int16 if config.width == 2 else torch.int32
+  """How ``moe_gather`` runs."""
+  if not op.index.numel() or not op.x.shape[1]:
+    return lambda op, outputs: None
+  if not op.x.numel():
+    return lambda op, outputs: outputs[0].zero_()
+  config = GatherConfig.choose(op.x.shape[1] * op.x.itemsize)
+  kernel = launch.kernel(config)
+  kind = torch.int16 if config.width == 2 else torch.int32
 
-    def run(op: MoeGather, outputs: Sequence[Tensor]) -> None:
-        x, out = (t.flatten().view(kind).view(len(t), -1) for t in (readable(op.x), outputs[0]))
-        kernel(x, dense(op.index), out, launch.num_sms)
+  def run(op: MoeGather, outputs: Sequence[Tensor]) -> None:
+    x, out = (t.flatten().view(kind).view(len(t), -1) for t in (readable(op.x), outputs[0]))
+    kernel(x, dense(op.index), out, launch.num_sms)
 
-    return run
+  return run
 
 
 def combine(op: MoeCombine, launch: Launcher) -> Runner:
-    """How ``moe_combine`` runs."""
-    if not op.row.shape[0] or not op.h.shape[1]:
-        return lambda op, outputs: None
-    if not op.h.numel() or not op.row.numel():
-        return lambda op, outputs: outputs[0].zero_()
-    dtype, out = op.h.dtype, op.out_dtype or op.h.dtype
-    vectorized = all(op.h.shape[1] * t.itemsize % 16 == 0 for t in (dtype, out))
-    names = (dtype_name(dtype), dtype_name(out))
-    kernel = launch.kernel(CombineConfig(*names, op.weight is not None, vectorized))
+  """How ``moe_combine`` runs."""
+  if not op.row.shape[0] or not op.h.shape[1]:
+    return lambda op, outputs: None
+  if not op.h.numel() or not op.row.numel():
+    return lambda op, outputs: outputs[0].zero_()
+  dtype, out = op.h.dtype, op.out_dtype or op.h.dtype
+  vectorized = all(op.h.shape[1] * t.itemsize % 16 == 0 for t in (dtype, out))
+  names = (dtype_name(dtype), dtype_name(out))
+  kernel = launch.kernel(CombineConfig(*names, op.weight is not None, vectorized))
 
-    def run(op: MoeCombine, outputs: Sequence[Tensor]) -> None:
-        kernel(readable(op.h), dense(op.row), dense(op.weight), outputs[0], launch.num_sms)
+  def run(op: MoeCombine, outputs: Sequence[Tensor]) -> None:
+    kernel(readable(op.h), dense(op.row), dense(op.weight), outputs[0], launch.num_sms)
 
-    return run
+  return run
 
 
 def _activate_config(
-    op: MoeActivate | MoeActivateGradient, launch: Launcher, columns: int, **options: bool
+  op: MoeActivate | MoeActivateGradient, launch: Launcher, columns: int, **options: bool
 ) -> ActivateConfig:
-    return ActivateConfig(
-        op.activation,
-        launch.arch,
-        dtype_name(op.x.dtype),
-        interleaved=op.interleaved,
-        ragged=op.offs is not None,
-        vectorized=columns % 8 == 0,
-        **options,
-    )
+  return ActivateConfig(
+    op.activation,
+    launch.arch,
+    dtype_name(op.x.dtype),
+    interleaved=op.interleaved,
+    ragged=op.offs is not None,
+    vectorized=columns % 8 == 0,
+    **options,
+  )
 
 
 def activate(op: MoeActivate, launch: Launcher) -> Runner:
-    """How ``moe_activate`` runs."""
-    if not op.x.numel():
-        return lambda op, outputs: None
-    columns = op.outputs()[0].shape[1]
-    kernel = launch.kernel(_activate_config(op, launch, columns))
+  """How ``moe_activate`` runs."""
+  if not op.x.numel():
+    return lambda op, outputs: None
+  columns = op.outputs()[0].shape[1]
+  kernel = launch.kernel(_activate_config(op, launch, columns))
 
-    def run(op: MoeActivate, outputs: Sequence[Tensor]) -> None:
-        given = (readable(op.x), None, dense(op.offs), None, None, outputs[0])
-        kernel(*given, None, None, launch.num_sms)
+  def run(op: MoeActivate, outputs: Sequence[Tensor]) -> None:
+    given = (readable(op.x), None, dense(op.offs), None, None, outputs[0])
+    kernel(*given, None, None, launch.num_sms)
 
-    return run
+  return run
 
 
 def activate_gradient(op: MoeActivateGradient, launch: Launcher) -> Runner:
-    """How ``moe_activate_gradient`` runs."""
-    if not op.x.numel():
-        return lambda op, outputs: None
-    weighted = op.weight is not None
-    options = {"gradient": True, "weighted": weighted}
-    kernel = launch.kernel(_activate_config(op, launch, op.grad.shape[1], **options))
+  """How ``moe_activate_gradient`` runs."""
+  if not op.x.numel():
+    return lambda op, outputs: None
+  weighted = op.weight is not None
+  options = {"gradient": True, "weighted": weighted}
+  kernel = launch.kernel(_activate_config(op, launch, op.grad.shape[1], **options))
 
-    def run(op: MoeActivateGradient, outputs: Sequence[Tensor]) -> None:
-        rows = readable(op.x), readable(op.grad), dense(op.offs)
-        if op.weight is None:
-            kernel(*rows, None, None, outputs[0], None, None, launch.num_sms)
-            return
-        out, scaled, dweight = outputs
-        weight = op.weight.contiguous().view(-1)
-        kernel(*rows, weight, dense(op.pair), out, scaled, dweight.view(-1), launch.num_sms)
+  def run(op: MoeActivateGradient, outputs: Sequence[Tensor]) -> None:
+    rows = readable(op.x), readable(op.grad), dense(op.offs)
+    if op.weight is None:
+      kernel(*rows, None, None, outputs[0], None, None, launch.num_sms)
+      return
+    out, scaled, dweight = outputs
+    weight = op.weight.contiguous().view(-1)
+    kernel(*rows, weight, dense(op.pair), out, scaled, dweight.view(-1), launch.num_sms)
 
-    return run
+  return run

@@ -2,11 +2,11 @@
 
 With a the amax of a block and fl() one rounding to fp32:
 
-    a     = max(a, amax_epsilon)
-    scale = fl(FP8_MAX / a), the largest number of the input's dtype where that is infinite,
-            rounded down to a power of two with pow2_scales; or 1 where a is 0 or infinite
-    code  = fp8(fl(x * scale))                     saturating, to nearest even
-    value = fl(code * scale_inv), scale_inv = fl(1 / scale), the stored scale
+  a     = max(a, amax_epsilon)
+  scale = fl(FP8_MAX / a), the largest number of the input's dtype where that is infinite,
+      rounded down to a power of two with pow2_scales; or 1 where a is 0 or infinite
+  code  = fp8(fl(x * scale))                     saturating, to nearest even
+  value = fl(code * scale_inv), scale_inv = fl(1 / scale), the stored scale
 
 NaN never reaches an amax; as an element it becomes the code of NaN, 0x7F. Infinities saturate.
 """
@@ -27,24 +27,24 @@ _NO_MANTISSA = ~0x7FFFFF
 
 
 class FP8BlockCodec(Codec):
-    """See the module's docstring."""
+  """See the module's docstring."""
 
-    format = FP8Block
+  format = FP8Block
 
-    def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(fmt, dtype)
-        assert isinstance(fmt, FP8Block)
-        self._epsilon, self._is_pow2 = f32(fmt.amax_epsilon), fmt.pow2_scales
+  def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
+    super().__init__(fmt, dtype)
+    assert isinstance(fmt, FP8Block)
+    self._epsilon, self._is_pow2 = f32(fmt.amax_epsilon), fmt.pow2_scales
 
-    def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        a = a.clamp_min(self._epsilon)
-        # Not ``max / a``: torch computes that as a reciprocal and a product, rounding twice.
-        scale = torch.full_like(a, self.fmt.element.max).div_(a)
-        scale = scale.masked_fill_(scale.isinf(), torch.finfo(self.dtype).max)
-        scale = scale.masked_fill_((a == 0) | a.isinf(), 1.0)
-        if self._is_pow2:
-            scale.view(torch.int32).bitwise_and_(_NO_MANTISSA)
-        return scale.reciprocal(), scale
+  def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    a = a.clamp_min(self._epsilon)
+    # Not ``max / a``: torch computes that as a reciprocal and a product, rounding twice.
+    scale = torch.full_like(a, self.fmt.element.max).div_(a)
+    scale = scale.masked_fill_(scale.isinf(), torch.finfo(self.dtype).max)
+    scale = scale.masked_fill_((a == 0) | a.isinf(), 1.0)
+    if self._is_pow2:
+      scale.view(torch.int32).bitwise_and_(_NO_MANTISSA)
+    return scale.reciprocal(), scale
 
-    def scale_values(self, stored: Tensor) -> Tensor:
-        return stored
+  def scale_values(self, stored: Tensor) -> Tensor:
+    return stored

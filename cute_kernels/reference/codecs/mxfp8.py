@@ -2,9 +2,9 @@
 
 With a the amax of a block and fl() one rounding to fp32:
 
-    e     = e8m0(fl(a * fl(1 / FP8_MAX)))          the stored scale 2^(e - 127), rounded up
-    code  = fp8(fl(x * 2^(127 - e)))               saturating, to nearest even
-    value = fl(code * 2^(e - 127))                 what a code decodes to
+  e     = e8m0(fl(a * fl(1 / FP8_MAX)))          the stored scale 2^(e - 127), rounded up
+  code  = fp8(fl(x * 2^(127 - e)))               saturating, to nearest even
+  value = fl(code * 2^(e - 127))                 what a code decodes to
 
 ``e`` is 254 for an infinite amax and 0 for one of up to FP8_MAX * 2^-127, zero included; 2^-127 is
 subnormal in fp32 and is not flushed. NaN never reaches an amax; as an element it becomes the code
@@ -27,18 +27,18 @@ _INVERSE = 254
 
 
 class MXFP8Codec(Codec):
-    """See the module's docstring."""
+  """See the module's docstring."""
 
-    format = MXFP8
+  format = MXFP8
 
-    def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(fmt, dtype)
-        self._rcp_max = f32(1.0 / fmt.element.max)
+  def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
+    super().__init__(fmt, dtype)
+    self._rcp_max = f32(1.0 / fmt.element.max)
 
-    def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        # An amax is never NaN, so that no code is 255.
-        stored = encode_e8m0(a * self._rcp_max)
-        return stored, decode(E8M0, _INVERSE - stored)
+  def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    # An amax is never NaN, so that no code is 255.
+    stored = encode_e8m0(a * self._rcp_max)
+    return stored, decode(E8M0, _INVERSE - stored)
 
-    def scale_values(self, stored: Tensor) -> Tensor:
-        return decode(E8M0, stored)
+  def scale_values(self, stored: Tensor) -> Tensor:
+    return decode(E8M0, stored)

@@ -22,7 +22,7 @@ from cute_kernels.gemm.views import DSL_TYPES
 from cute_kernels.layout.shapes import PIECE_K
 
 if TYPE_CHECKING:
-    from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig
+  from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig
 
 __all__ = ["ArrangeKernel"]
 
@@ -35,73 +35,69 @@ _VECTOR_BYTES = 16
 
 
 class ArrangeKernel:
-    """The pass of one configuration, see the module."""
+  """The pass of one configuration, see the module."""
 
-    def __init__(self, config: ArrangeConfig):
-        self.config = config
+  def __init__(self, config: ArrangeConfig):
+    self.config = config
 
-    @staticmethod
-    def fake_args(config: ArrangeConfig) -> tuple[Any, ...]:
-        """Stand-ins for the arguments of ``__call__``."""
-        dtype = DSL_TYPES[config.dtype]
-        rows, depth, pitch = (cute.sym_int(divisibility=d) for d in (1, N_ALIGN, N_ALIGN))
-        wide = cute.sym_int(divisibility=PIECE_K)
-        return (
-            make_fake_tensor(dtype, (rows, depth), (pitch, 1), assumed_align=_VECTOR_BYTES),
-            make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4),
-            make_fake_compact_tensor(
-                dtype, (rows, wide), stride_order=(1, 0), assumed_align=_VECTOR_BYTES
-            ),
-            Int32(1),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
-        )
+  @staticmethod
+  def fake_args(config: ArrangeConfig) -> tuple[Any, ...]:
+    """Stand-ins for the arguments of ``__call__``."""
+    dtype = DSL_TYPES[config.dtype]
+    rows, depth, pitch = (cute.sym_int(divisibility=d) for d in (1, N_ALIGN, N_ALIGN))
+    wide = cute.sym_int(divisibility=PIECE_K)
+    return (
+      make_fake_tensor(dtype, (rows, depth), (pitch, 1), assumed_align=_VECTOR_BYTES),
+      make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4),
+      make_fake_compact_tensor(dtype, (rows, wide), stride_order=(1, 0), assumed_align=_VECTOR_BYTES),
+      Int32(1),
+      make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
 
-    @cute.jit
-    def __call__(
-        self, x: cute.Tensor, offs: cute.Tensor, out: cute.Tensor, num_sms: Int32, stream: Any
-    ) -> None:
-        """Launch the kernel.
+  @cute.jit
+  def __call__(self, x: cute.Tensor, offs: cute.Tensor, out: cute.Tensor, num_sms: Int32, stream: Any) -> None:
+    """Launch the kernel.
 
-        Args:
-            x: (rows, K) fp16 or bf16.
-            offs: (G,) int32 end rows.
-            out: (rows, K) with K filled up to a multiple of 128; rows of the tail are not written.
-            num_sms: SMs of the device.
-            stream: where to launch.
-        """
-        self.kernel(x, offs, out).launch(
-            grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[WARP_SIZE * _ROWS, 1, 1], stream=stream
-        )
+    Args:
+      x: (rows, K) fp16 or bf16.
+      offs: (G,) int32 end rows.
+      out: (rows, K) with K filled up to a multiple of 128; rows of the tail are not written.
+      num_sms: SMs of the device.
+      stream: where to launch.
+    """
+    self.kernel(x, offs, out).launch(
+      grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[WARP_SIZE * _ROWS, 1, 1], stream=stream
+    )
 
-    @cute.kernel
-    def kernel(self, x: cute.Tensor, offs: cute.Tensor, out: cute.Tensor) -> None:
-        rows, wide = out.shape
-        last = Grouping(offs, offs.shape[0], rows, Int32(0)).last_row()
-        spans = (wide + (_CHUNKS * PIECE_K - 1)) // (_CHUNKS * PIECE_K)
-        items = (last + (_ROWS - 1)) // _ROWS * spans
-        item, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        for index in cutlass.range(item, items, step, unroll=1):
-            row = index // spans * _ROWS + cute.arch.warp_idx()
-            if row < last:
-                self.arrange(x, out, row, index % spans)
+  @cute.kernel
+  def kernel(self, x: cute.Tensor, offs: cute.Tensor, out: cute.Tensor) -> None:
+    rows, wide = out.shape
+    last = Grouping(offs, offs.shape[0], rows, Int32(0)).last_row()
+    spans = (wide + (_CHUNKS * PIECE_K - 1)) // (_CHUNKS * PIECE_K)
+    items = (last + (_ROWS - 1)) // _ROWS * spans
+    item, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    for index in cutlass.range(item, items, step, unroll=1):
+      row = index // spans * _ROWS + cute.arch.warp_idx()
+      if row < last:
+        self.arrange(x, out, row, index % spans)
 
-    @cute.jit
-    def arrange(self, x: cute.Tensor, out: cute.Tensor, row: Int32, span: Int32) -> None:
-        """Rearrange ``_CHUNKS`` chunks of a row."""
-        lane = cute.arch.lane_idx()
-        quad_lane = lane % _QUAD
-        first = (span * _CHUNKS + lane // _QUAD) * PIECE_K
-        source = x.iterator.toint() + Int64(row) * x.stride[0] * 2
-        target = out.iterator.toint() + Int64(row) * out.shape[1] * 2
-        for part in cutlass.range_constexpr(4):
-            # Elements 8 w .. 8 w + 7 of block 2 j + p.
-            at = first + quad_lane * 32 + part * 8
-            words = load_global_if(source + at * 2, _VECTOR_BYTES, at, x.shape[1])
-            # Elements q and q + 4 for each lane q, then lane j's for this one from all j.
-            pairs = [
-                asm(f"prmt.b32 $0, $1, $2, {('0x5410', '0x7632')[q % 2]};", [Uint32], operands)
-                for q, operands in ((q, [words[q // 2], words[2 + q // 2]]) for q in range(_QUAD))
-            ]
-            values = transpose_four(pairs, 1)
-            if first < out.shape[1]:
-                store_global(target + (first + part * 32 + quad_lane * 8) * 2, values)
+  @cute.jit
+  def arrange(self, x: cute.Tensor, out: cute.Tensor, row: Int32, span: Int32) -> None:
+    """Rearrange ``_CHUNKS`` chunks of a row."""
+    lane = cute.arch.lane_idx()
+    quad_lane = lane % _QUAD
+    first = (span * _CHUNKS + lane // _QUAD) * PIECE_K
+    source = x.iterator.toint() + Int64(row) * x.stride[0] * 2
+    target = out.iterator.toint() + Int64(row) * out.shape[1] * 2
+    for part in cutlass.range_constexpr(4):
+      # Elements 8 w .. 8 w + 7 of block 2 j + p.
+      at = first + quad_lane * 32 + part * 8
+      words = load_global_if(source + at * 2, _VECTOR_BYTES, at, x.shape[1])
+      # Elements q and q + 4 for each lane q, then lane j's for this one from all j.
+      pairs = [
+        asm(f"prmt.b32 $0, $1, $2, {('0x5410', '0x7632')[q % 2]};", [Uint32], operands)
+        for q, operands in ((q, [words[q // 2], words[2 + q // 2]]) for q in range(_QUAD))
+      ]
+      values = transpose_four(pairs, 1)
+      if first < out.shape[1]:
+        store_global(target + (first + part * 32 + quad_lane * 8) * 2, values)
