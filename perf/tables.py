@@ -267,16 +267,11 @@ _GEMM = Table(
   {**_UP, "routing": "balanced"},
   "Microseconds.",
 )
-_ROUTED = {"zipf": "by Zipf's law", "hot": "half in one expert", "empty": "30 % of the experts empty"}
-_UNEVEN = Table(
-  "gemm-uneven-h200",
-  ("tokens an expert, mean", "routing"),
-  tuple(
-    Row((str(n), text), {"routing": routing, **_tokens(n)}) for n in (16, 128) for routing, text in _ROUTED.items()
-  ),
-  tuple(c for c in _CONTENDERS if c.title not in ("W4A16", "FP8", "FP8Block")),
-  _UP,
-  "Microseconds.",
+_GEMM_H100 = dataclasses.replace(
+  _GEMM,
+  name="gemm-h100",
+  rows=tuple(Row((str(n),), _tokens(n)) for n in (1, 16, 128, 512)),
+  where={**_GEMM.where, "gpu": "NVIDIA H100 80GB HBM3"},
 )
 
 
@@ -323,7 +318,7 @@ _HOST = Table(
 #: Tables by the name in their markers.
 TABLES = {
   table.name: table
-  for table in (_DEMO, _MEMORY, _COUNT_QUANTIZE, _COUNT_GEMM, _QUANTIZE, _GEMM, _UNEVEN, _LAYER, _HOST)
+  for table in (_DEMO, _MEMORY, _COUNT_QUANTIZE, _COUNT_GEMM, _QUANTIZE, _GEMM, _GEMM_H100, _LAYER, _HOST)
 }
 
 
