@@ -95,7 +95,7 @@ def test_amax(name: str) -> None:
   rows, groups = sparse(len(big), dtype=torch.float32), torch.zeros(1)
   config = AmaxConfig("bfloat16", per_row=True)
   # Runs of rows go from the last to the first.
-  run_ctas(config, 0, 2**20, big, ends(len(big)), rows, groups, 2)
+  run_ctas(config, 0, 2**20, big, None, ends(len(big)), rows, groups, 2)
   assert torch.equal(rows[before:], x.float().abs().amax(1))
   assert torch.equal(groups, x.float().abs().amax().view(1))
 
@@ -113,7 +113,7 @@ def test_rows(name: str, arch: str) -> None:
   codes = sparse(len(big), code_pitch(cols // 2), dtype=torch.uint8)
   scales = sparse(tile + 1, scale_tiles(cols, 16), 512, dtype=torch.uint8)
   first, ctas = tile * 16 // config.num_teams, 16 // config.num_teams + 2
-  arguments = (big, ends(len(big)), amax, codes[:, : cols // 2], scales, *NO_RESULTS, ctas)
+  arguments = (big, None, ends(len(big)), amax, codes[:, : cols // 2], scales, *NO_RESULTS, ctas)
   run_ctas(config, first, first + ctas, *arguments, arch=arch)
   assert torch.equal(amax[before:], want["amax"])
   assert torch.equal(codes[before:, : cols // 2], want["codes"])
@@ -143,7 +143,7 @@ def test_tiles(name: str, uniform: bool, arch: str) -> None:
   items = (last_tile(before) + 1) * ceil_div(cols, 128)
   buffers = (codes, scales, codes_t, scales_t)
   # One tile, the last in both directions.
-  arguments = (big, offs, None, amax, *buffers, *NO_TILE_RESULTS, 1)
+  arguments = (big, None, offs, None, amax, *buffers, *NO_TILE_RESULTS, 1)
   run_ctas(config, items - 1, items, *arguments, arch=arch)
   col = (cols - 1) // 128 * 128
   codes, scales = codes.flatten(0, -2), scales.flatten(0, -3)
@@ -163,14 +163,14 @@ def test_dbias(vectorized: bool) -> None:
   want = ops.grouped_dbias(x, ends(ROWS))
   config, out = DbiasConfig("bfloat16", vectorized), torch.zeros(2, cols)
   items = 2 * cols // (64 if vectorized else 32)
-  run_ctas(config, items - 4, items, big, offs, out, 1)
+  run_ctas(config, items - 4, items, big, None, offs, out, 1)
   assert_same_bytes(out[1, -64:], want[0, -64:], any_nan=True)
   # Sums of many groups, of which the last has all rows.
   offs = torch.zeros(2**19 + 1, dtype=torch.int32)
   offs[-1] = ROWS
   sums = sparse(len(offs), cols, dtype=torch.float32)
   items = len(offs) * cols // (64 if vectorized else 32)
-  run_ctas(config, items - 4, items, x, offs, sums, 1)
+  run_ctas(config, items - 4, items, x, None, offs, sums, 1)
   assert_same_bytes(sums[-1, -64:], want[0, -64:], any_nan=True)
 
 
@@ -234,7 +234,7 @@ def test_dbias_of_very_long_rows() -> None:
   big, x = sparse(ROWS, VERY_LONG), random_input((ROWS, 64), torch.bfloat16)
   big[:, -64:] = x
   out = sparse(1, VERY_LONG, dtype=torch.float32)
-  run_ctas(DbiasConfig("bfloat16"), VERY_LONG // 64 - 4, 2**24, big, ends(ROWS), out, 1)
+  run_ctas(DbiasConfig("bfloat16"), VERY_LONG // 64 - 4, 2**24, big, None, ends(ROWS), out, 1)
   assert_same_bytes(out[:, -64:], ops.grouped_dbias(x, ends(ROWS)), any_nan=True)
 
 

@@ -75,13 +75,3 @@ def test_both_directions_share_one_scale():
       *(small.shape, small.dtype, small.format, None, small.rowwise),
       small.columnwise._replace(scale_inv=large.rowwise.scale_inv),
     )
-
-
-def test_what_is_not_built_says_so():
-  q = grouped.quantize(sample(8, 32), grouped.FP8(), offs=[8])
-  w = grouped.quantize(sample(1, 16, 32), grouped.FP8())
-  with (
-    cute_kernels.backend("emulated:sm_90a"),
-    pytest.raises(cute_kernels.UnsupportedError, match="no sm_90a kernel of grouped_gemm_w4"),
-  ):
-    grouped.grouped_gemm(q.dequantize(torch.bfloat16), w, offs=[8])
