@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import ops
+from cute_kernels.activations import is_gated
 from grouped import debug
 from grouped.autograd import recipe_of
 from grouped.passes import Copies, LinearCall, Scaling, WgradOperands, backward, forward, joined, wgrad_operand
@@ -248,7 +249,7 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
   del rows, weight_2
   g = got.dx
   if g is None:
-    g = z.new_zeros(token.shape[0], z.shape[1] // 2 if _is_gated(style) else z.shape[1])
+    g = z.new_zeros(token.shape[0], z.shape[1] // 2 if is_gated(style.activation) else z.shape[1])
   given = (style.activation, offs, style.interleaved)
   dz, scaled, dp = ops.moe_activate_gradient(z, g, *given, p, pair)
   del z, g
@@ -281,12 +282,6 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
     dw_1, db_1 = first.finish(call_1, wgrad, got.dbias, ctx.of_weights[0])
     _record(first, amaxes_1, got.amax)
   return dx, dp if need_dp else None, db_1, db_2, *dw_1, *dw_2
-
-
-def _is_gated(style: Style) -> bool:
-  from cute_kernels.activations import is_gated
-
-  return is_gated(style.activation)
 
 
 def _again(
