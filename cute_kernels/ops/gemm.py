@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from cute_kernels.ops.checks import (
   check_dtype,
   check_multiple,
   check_offs,
+  check_rows,
   check_seed,
   check_tensor,
   same_device,
@@ -36,6 +37,7 @@ from cute_kernels.ops.checks import (
 from cute_kernels.ops.derivatives import not_differentiable
 from cute_kernels.ops.launch import gemm as launch_gemm
 from cute_kernels.ops.pairs import check_accumulation, check_pair, check_transforms, is_w4a8
+from cute_kernels.ops.prologue import check_prologue, result_columns
 from cute_kernels.ops.quantize import GroupedQuantize
 from cute_kernels.ops.registry import Allocator, Op, register
 from cute_kernels.reference.groups import Groups
@@ -201,6 +203,11 @@ class MGrouped(GroupedGemm):
   fills_fresh: ClassVar[bool] = True
 
   @property
+  def num_rows(self) -> int:
+    """T, the rows of the result."""
+    return self.a.shape[0]
+
+  @property
   def depth(self) -> int:
     """K."""
     fmt, width = self.a_record, self.a.shape[1]
@@ -235,7 +242,7 @@ class MGrouped(GroupedGemm):
     check_tensor("a", self.a, ndim=(2,))
     check_tensor("b", self.b, ndim=(3,))
     self._check_formats()
-    rows, groups, depth = self.a.shape[0], self.b.shape[0], self.depth
+    rows, groups, depth = self.num_rows, self.b.shape[0], self.depth
     check_offs(self.offs, groups)
     a, b = self.a_record, self.b_record
     if a is None or self.quantizes_a:
@@ -277,7 +284,7 @@ class MGrouped(GroupedGemm):
     return INPUT_DTYPES[:2] if mixed else INPUT_DTYPES
 
   def outputs(self) -> list[BufferSpec]:
-    return [BufferSpec((self.a.shape[0], self.cols), self.result_dtype, zeroed=True)]
+    return [BufferSpec((self.num_rows, self.cols), self.result_dtype, zeroed=True)]
 
   def kernels(self, launch: Launcher) -> Runner:
     return launch_gemm.m_grouped(self, launch)
@@ -402,6 +409,8 @@ class MGroupedQuantizeGemm(MGrouped):
     prepacked: as for ``m_grouped_gemm``.
     seed: as for ``grouped_quantize``.
     accumulation: as for ``m_grouped_gemm``.
+    activation: as for ``grouped_quantize``, of ``a``: (T, 2K) of a gated one.
+    rows: as for ``grouped_quantize``, of ``a``; there are R rows then.
 
   Returns:
     (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
@@ -420,6 +429,8 @@ class MGroupedQuantizeGemm(MGrouped):
   prepacked: bool = False
   seed: Tensor | None = None
   accumulation: str | None = None
+  activation: str | None = None
+  rows: Tensor | None = None
 
   name: ClassVar[str] = "m_grouped_quantize_gemm"
   quantized_sides: ClassVar[str] = "b"
@@ -428,6 +439,27 @@ class MGroupedQuantizeGemm(MGrouped):
   def require(self, backend: Backend) -> None:
     super().require(backend)
     self.quantizer().require(backend)
+
+  @property
+  def num_rows(self) -> int:
+    return (self.a if self.rows is None else self.rows).shape[0]
+
+  @property
+  def depth(self) -> int:
+    return result_columns(self.a.shape[1], self.activation, None)
+
+  def check(self) -> None:
+    super().check()
+    check_prologue("a", self.a, self.activation, None)
+    if self.rows is not None:
+      check_rows(self.rows, "a", self.a)
+
+  def reader(self) -> Callable[[GroupedGemm], tuple[Parts, Parts]]:
+    read = super().reader()
+    if self.rows is None:
+      return read
+    # Where codes have scales, for what quantizes A to them.
+    return lambda op: ((op.a, cast("MGroupedQuantizeGemm", op).rows, None), read(op)[1])
 
   def kernels(self, launch: Launcher) -> Runner:
     return launch_gemm.quantizing(self, launch) or _one_after_the_other(self, launch)
@@ -440,7 +472,8 @@ class MGroupedQuantizeGemm(MGrouped):
 
   def quantizer(self) -> GroupedQuantize:
     """What quantizes A."""
-    return GroupedQuantize(self.a, self.a_format, self.offs, seed=self.seed)
+    facts = {"seed": self.seed, "activation": self.activation, "rows": self.rows}
+    return GroupedQuantize(self.a, self.a_format, self.offs, **facts)
 
   def product(self, a: Sequence[Tensor]) -> MGroupedGemm:
     """The GEMM of what the quantizer made of A."""

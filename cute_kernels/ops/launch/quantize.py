@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.buffers import code_pitch
+from cute_kernels.layout.buffers import BufferSpec, code_pitch
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops.arguments import ALIGNMENT, dense, dtype_name, readable
+from cute_kernels.ops.launch.rows import gatherer
 from cute_kernels.ops.prologue import result_columns
+from cute_kernels.ops.registry import Allocator
 from cute_kernels.quantize.config import (
   AmaxConfig,
   DbiasConfig,
@@ -40,35 +42,45 @@ if TYPE_CHECKING:
   from cute_kernels.quantize.config import Grouping
   from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["compute_offsets", "delayed_scaling_update", "dequantize", "grouped_amax", "grouped_dbias", "quantize"]
+__all__ = [
+  "compute_offsets",
+  "delayed_scaling_update",
+  "dequantize",
+  "grouped_amax",
+  "grouped_dbias",
+  "quantize",
+  "quantized",
+]
 
 
 def _problem(x: Tensor, offs: Tensor | None) -> QuantizeProblem:
   return QuantizeProblem(dtype_name(x.dtype), x.shape[-1], "uniform" if offs is None else "ragged")
 
 
-def _prologue(x: Tensor, activation: str | None, grad: Tensor | None) -> Prologue | None:
+def _prologue(x: Tensor, activation: str | None, grad: Tensor | None, gathered: bool = False) -> Prologue | None:
   """What an activation makes of ``x``, as a fact of kernels' configurations."""
-  if activation is None:
+  if activation is None and not gathered:
     return None
-  return Prologue(dtype_name(x.dtype), activation, grad is not None)
+  return Prologue(dtype_name(x.dtype), activation, grad is not None, gathered)
 
 
-def _quantized(op: GroupedQuantize) -> QuantizeProblem:
-  """What is quantized: ``x``, or the elements that an activation makes of it."""
+def quantized(op: GroupedQuantize) -> QuantizeProblem:
+  """What is quantized: ``x``, or its rows by an index, or the elements that an activation makes of it."""
   problem = _problem(op.x, op.offs)
-  if op.activation is None:
+  if op.activation is None and op.rows is None:
     return problem
   return dataclasses.replace(
     problem,
-    dtype=problem.dtype if op.record.truncates else "float32",
+    dtype=problem.dtype if op.activation is None or op.record.truncates else "float32",
     cols=result_columns(op.x.shape[-1], op.activation, op.grad),
-    prologue=_prologue(op.x, op.activation, op.grad),
+    prologue=_prologue(op.x, op.activation, op.grad, op.rows is not None),
   )
 
 
 def _inputs(op: GroupedQuantize) -> tuple[Tensor | None, ...]:
-  """x, grad and offs as kernels take them."""
+  """x, grad or the index of rows, and offs as kernels take them."""
+  if op.rows is not None:
+    return readable(op.x), dense(op.rows), dense(op.offs)
   grad = None if op.grad is None else readable(op.grad)
   return readable(op.x), grad, dense(op.offs)
 
@@ -137,14 +149,30 @@ def quantize(op: GroupedQuantize, launch: Launcher) -> Runner:
   """How ``grouped_quantize`` runs."""
   if op.shapes is not None:
     return _each_member(lambda member: quantize(member, launch))
-  if not op.x.numel():
+  if not op.x.numel() or (op.rows is not None and not op.rows.numel()):
     return _no_elements(op)
-  fmt, problem = op.record, _quantized(op)
+  fmt, problem = op.record, quantized(op)
   if op.rowwise and not op.columnwise:
     rows = RowsConfig.choose(fmt, problem, launch.arch)
-    if rows.is_preferred and rows.can_implement(problem):
+    computes_first = op.rows is not None and rows.takes_amax and op.amax is None
+    if (rows.is_preferred or op.rows is not None) and not computes_first and rows.can_implement(problem):
       return _rows(op, rows, launch)
   return _tiles(op, fmt, problem, launch)
+
+
+def _gathered_first(op: GroupedQuantize, launch: Launcher) -> Runner:
+  """Rows by an index go to memory where amaxes of groups, which are of no token, come first."""
+  gather, given = gatherer(op.x, launch), op.rows
+  assert given is not None
+  workspace = Allocator([BufferSpec((given.shape[0], op.x.shape[1]), op.x.dtype)], op.device)
+  after = quantize(dataclasses.replace(op, x=workspace.make()[0], rows=None), launch)
+
+  def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
+    (x,) = workspace.make()
+    gather(op.x, op.rows, x)
+    after(dataclasses.replace(op, x=x, rows=None), outputs)
+
+  return run
 
 
 def _each_member(runner_of: Callable[[Any], Runner]) -> Runner:
@@ -190,6 +218,10 @@ def _tiles(op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: L
   config = TileConfig.choose(
     fmt, problem, launch.arch, rowwise=op.rowwise, columnwise=op.columnwise, compute_amax=op.amax is None
   )
+  if config.prologue is not None and config.prologue.gathered:
+    by_group = config.compute_amax or (config.uses_row_amax and op.amax is not None)
+    if by_group:
+      return _gathered_first(op, launch)
   kernel = launch.kernel(config)
   by_row, row_kernel, names = config.uses_row_amax, None, tuple(op.specs())
   has_own = config.has_own_columns
