@@ -25,7 +25,7 @@ def _product(x: Tensor, *args: Any, out_val: Tensor | None = None, **kwargs: Any
 def _experts(x: Tensor, p: Tensor, *args: Any, **kwargs: Any) -> int:
   """Both layers of all pairs of a token and an expert."""
   _, token, _, _, first, _, second = args[:7]  # After the routing weights and biases.
-  return 2 * int(token.shape[0]) * sum(w.shape[1] * w.shape[2] for w in (first, second))
+  return int(2 * token.shape[0] * sum(w.shape[1] * w.shape[2] for w in (first, second)))
 
 
 register_flops(

@@ -43,6 +43,7 @@ __all__ = ["Allocator", "Op", "forget_plans", "is_observed", "keep_dynamo_out", 
 #: is in deterministic mode, too.
 _empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
+_profiler_enabled = torch._C._autograd._profiler_enabled
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _LIBRARY = torch.library.Library("cute_kernels", "DEF")
 _SCHEMA_TYPES = {
@@ -465,7 +466,7 @@ def is_observed(args: Sequence[Any], plain: frozenset[type] = _PLAIN) -> bool:
     or torch._C._functorch.peek_interpreter_stack()
     or forward_ad._current_level >= 0
     # The dispatcher is what names an op to a profiler.
-    or torch._C._autograd._profiler_enabled()
+    or _profiler_enabled()
   ):
     return True
   return _any_watched(args, plain, torch.is_grad_enabled())
