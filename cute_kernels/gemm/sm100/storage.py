@@ -10,10 +10,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
 from cute_kernels.device.constants import WARP_SIZE
+from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.gemm.scheduler import TILE_WORDS
 from cute_kernels.gemm.sm100.config import BOX_ROWS, SWAPPED_BLOCK
 from cute_kernels.gemm.sm100.warp_schedule import NamedBarrierId, WarpSchedule
-from cute_kernels.gemm.views import DSL_TYPES, element_type, scale_type
+from cute_kernels.gemm.views import element_type, scale_type
 from cute_kernels.layout.shapes import SF_TILE_ROWS, round_up
 
 if TYPE_CHECKING:

@@ -8,10 +8,11 @@ from cutlass import Float32, Int32, Int64, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
+from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.gemm.scheduler import TILE_WORDS
 from cute_kernels.gemm.sm90.config import WARPGROUP_M
 from cute_kernels.gemm.sm90.fp4.operand import codes_stages, scale_stages
-from cute_kernels.gemm.views import DSL_TYPES, element_type
+from cute_kernels.gemm.views import element_type
 
 if TYPE_CHECKING:
   import cutlass
