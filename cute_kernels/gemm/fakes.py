@@ -99,7 +99,6 @@ class FakeArguments:
     return _compact(cutlass.Float32, self.groups, align=4)
 
   def out(self) -> Any:
-    """The output."""
     dtype = DSL_TYPES[self.config.out_dtype]
     if self.is_k_grouped:
       return _pitched(dtype, self.groups, self.m, self.n)

@@ -159,7 +159,6 @@ class CombineKernel(GridKernel):
 
   @cute.jit
   def store(self, y: cute.Tensor, sums: cute.Tensor, t: Int32, column: Int32) -> None:
-    """Write a lane's sums."""
     if cutlass.const_expr(self.width == 1):
       y[t, column] = sums[0].to(y.element_type)
     else:

@@ -62,7 +62,6 @@ class DbiasReducer(GridKernel):
 
   @staticmethod
   def fake_args(config: DbiasConfig) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of ``__call__``."""
     element = DTYPE_BYTES[config.dtype]
     rows, groups = cute.sym_int(), cute.sym_int()
     cols = cute.sym_int(divisibility=config.columns_per_lane)

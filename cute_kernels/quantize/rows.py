@@ -153,7 +153,6 @@ class RowsQuantizer:
 
   @staticmethod
   def fake_args(config: RowsConfig) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of ``__call__``."""
     fake = FakeBuffers(config.dtype, config.grouping, config.format)
     inputs = (fake.x(config.prologue), fake.grad(config.prologue), fake.offs())
     output = (fake.level(config.computes_amax), fake.codes(), fake.scales())

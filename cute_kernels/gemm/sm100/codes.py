@@ -32,7 +32,6 @@ def codes_sources(
   """The TMA copies of a stage of codes and their block scales, by their names in ``Stages``.
 
   Args:
-    config: the kernel's configuration.
     staged: layouts of the stages.
     operands: operands M and N as they are given.
     scales: their block scales.
@@ -67,7 +66,6 @@ class CodesLoadWarp(LoadWarp):
   """The load warp of codes and their block scales."""
 
   def num_k_tiles(self, tile: WorkTile) -> Int32:
-    """Stages of a tile."""
     k_blocks = CODES_STAGES * K_BLOCKS
     return (tile.k_blocks + (k_blocks - 1)) // k_blocks
 

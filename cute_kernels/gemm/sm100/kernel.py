@@ -131,7 +131,6 @@ class Sm100Gemm:
 
   @staticmethod
   def fake_args(config: Sm100GemmConfig) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of ``__call__``."""
     return (*FakeArguments(config).arguments(), env_stream())
 
   @cute.jit

@@ -37,8 +37,6 @@ class ScaleTilesKernel:
 
   @staticmethod
   def fake_args(config: ScaleTilesConfig) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of ``__call__``."""
-
     def of(*lead: Any) -> tuple[Any, Any]:
       shape = (*lead, cute.sym_int(), cute.sym_int())
       strides = tuple(cute.sym_int64() for _ in shape)

@@ -181,7 +181,6 @@ class Barriers(NamedTuple):
 
   @staticmethod
   def allocate(config: Sm100GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
-    """Reserve them."""
     words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
     codes = None
     if config.codes:
@@ -216,8 +215,6 @@ class Pipelines(NamedTuple):
 
 
 def make_pipelines(config: Sm100GemmConfig, warps: WarpSchedule, layouts: Layouts, barriers: Barriers) -> Pipelines:
-  """The pipelines over ``barriers``."""
-
   def threads(count: int) -> pipeline.CooperativeGroup:
     return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
 

@@ -115,7 +115,6 @@ class Epilogue:
   single buffer there are two.
 
   Args:
-    config: the kernel's configuration.
     tensors: what is read and written in global memory.
     blocks: buffers of all warpgroups in shared memory, bytes.
     factors: factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None

@@ -80,7 +80,6 @@ class Sm90Gemm:
 
   @staticmethod
   def fake_args(config: Sm90GemmConfig) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of ``__call__``."""
     fake = FakeArguments(config)
     arguments = fake.arguments()
     if config.expanded == "a":

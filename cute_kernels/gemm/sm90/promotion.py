@@ -64,7 +64,6 @@ class Promoter:
   in a quad.
 
   Args:
-    config: the kernel's configuration.
     stages: the stages, whose scales of single rows are read.
     squares: scales of squares of operands M and N, (blocks along rows, blocks along K, groups);
       None each where there are none.

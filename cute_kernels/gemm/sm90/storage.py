@@ -119,7 +119,6 @@ class Barriers(NamedTuple):
 
   @staticmethod
   def allocate(config: Sm90GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
-    """Reserve them."""
     words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
     blocks = config.consumers * config.num_store_stage * config.block_bytes
     factors = None
@@ -148,8 +147,6 @@ class Pipelines(NamedTuple):
 
 
 def make_pipelines(config: Sm90GemmConfig, warps: WarpSchedule, barriers: Barriers) -> Pipelines:
-  """The pipelines over ``barriers``."""
-
   def threads(count: int) -> pipeline.CooperativeGroup:
     return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
 

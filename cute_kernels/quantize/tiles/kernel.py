@@ -98,7 +98,6 @@ class TileQuantizer(ChunkAmaxKernels):
 
   @staticmethod
   def fake_args(config: TileConfig) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of ``__call__``."""
     fake = FakeBuffers(config.dtype, config.grouping, config.format)
     return (
       fake.x(config.prologue),
