@@ -32,6 +32,7 @@ def codes_sources(
   """The TMA copies of a stage of codes and their block scales, by their names in ``Stages``.
 
   Args:
+    config: the kernel's configuration.
     staged: layouts of the stages.
     operands: operands M and N as they are given.
     scales: their block scales.
