@@ -202,9 +202,11 @@ def _line(record: Record) -> str:
 
 def _open(path: Path, mode: str) -> IO[str]:
   """A file of records; one whose name ends in ``.xz`` is compressed."""
-  opener: Any = lzma.open if path.suffix == ".xz" else open
-  file: IO[str] = opener(path, mode, encoding="utf-8")
-  return file
+  if path.suffix != ".xz":
+    return path.open(mode, encoding="utf-8")
+  preset = 9 | lzma.PRESET_EXTREME if "w" in mode else None
+  file: Any = lzma.open(path, mode, preset=preset, encoding="utf-8")
+  return file  # type: ignore[no-any-return]
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
