@@ -204,9 +204,9 @@ def _open(path: Path, mode: str) -> IO[str]:
   """A file of records; one whose name ends in ``.xz`` is compressed."""
   if path.suffix != ".xz":
     return path.open(mode, encoding="utf-8")
-  preset = 9 | lzma.PRESET_EXTREME if "w" in mode else None
-  file: Any = lzma.open(path, mode, preset=preset, encoding="utf-8")
-  return file  # type: ignore[no-any-return]
+  opener: Any = lzma.open
+  file: IO[str] = opener(path, mode, preset=9 | lzma.PRESET_EXTREME if "w" in mode else None, encoding="utf-8")
+  return file
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
