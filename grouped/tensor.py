@@ -36,8 +36,6 @@ if TYPE_CHECKING:
   from grouped.parts import Layout
   from grouped.shapes import Shapes
 
-__all__ = ["HANDLERS", "GroupedTensor", "assemble", "handler"]
-
 
 #: What a tensor is beside the plain tensors that it holds.
 Context: TypeAlias = "tuple[Format, torch.dtype, bool, MemberShapes | None]"
