@@ -13,8 +13,6 @@ from grouped.nn import router  # noqa: F401
 if TYPE_CHECKING:
   from torch import Tensor
 
-__all__: list[str] = []
-
 
 def _product(x: Tensor, *args: Any, out_val: Tensor | None = None, **kwargs: Any) -> int:
   """Rows times matrices, or two operands over their common rows; the result or ``out`` says what of."""

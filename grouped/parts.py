@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from cute_kernels import ops
-from cute_kernels.formats.base import check_choice
 from cute_kernels.layout.buffers import BufferSpec, buffers
 from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.ops.checks import check_multiple, check_tensor, same_device
+from cute_kernels.records import check_choice
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.scales import lay_scales, linear_scales, tile_view
 from grouped.members import QuantizedCopy
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
   from collections.abc import Mapping, Sequence
 
   from cute_kernels.formats import BlockScale, Format
-
-__all__ = ["Layout", "joined_parts", "split_parts"]
 
 #: How block scales lie: a matrix, as in checkpoints, or what ``layout.buffers`` has.
 Layout = Literal["linear", "tiles"]

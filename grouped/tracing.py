@@ -9,8 +9,6 @@ from cute_kernels.ops.registry import keep_dynamo_out
 if TYPE_CHECKING:
   from collections.abc import Callable
 
-__all__ = ["constant_call", "eager_only"]
-
 F = TypeVar("F", bound="Callable[..., Any]")
 
 

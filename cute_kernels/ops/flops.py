@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.ops.gemm import GroupedGemm
 
-__all__ = ["register_flops"]
-
 
 def register_flops(namespace: Any, count: Callable[..., int], *names: str) -> None:
   """Have ops counted by ``count(*args, **kwargs)``, which takes their result as ``out_val``."""
