@@ -14,8 +14,6 @@ from cutlass import Boolean, Int32, cute
 
 from cute_kernels.layout.slots import TILE_ROWS
 
-__all__ = ["Grouping", "group_end", "group_start", "indexed", "next_item"]
-
 
 @cute.jit
 def indexed(index: cute.Tensor, row: Int32, rows: Int32) -> Int32:

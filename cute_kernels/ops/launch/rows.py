@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["gatherer"]
-
 
 def gatherer(x: Tensor, launch: Launcher) -> Callable[[Tensor, Tensor, Tensor], None]:
   """What writes the rows of a matrix like ``x`` that an index names: (x, index, out)."""
