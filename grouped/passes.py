@@ -65,14 +65,14 @@ class Rows(NamedTuple):
   Attributes:
     x: (T, W).
     offs: (G,) end rows.
-    index: (R,) int32, the row of ``x`` of each; None for all in order.
+    at: (R,) int32, the row of ``x`` of each; None for all in order.
     activation: text of what is done to them; None for nothing.
     interleaved: as ``moe_activate`` takes it.
   """
 
   x: Tensor
   offs: Tensor
-  index: Tensor | None = None
+  at: Tensor | None = None
   activation: str | None = None
   interleaved: bool = False
 
@@ -83,7 +83,7 @@ class Rows(NamedTuple):
 
   def made(self) -> Tensor:
     """The rows in memory."""
-    x = self.x if self.index is None else ops.moe_gather(self.x, self.index)
+    x = self.x if self.at is None else ops.moe_gather(self.x, self.at)
     return x if self.activation is None else ops.moe_activate(x, self.activation, self.offs, self.interleaved)
 
   def read_by(self, fmt: Format, is_seen: bool) -> tuple[Tensor, str | None, Tensor | None]:
@@ -94,7 +94,7 @@ class Rows(NamedTuple):
     """
     if is_seen or (self.activation is not None and (self.interleaved or not fmt.truncates)):
       return self.made(), None, None
-    return self.x, self.activation, self.index
+    return self.x, self.activation, self.at
 
 
 def made(x: Tensor | Rows) -> Tensor:

@@ -470,8 +470,8 @@ class MGroupedQuantizeGemm(MGrouped):
 
   def quantizer(self) -> GroupedQuantize:
     """What quantizes A."""
-    facts = {"seed": self.seed, "activation": self.activation, "rows": self.rows}
-    return GroupedQuantize(self.a, self.a_format, self.offs, **facts)
+    given: dict[str, Any] = {"seed": self.seed, "activation": self.activation, "rows": self.rows}
+    return GroupedQuantize(self.a, self.a_format, self.offs, **given)
 
   def product(self, a: Sequence[Tensor]) -> MGroupedGemm:
     """The GEMM of what the quantizer made of A."""

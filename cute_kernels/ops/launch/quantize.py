@@ -6,7 +6,7 @@ Each function takes an op for its metadata alone and returns what runs every cal
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -152,14 +152,13 @@ def quantize(op: GroupedQuantize, launch: Launcher) -> Runner:
 
 def _gathered_first(op: GroupedQuantize, launch: Launcher) -> Runner:
   """Rows by an index go to memory where amaxes of groups, which are of no token, come first."""
-  gather, given = gatherer(op.x, launch), op.rows
-  assert given is not None
-  workspace = Allocator([BufferSpec((given.shape[0], op.x.shape[1]), op.x.dtype)], op.device)
+  gather = gatherer(op.x, launch)
+  workspace = Allocator([BufferSpec((*op.lead, op.x.shape[1]), op.x.dtype)], op.device)
   after = quantize(dataclasses.replace(op, x=workspace.make()[0], rows=None), launch)
 
   def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
     (x,) = workspace.make()
-    gather(op.x, op.rows, x)
+    gather(op.x, cast("Tensor", op.rows), x)
     after(dataclasses.replace(op, x=x, rows=None), outputs)
 
   return run
