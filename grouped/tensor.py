@@ -341,6 +341,27 @@ class GroupedTensor(Tensor):
 
   __rmatmul__ = __matmul__
 
+  def fsdp_pre_all_gather(
+    self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+  ) -> tuple[tuple[Tensor, ...], None]:
+    """What FSDP2 gathers of this shard: codes, scales and amaxes as they are.
+
+    Raises:
+      ValueError: the mesh does not divide the number of groups.
+    """
+    from grouped.collectives import gathered_inputs
+
+    return gathered_inputs(self, mesh.size(), outer_size[0]), None
+
+  def fsdp_post_all_gather(
+    self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
+  ) -> tuple[GroupedTensor, tuple[Tensor, ...]] | None:
+    """The parameter of all groups over what FSDP2 gathered."""
+    from grouped.collectives import gathered
+
+    # FSDP gathers into the same memory again, which ``out`` consists of.
+    return None if out is not None else (gathered(self, outputs), outputs)
+
   def share_memory_(self) -> GroupedTensor:  # type: ignore[override]
     """Move the plain tensors to shared memory; returns self."""
     self._apply_inner(Tensor.share_memory_)
