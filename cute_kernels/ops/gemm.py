@@ -47,8 +47,6 @@ if TYPE_CHECKING:
   from cute_kernels.runtime.backend import Backend
   from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["GroupedGemm", "KGroupedGemm", "MGrouped", "MGroupedGemm", "MGroupedQuantizeGemm"]
-
 _FP32 = (torch.float32,)
 
 
