@@ -6,11 +6,12 @@ op without a handler. What FSDP2 gathers is in ``GroupedTensor.fsdp_pre_all_gath
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from grouped.tensor import GroupedTensor, handler
 
@@ -26,25 +27,27 @@ def _bytes(t: Tensor) -> Tensor:
   return torch.as_strided(t, (span,), (1,)).view(torch.uint8)
 
 
+def _part(i: int, x: GroupedTensor) -> Tensor:
+  return _bytes(list(x._inner().values())[i])
+
+
 def _same_parts(func: Any, arguments: Any) -> int:
   """How many plain tensors each GroupedTensor among ``arguments`` has."""
   tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
-  kinds = {(x.__tensor_flatten__()[1], *x._inner()) if isinstance(x, GroupedTensor) else None for x in tensors}
-  if len(kinds) != 1 or None in kinds:
+  kinds = [(x.__tensor_flatten__()[1], *x._inner()) for x in tensors if isinstance(x, GroupedTensor)]
+  if len(kinds) < len(tensors) or len(set(kinds)) != 1:
     raise TypeError(f"{func} needs GroupedTensors of one format, direction and dtype on both sides, got {tensors!r}")
-  return len(kinds.pop()) - 1
+  return len(kinds[0]) - 1
 
 
 def _move(func: Any, *arguments: Any, **options: Any) -> Any:
   """Run a collective that moves data in place, once for each plain tensor."""
+  result: Any = None
   for i in range(_same_parts(func, arguments)):
-    if i:
+    if result is not None:
       # Each may run on a thread of its own, and the caller waits for the last one only.
       _work(result).wait()
-    result = func(
-      *tree_map(lambda x: _bytes(list(x._inner().values())[i]) if isinstance(x, GroupedTensor) else x, arguments),
-      **options,
-    )
+    result = func(*tree_map_only(GroupedTensor, functools.partial(_part, i), arguments), **options)
   return (arguments[0], result[1]) if isinstance(result, tuple) else result
 
 
@@ -62,6 +65,7 @@ class Flat(Tensor):
 
   @staticmethod
   def __new__(cls, parts: Sequence[Tensor]) -> Flat:
+    """Of tensors of one dtype and device, each of which stays whole."""
     numel, first = sum(t.numel() for t in parts), parts[0]
     self: Flat = torch.Tensor._make_wrapper_subclass(cls, (numel,), dtype=first.dtype, device=first.device)
     self.parts = list(parts)
@@ -71,10 +75,12 @@ class Flat(Tensor):
     return f"Flat({self.parts!r})"
 
   @classmethod
-  def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+  def __torch_dispatch__(  # type: ignore[override]
+    cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+  ) -> Any:
     known = _FLAT.get(func)
     if known is None:
-      raise TypeError(f"{func} does not work on a GroupedTensor that was flattened")
+      raise TypeError(f"{func} does not work on a GroupedTensor that was flattened; decode it first with .dequantize()")
     return known(func, *args, **(kwargs or {}))
 
 
@@ -91,7 +97,7 @@ def _flat_slice(func: Any, x: Flat, dim: int, start: int, end: int) -> Flat:
     position += part.numel()
   found = Flat(chosen) if chosen else None
   if found is None or found.shape[0] != end - start:
-    raise TypeError("a GroupedTensor that was flattened can only be cut between tensors")
+    raise TypeError("what GroupedTensors were flattened to can only be cut between them")
   return found
 
 
@@ -103,12 +109,12 @@ def _flat_view(func: Any, x: Flat, size: Sequence[int]) -> Tensor:
 
 
 def _flat_broadcast(func: Any, tensors: Sequence[Flat], *rest: Any, **options: Any) -> Any:
-  (flat,) = tensors
-  for i, part in enumerate(flat.parts):
-    if i:
-      result[1].wait()
-    result = func([part], *rest, **options)
-  return tensors, result[1]
+  work: Any = None
+  for part in tensors[0].parts:
+    if work is not None:
+      work.wait()
+    _, work = func([part], *rest, **options)
+  return tensors, work
 
 
 _FLAT: dict[Any, Callable[..., Any]] = {

@@ -56,6 +56,8 @@ register_autograd("dequantize", _straight_through, _save_dtype, _LIBRARY)
 
 @handler(torch.ops.grouped.dequantize.default)
 def _dequantize(func: Any, x: GroupedTensor, dtype: torch.dtype | None, direction: str | None) -> Tensor:
+  if x._is_empty:
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)  # A rank's part may have no groups.
   x = x.unpack()
   if direction is None:
     direction = "rowwise" if x.rowwise is not None else "columnwise"
@@ -84,7 +86,7 @@ def _detach(func: Any, x: GroupedTensor) -> GroupedTensor:
 
 @handler(aten.view.default, aten._unsafe_view.default, aten.expand.default)
 def _same_shape(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
-  if len(size) == 1 and size[0] in (-1, x.numel()) and x.dim() > 1:
+  if list(size) == [-1] and x.dim() > 1:
     return Flat([x])
   same = len(size) == x.dim() and all(w in (-1, s) for w, s in zip(size, x.shape, strict=True))
   if not same:
@@ -115,9 +117,17 @@ def _slice(
   first, last, _ = slice(start, end).indices(x.shape[dim])
   if step == 1 and (first, last) == (0, x.shape[dim]):
     return x._apply_inner(lambda t: t)
+  if step != 1:
+    _refuse(func)  # Kernels want groups without gaps.
   _needs_groups(func, x, dim)
-  count = len(range(first, last, step))
-  return _regrouped(x, count, lambda t: t[first : max(first, last) : step])
+  last = max(first, last)
+  return _regrouped(x, last - first, lambda t: t[first:last])
+
+
+@handler(aten.narrow.default, aten.chunk.default)
+def _decomposed(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Any:
+  # As they come under inference_mode.
+  return func.decompose(x, *args, **kwargs)
 
 
 @handler(aten.split.Tensor, aten.split_with_sizes.default)
@@ -131,7 +141,7 @@ def _split(func: Any, x: GroupedTensor, sizes: int | Sequence[int], dim: int = 0
 
 
 @handler(aten.cat.default)
-def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> GroupedTensor:
+def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
   grouped = [x for x in tensors if isinstance(x, GroupedTensor)]
   first = grouped[0]
   _needs_groups(func, first, dim)
@@ -147,14 +157,16 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> GroupedTensor:
 def _joined(parts: Sequence[Tensor]) -> Tensor:
   """Tensors one after the other, with the strides of the first."""
   groups = sum(len(t) for t in parts)
-  out = torch.empty_strided((groups, *parts[0].shape[1:]), parts[0].stride(), dtype=parts[0].dtype, device=parts[0].device)
+  out = torch.empty_strided(
+    (groups, *parts[0].shape[1:]), parts[0].stride(), dtype=parts[0].dtype, device=parts[0].device
+  )
   for piece, t in zip(out.split([len(t) for t in parts]), parts, strict=True):
     piece.copy_(t)
   return out
 
 
 @handler(aten.constant_pad_nd.default)
-def _pad(func: Any, x: GroupedTensor, pad: Sequence[int], value: float = 0) -> GroupedTensor:
+def _pad(func: Any, x: GroupedTensor, pad: Sequence[int], value: float = 0) -> Any:
   if x.grouping != "uniform" or len(pad) != 2 * x.dim() or any(pad[:-2]) or min(pad) < 0 or value:
     _refuse(func)
   more = [_new_zeros(aten.new_zeros.default, x, (count, *x.shape[1:])) for count in pad[-2:]]
@@ -184,7 +196,7 @@ def _to_copy(func: Any, x: GroupedTensor, **kwargs: Any) -> GroupedTensor:
 
 
 @handler(aten.empty_like.default)
-def _empty_like(func: Any, x: GroupedTensor, **kwargs: Any) -> Tensor:
+def _empty_like(func: Any, x: GroupedTensor, **kwargs: Any) -> Any:
   # Unlike its kin it makes what will be filled with one such as this: by a collective, a copy.
   if x.grouping != "uniform" or kwargs.get("dtype") not in (None, x.dtype):
     return _like(func, x, **kwargs)

@@ -65,7 +65,11 @@ class GroupedTensor(Tensor):
     the ``torch._foreach_*`` forms of arithmetic and norm.
   - Raise: products of matrices, other functions and reductions, indexing, and changes of shape.
 
-  ``zeros_like`` and its kin are plain, as gradients and optimizer states are.
+  Groups of a uniform tensor are cut and joined as rows of any tensor: ``x[1:3]``, ``narrow``,
+  ``split`` and ``chunk`` share its storage, ``torch.cat`` copies. So DDP, FSDP2, DTensor along the
+  groups, distributed checkpoints and collectives that move data handle it, by its bytes;
+  ``docs/distributed.md``. ``zeros_like`` and its kin are plain, as gradients and optimizer states
+  are, but ``empty_like`` and ``new_zeros`` of whole groups of a uniform tensor are what it is.
 
   Attributes:
     format: the format record; every fact that a reader of the bytes needs.
@@ -199,6 +203,12 @@ class GroupedTensor(Tensor):
     if self._shapes is not None:
       return len(self._shapes)
     return self.shape[0] if self._offs is None else self._offs.shape[0]
+
+  @property
+  def _is_empty(self) -> bool:
+    """Uniform without groups: a rank's part of few groups."""
+    groups = self.shape[0]
+    return self.grouping == "uniform" and type(groups) is int and groups == 0
 
   @property
   def rowwise(self) -> QuantizedCopy | None:
@@ -421,6 +431,8 @@ class GroupedTensor(Tensor):
     none is given, with those that this tensor has; where it is stochastic and no seed is given,
     by one that is drawn.
     """
+    if self._is_empty:
+      return
     copies = (self.rowwise, self.columnwise)
     directions = [copy is not None for copy in copies]
     held = zip((False, True), directions, strict=True)
