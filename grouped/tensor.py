@@ -24,6 +24,7 @@ from grouped.offsets import as_offs
 from grouped.parts import joined_parts, split_parts
 from grouped.seeds import draw_seed
 from grouped.shapes import MemberShapes, as_shapes, flat_shapes, shape_tensors
+from grouped.shards import gathered, gathered_inputs
 from grouped.validation import check_is_tensor, check_parts, saved_format, version
 
 if TYPE_CHECKING:
@@ -436,16 +437,12 @@ class GroupedTensor(Tensor):
     Raises:
       ValueError: the mesh does not divide the number of groups.
     """
-    from grouped.collectives import gathered_inputs
-
     return gathered_inputs(self, mesh.size(), outer_size[0]), None
 
   def fsdp_post_all_gather(
     self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
   ) -> tuple[GroupedTensor, tuple[Tensor, ...]] | None:
     """The parameter of all groups over what FSDP2 gathered."""
-    from grouped.collectives import gathered
-
     # FSDP gathers into the same memory again, which ``out`` consists of.
     return None if out is not None else (gathered(self, outputs), outputs)
 
