@@ -29,7 +29,7 @@ NUM_SMS = 3
 #: NVFP4 keeps nothing of its second level besides amaxes.
 NO_RESULTS = (None, None)
 #: Nor does the quantizer by tiles give its amaxes.
-NO_TILE_RESULTS = (None,) * 5
+NO_TILE_RESULTS = (None,) * 7
 #: Of stochastic formats: all bits of both numbers matter but the last.
 SEED = torch.tensor([-0x0123456789ABCDF, 0x7EDCBA9876543210])
 
@@ -141,7 +141,7 @@ def run_tiles(config: TileConfig, problem: Problem, given: Tensor | None = None)
       column_amax, group_amax = group_amax, known["amax"]
     row_amax = known["amax"] if config.uses_row_amax else None
   copies = [out[name] for name in ("codes", "scales", "codes_t", "scales_t")]
-  rest = (*NO_RESULTS, None, column_amax, SEED if fmt.is_stochastic else None, NUM_SMS)
+  rest = (*NO_RESULTS, None, column_amax, SEED if fmt.is_stochastic else None, None, None, NUM_SMS)
   compiled(config)(*problem.inputs, row_amax, group_amax, *copies, *rest)
   if config.rowwise:
     out["amax"] = row_amax if config.uses_row_amax else group_amax
