@@ -115,12 +115,17 @@ class Problem:
 
 
 def expected(
-  problem: Problem, fmt: Format, rowwise: bool, columnwise: bool, given: Tensor | None = None
+  problem: Problem,
+  fmt: Format,
+  rowwise: bool,
+  columnwise: bool,
+  given: Tensor | None = None,
+  drawn: tuple[int, int] = (0, 0),
 ) -> dict[str, Tensor | None]:
-  """What the reference writes."""
+  """What the reference writes, ``drawn`` blocks before its own."""
   out = problem.buffers(fmt, rowwise, columnwise)
   asked = {name: value for name, value in out.items() if value is not None}
-  draws = reference.KeyedDraws(SEED, problem.x.shape[-1]) if fmt.is_stochastic else None
+  draws = reference.KeyedDraws(SEED, problem.x.shape[-1], drawn) if fmt.is_stochastic else None
   elements = reference.Elements(problem.x)
   reference.quantize(elements, problem.groups, fmt, asked, reference.Given(given, draws=draws))
   return out
