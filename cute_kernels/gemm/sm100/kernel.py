@@ -198,7 +198,9 @@ class Sm100Gemm:
       num_rows = most_rows(m.shape[1] // TILE_ROWS, offs.shape[0])
     extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], m.shape[1])))
     scales = (m_scales, n_scales)
-    sources = self.sources(layouts, m, n, *scales)._replace(**codes_sources(config, layouts.stages, operands, scales, depth))
+    sources = self.sources(layouts, m, n, *scales)._replace(
+      **codes_sources(config, layouts.stages, operands, scales, depth)
+    )
     stores = self.stores(layouts, out)
     num_clusters = num_sms // config.tile.num_ctas
     self.kernel(
