@@ -49,7 +49,7 @@ class Reader:
     self._files = [safe_open(path, "pt") for path in paths]
     self._of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
 
-  def __contains__(self, name: str) -> bool:
+  def __contains__(self, name: object) -> bool:
     return name in self._of
 
   def __iter__(self) -> Iterator[str]:
@@ -102,7 +102,7 @@ class Writer:
   def close(self, write_json: Callable[[], dict[str, Any]] = dict) -> None:
     """Write the rest, the index, and JSON files by name."""
     self._flush()
-    count, names = len(self._shards), {}
+    count, names = len(self._shards), dict[str, str]()
     for i, shard in enumerate(self._shards):
       file = "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
       self._part(i).rename(self._folder / file)

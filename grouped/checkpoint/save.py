@@ -78,7 +78,8 @@ def save(
   for name, scale in (input_scales or {}).items():
     writer.add(name, scale)
   if config is None:
-    config = module.config.to_dict() if hasattr(module, "config") else {}  # type: ignore[operator]
+    of_module: Any = getattr(module, "config", None)
+    config = {} if of_module is None else of_module.to_dict()
   said = {**record.config, "ignore": ignored}
   writer.close(lambda: {"config.json": {**config, "quantization_config": said}})
 
@@ -117,8 +118,8 @@ def _stored(weight: ExpertWeight, layout: Layout, stacked: bool) -> Iterator[tup
       yield name + stacked_suffix(suffix), t
     return
   for g, parts in enumerate(_split(held, weight, layout.fmt)):
-    for of, part in zip(weight.names(g, (), ".weight"), parts, strict=True):
-      for suffix, t in layout.stored(part).items():
+    for of, one in zip(weight.names(g, (), ".weight"), parts, strict=True):
+      for suffix, t in layout.stored(one).items():
         yield of + suffix, t
 
 
