@@ -16,9 +16,6 @@ from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_C
 if TYPE_CHECKING:
   from cute_kernels.gemm.operands import OperandKind
 
-#: DSL types by the dtype names that configurations use.
-DSL_TYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
-
 
 def element_type(kind: OperandKind) -> Any:
   """The DSL's type of an operand's elements."""

@@ -67,7 +67,6 @@ class CodesLoadWarp(LoadWarp):
   """The load warp of codes and their block scales."""
 
   def num_k_tiles(self, tile: WorkTile) -> Int32:
-    """Stages of a tile."""
     k_blocks = CODES_STAGES * K_BLOCKS
     return (tile.k_blocks + (k_blocks - 1)) // k_blocks
 
