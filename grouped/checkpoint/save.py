@@ -89,9 +89,10 @@ def _check_holds(key: str, weight: ExpertWeight, layout: Layout, stacked: bool) 
   fmt, held = layout.fmt, weight.parameter
   if not isinstance(held, GroupedTensor):
     return
-  facts = [(f.element, f.scale, f.second_level, f.is_2d and f.scale.layout) for f in (held.format, fmt)]  # type: ignore[union-attr]
+  ours, theirs = ((f.element, f.scale, f.second_level) for f in (held.format, fmt))
+  # Such scales are stored for every row, also where a square block has one.
   per_row = held.format.scale is not None and held.format.scale.layout == "tiles_128x4"
-  if facts[0][:3] != facts[1][:3] or (not per_row and held.format.is_2d != fmt.is_2d):
+  if ours != theirs or (not per_row and held.format.is_2d != fmt.is_2d):
     raise ValueError(f"{key} is {held.format}, {layout.name} holds {fmt}: quantize it again, or choose another layout")
   if held.rowwise is None:
     raise ValueError(f"{key} has no rowwise copy, which checkpoints hold")
