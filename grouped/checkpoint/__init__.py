@@ -1,5 +1,7 @@
 """Checkpoints of quantized experts, as other systems write and read them.
 
+  import grouped.checkpoint
+
   grouped.checkpoint.save(model, "out", layout="modelopt")  # or "compressed-tensors", "deepseek"
   report = grouped.checkpoint.load(model, "folder")
 
