@@ -220,14 +220,12 @@ def test_to_another_dtype_keeps_the_bytes(fmt, dtype):
 
 NEW = {
   "zeros_like": (torch.zeros_like, (3, 48, 64)),
-<<<<<<< HEAD
-  "empty_like": (torch.empty_like, (3, 48, 64)),
-=======
   "ones_like": (torch.ones_like, (3, 48, 64)),
->>>>>>> main
   "full_like": (lambda x: torch.full_like(x, 3), (3, 48, 64)),
   "randn_like": (torch.randn_like, (3, 48, 64)),
   "new_empty": (lambda x: x.new_empty(5, 2), (5, 2)),
+  "new_zeros": (lambda x: x.new_zeros(5, 2), (5, 2)),
+  "new_ones": (lambda x: x.new_ones(5, 2), (5, 2)),
   "new_full": (lambda x: x.new_full((5, 2), 7), (5, 2)),
   "new_tensor": (lambda x: x.new_tensor([1.0, 2.0]), (2,)),
 }
@@ -239,8 +237,6 @@ def test_tensors_made_like_one_are_plain(create, shape):
   assert type(got) is torch.Tensor and got.shape == shape and got.dtype == torch.bfloat16
 
 
-<<<<<<< HEAD
-=======
 def test_those_that_are_filled_by_others_are_grouped():
   """``empty_like`` for collectives, ``new_zeros`` for the padding of shards."""
   p = parameter()
@@ -250,12 +246,6 @@ def test_those_that_are_filled_by_others_are_grouped():
   assert type(torch.empty_like(p, dtype=torch.float32)) is torch.Tensor
 
 
-def test_like_takes_options():
-  got = torch.zeros_like(parameter(), dtype=torch.float32, memory_format=torch.preserve_format)
-  assert got.dtype == torch.float32 and not got.any()
-
-
->>>>>>> main
 # Files
 
 
@@ -367,36 +357,20 @@ def test_gradients_pass_through_decoded_values():
 
 REFUSED = {
   "reshape": lambda w: w.reshape(3, -1),
-<<<<<<< HEAD
-  "view": lambda w: w.view(-1),
-=======
   "view": lambda w: w.view(-1, 64),
-  "view -1s": lambda w: w.view(3, 48, -1, 64),
->>>>>>> main
   "view dtype": lambda w: w.view(torch.int16),
   "transpose": lambda w: w.transpose(0, 1),
   "mT": lambda w: w.mT,
   "select": lambda w: w[0],
   "slice": lambda w: w[:, :2],
   "index": lambda w: w[torch.tensor([0])],
-<<<<<<< HEAD
-=======
-  "narrow": lambda w: w.narrow(1, 0, 1),
->>>>>>> main
   "set item": lambda w: w.__setitem__(0, 0.0),
   "squeeze": lambda w: w.squeeze(),
   "expand": lambda w: w.expand(2, 3, 48, 64),
-<<<<<<< HEAD
-  "cat": lambda w: torch.cat([w, w]),
-  "split": lambda w: w.split(1),
-=======
   "cat": lambda w: torch.cat([w, w], 1),
-  "stack": lambda w: torch.stack([w, w]),
   "split": lambda w: w.split(1, 1),
-  "chunk": lambda w: w.chunk(3, 2),
   "torch.unbind": lambda w: torch.unbind(w),
   "index_select": lambda w: w.index_select(0, torch.tensor([1])),
->>>>>>> main
   "matmul": lambda w: torch.matmul(torch.ones(36, 64, dtype=w.dtype), w),
   "@": lambda w: w @ torch.ones(64, 2),
   "linear": lambda w: nn.functional.linear(torch.ones(2, 64), w),
@@ -412,7 +386,9 @@ REFUSED = {
 
 #: Refusals that say what to call instead.
 ALTERNATIVES = {
-  **dict.fromkeys(("select", "slice", "index", "split"), r"member\(g\) and unbind\(\).*dequantize"),
+  **dict.fromkeys(
+    ("select", "slice", "index", "split", "torch.unbind", "index_select"), r"member\(g\) and unbind\(\).*dequantize"
+  ),
   **dict.fromkeys(("matmul", "linear", "mT"), r"grouped\.grouped_gemm"),
 }
 
