@@ -36,6 +36,7 @@ __all__ = [
   "grouped_gemm",
   "linear",
   "nn",
+  "optim",
   "quantize",
   "recipes",
 ]
