@@ -25,6 +25,8 @@ OPS = (
   "grouped_gemm_w4a16",
   "grouped_gemm_w4a8",
   "delayed_scaling_update",
+  "moe_route",
+  "moe_route_gradient",
   "compute_routing",
   "moe_gather",
   "moe_activate",
@@ -39,6 +41,7 @@ _DTYPES = dict.fromkeys(OPS, _FLOATS) | {
   "grouped_gemm_w4a16": (torch.bfloat16, torch.float16),
   "delayed_scaling_update": (torch.float32,),
   "compute_routing": _INTEGERS,
+  **dict.fromkeys(("moe_route", "moe_route_gradient"), (torch.float32,)),
 }
 #: What runs: architectures by op and name of the format, None if plain.
 _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
@@ -46,6 +49,8 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
   ("grouped_amax", None): ARCHITECTURES,
   ("grouped_dbias", None): ARCHITECTURES,
   ("grouped_gemm", None): ARCHITECTURES,
+  ("moe_route", None): ARCHITECTURES,
+  ("moe_route_gradient", None): ARCHITECTURES,
   ("compute_routing", None): ARCHITECTURES,
   ("moe_gather", None): ARCHITECTURES,
   ("moe_activate", None): ARCHITECTURES,
@@ -267,6 +272,7 @@ def markdown_table() -> str:
   plain: dict[str, dict[str, torch.dtype]] = {
     "compute_offsets": {"int32, int64": torch.int32},
     "compute_routing": {"int32, int64": torch.int32},
+    **dict.fromkeys(("moe_route", "moe_route_gradient"), {"fp32": torch.float32}),
     "grouped_gemm": {"bf16, fp16": torch.bfloat16, "fp32": torch.float32},
   }
   floats = {"bf16, fp16, fp32": torch.float32}

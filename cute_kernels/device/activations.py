@@ -289,5 +289,27 @@ def activated(
   return [half[: len(inputs[0])] for half in out]
 
 
+def exponential(x: Float32, sigmoid: bool = False) -> Float32:
+  """``exp`` of ``reference.activations``, or its ``sigmoid``."""
+  t = _Text(1, 1, 1)
+  given = _Number("$1", ["$1"])
+  c = t.low(t.high(t.each("neg.f32 {0}, {1}", given) if sigmoid else given, -104.0), 89.0)
+  z = t.add(t.mul(c, Numbers.LOG2E), Numbers.MAGIC + 254)
+  n = t.sub(z, Numbers.MAGIC + 254)
+  r = t.sub(t.sub(c, t.mul(n, Numbers.LN2[0])), t.mul(n, Numbers.LN2[1]))
+  q = t.mul(r, Numbers.EXP[-1])
+  for factor in Numbers.EXP[-2:0:-1]:
+    q = t.mul(t.add(q, factor), r)
+  p = t.add(t.add(t.mul(t.add(q, Numbers.EXP[0]), t.mul(r, r)), r), 1.0)
+  half = t.each("shr.s32 {0}, {1}, 1", z)
+  rest = t.each("sub.s32 {0}, {1}, {2}", z, half)
+  out = t.mul(t.mul(p, t.power(half)), t.power(rest))
+  if sigmoid:
+    out = t.each("rcp.rn.f32 {0}, {1}", t.add(out, 1.0))
+  t.result(out, ["$0"])
+  body = "\n".join(t.lines)
+  return asm(f"{{\n{body}\n}}", [Float32], [x])  # type: ignore[no-any-return]
+
+
 def _signed(bits: int) -> int:
   return bits - (1 << 64) if bits >> 63 else bits

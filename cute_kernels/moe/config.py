@@ -34,6 +34,52 @@ class RoutingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RouterConfig:
+  """The choice of experts by logits.
+
+  Attributes:
+    score: ``"softmax"`` or ``"sigmoid"``.
+    renormalize: weights are divided by their sum.
+    per_lane: scores of a lane, which bound the experts: a power of two.
+    biased: there is a selection bias.
+    grouped: experts are in groups.
+    ends: tokens end somewhere.
+  """
+
+  score: str
+  renormalize: bool = True
+  per_lane: int = 4
+  biased: bool = False
+  grouped: bool = False
+  ends: bool = False
+
+  #: The compiled function takes (logits, bias, end, weights, ids, scores, groups, top_groups, factor,
+  #: num_sms): logits and scores (T, E), bias (E,) or None, weights (T, k) fp32, end (1,) int32 or None,
+  #: ids (T, k) int64.
+  kernel: ClassVar[str] = "cute_kernels.moe.router:RouterKernel"
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterGradientConfig:
+  """The gradient of that; attributes as there.
+
+  Attributes:
+    score: likewise.
+    renormalize: likewise.
+    per_lane: likewise.
+    biased: scores have a gradient, too.
+  """
+
+  score: str
+  renormalize: bool = True
+  per_lane: int = 4
+  biased: bool = False
+
+  #: The compiled function takes (dweights, dscores, ids, scores, dlogits, factor, num_sms), shapes as there.
+  kernel: ClassVar[str] = "cute_kernels.moe.router:RouterGradientKernel"
+
+
+@dataclasses.dataclass(frozen=True)
 class GatherConfig:
   """Rows by an index.
 

@@ -5,18 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cute_kernels.capability import support
-from cute_kernels.moe.config import ActivateConfig, CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.moe.config import (
+  ActivateConfig,
+  CombineConfig,
+  GatherConfig,
+  RouterConfig,
+  RouterGradientConfig,
+  RoutingConfig,
+)
 
 if TYPE_CHECKING:
   from collections.abc import Iterator
 
-Config = ActivateConfig | CombineConfig | GatherConfig | RoutingConfig
+Config = ActivateConfig | CombineConfig | GatherConfig | RouterConfig | RouterGradientConfig | RoutingConfig
 
 
 def kernel_specs(arch: str) -> Iterator[Config]:
   if support("compute_routing", None, arch):
     for ids in ("int32", "int64"):
       yield from (RoutingConfig(ids, ctas) for ctas in (1, RoutingConfig.ctas))
+  if support("moe_route", None, arch):
+    for score, grouped in (("softmax", False), ("sigmoid", True)):
+      yield RouterConfig(score, per_lane=8 if grouped else 4, biased=grouped, grouped=grouped)
+      yield RouterGradientConfig(score, per_lane=8 if grouped else 4)
   if support("moe_gather", None, arch):
     yield GatherConfig()
   if support("moe_activate", None, arch):

@@ -4,7 +4,7 @@ The functions here are those ops, with positional arguments, called without PyTo
 where nothing observes the call (``registry.Op.invoke``). Each op is documented where it is defined.
 """
 
-from cute_kernels.ops import delayed, dequantize, flops, gemm, moe, quantize, reductions
+from cute_kernels.ops import delayed, dequantize, flops, gemm, moe, quantize, reductions, router
 
 __all__ = [
   "compute_offsets",
@@ -22,6 +22,8 @@ __all__ = [
   "moe_activate_gradient",
   "moe_combine",
   "moe_gather",
+  "moe_route",
+  "moe_route_gradient",
 ]
 
 compute_offsets = reductions.ComputeOffsets.invoke
@@ -38,3 +40,5 @@ moe_activate = moe.MoeActivate.invoke
 moe_activate_gradient = moe.MoeActivateGradient.invoke
 moe_combine = moe.MoeCombine.invoke
 moe_gather = moe.MoeGather.invoke
+moe_route = router.MoeRoute.invoke
+moe_route_gradient = router.MoeRouteGradient.invoke

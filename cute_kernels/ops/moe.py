@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _INT32, _FP32 = (torch.int32,), (torch.float32,)
 
 
-class _Plain(Op):
+class Plain(Op):
   """An op of plain tensors, which the capability table lists under its own name."""
 
   alignment: ClassVar[int] = 16
@@ -37,7 +37,7 @@ class _Plain(Op):
 
 @register
 @dataclasses.dataclass
-class ComputeRouting(_Plain):
+class ComputeRouting(Plain):
   """Rows of tokens sorted by expert, and where each token went: a stable counting sort.
 
   Token t has one row for each of its k experts. Rows of expert 0 come first, in the order of
@@ -94,7 +94,7 @@ def _gather_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 @register
 @dataclasses.dataclass
-class MoeGather(_Plain):
+class MoeGather(Plain):
   """Rows of ``x`` by an index: ``out[r] = x[index[r]]``.
 
   Args:
@@ -158,7 +158,7 @@ def _combine_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 @register
 @dataclasses.dataclass
-class MoeCombine(_Plain):
+class MoeCombine(Plain):
   """The weighted sum of each token's rows: ``y[t] = sum over k of weight[t, k] h[row[t, k]]``.
 
   In fp32, in ascending k from 0 on, each product and each sum rounded, and one cast at the end.
@@ -225,7 +225,7 @@ def _activate_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 @register
 @dataclasses.dataclass
-class MoeActivate(_Plain):
+class MoeActivate(Plain):
   """An activation of the rows of experts, in fp32 and rounded once to the dtype of ``x``.
 
   ``cute_kernels.reference.activations`` states its bits.
@@ -271,7 +271,7 @@ class MoeActivate(_Plain):
 
 @register
 @dataclasses.dataclass
-class MoeActivateGradient(_Plain):
+class MoeActivateGradient(Plain):
   """The gradient of ``moe_activate``, and of the weights of rows if there are some.
 
   A token's output is the sum of its rows, each with a weight p, of a second product of what

@@ -51,6 +51,7 @@ _SCHEMA_TYPES = {
   "list[Tensor] | None": "Tensor[]?",
   "bool": "bool",
   "int": "SymInt",
+  "float": "float",
   "list[int] | None": "SymInt[]?",
   "str": "str",
   "str | None": "str?",

@@ -120,7 +120,7 @@ def activate_gradient(
     p = torch.where(there, weight.flatten()[torch.where(there, at, 0)], 0).unsqueeze(1)
     a = activate_elements(numbers, act).to(x.dtype).float()
     scaled[live] = (p * a).to(x.dtype)
-    sums = _warp_sum(g * a)
+    sums = warp_sum(g * a)
     dweight.view(-1)[at[there]] = sums[there]
     g = p * g
   into = outputs[0]
@@ -130,13 +130,13 @@ def activate_gradient(
   into[live] = dx.to(x.dtype)
 
 
-def _warp_sum(terms: Tensor) -> Tensor:
-  """The sum of each row, in the order of a warp."""
-  padded = torch.nn.functional.pad(terms, (0, -terms.shape[1] % (_RUN * _LANES)))
-  strips = padded.view(len(terms), -1, _LANES, _RUN)
+def warp_sum(terms: Tensor, run: int = _RUN) -> Tensor:
+  """The sum of each row, in the order of a warp; a lane takes ``run`` neighbours at a time."""
+  padded = torch.nn.functional.pad(terms, (0, -terms.shape[1] % (run * _LANES)))
+  strips = padded.view(len(terms), padded.shape[1] // (run * _LANES), _LANES, run)
   lanes = terms.new_zeros(len(terms), _LANES)
   for i in range(strips.shape[1]):
-    for j in range(_RUN):
+    for j in range(run):
       lanes += strips[:, i, :, j]
   while lanes.shape[1] > 1:
     half = lanes.shape[1] // 2

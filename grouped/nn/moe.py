@@ -169,7 +169,7 @@ class MoE(nn.Module):
       live = torch.arange(flat.shape[0], device=x.device) < ends
       # A NaN in the tail times 0 would be one in the gradient of the router.
       flat = flat.masked_fill(~live.unsqueeze(1), 0)
-    choice = self.router(flat, live)
+    choice = self.router(flat, ends)
     routing = compute_routing(choice.expert_ids, self.num_experts)
     mlp = self.experts
     if mlp.gate_up.is_eager_only or mlp.down.is_eager_only or _is_watched(mlp):

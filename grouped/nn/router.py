@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from cute_kernels import ops
 from cute_kernels.ops.derivatives import register_autograd
+from cute_kernels.ops.router import SCORES
 from cute_kernels.records import check_choice
+from cute_kernels.reference.router import TINY
 
-SCORES = ("softmax", "sigmoid")
-#: Added to sums of sigmoids before a division by them, as DeepSeek-V3 does; no softmax shows it.
-_TINY = 1e-20
+if TYPE_CHECKING:
+  from collections.abc import Sequence
 
 
 class MoELosses(NamedTuple):
@@ -126,15 +128,22 @@ class Router(nn.Module):
       self.selection_bias = kept.to(moved.device)
     return self
 
-  def forward(self, x: Tensor, live: Tensor | None = None) -> Choice:
-    """Choose the experts of tokens ``x`` (T, H); those that are not ``live`` (T,) get none."""
-    logits: Tensor = torch.ops.grouped.router_logits(x, self.weight)
-    if self.bias is not None:
-      logits = logits + self.bias.float()
-    options = (self.top_k, self.score, self.renormalize, self.expert_groups, self.top_groups)
-    weights, ids, scores = torch.ops.grouped.router_choice(logits, self.selection_bias, *options, self.scaling_factor)
-    if live is not None:
-      ids = ids.masked_fill(~live.unsqueeze(1), -1)
+  def forward(self, x: Tensor, end: Tensor | None = None) -> Choice:
+    """Choose the experts of tokens ``x`` (T, H); those from ``end`` (1,) int32 on get none."""
+    options = (self.top_k, self.score, self.renormalize, self.expert_groups, self.top_groups, self.scaling_factor)
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
+      logits: Tensor = torch.ops.grouped.router_logits(x, self.weight, end)
+      if self.bias is not None:
+        logits = logits + self.bias.float()
+      weights, ids, scores = torch.ops.cute_kernels.moe_route(logits, self.selection_bias, end, *options)
+      return Choice(ids, weights, scores, logits)
+    weight, bias = self.weight, self.bias
+    given = (x, weight, bias, self.selection_bias, _end(x) if end is None else end, options)
+    is_differentiable = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if is_differentiable and torch.is_grad_enabled():
+      weights, ids, scores, logits = _Routed.apply(*given)  # type: ignore[no-untyped-call]
+    else:
+      weights, ids, scores, logits = _routed(*given)
     return Choice(ids, weights, scores, logits)
 
   def losses(self, choice: Choice, offs: Tensor, live: Tensor | None) -> MoELosses:
@@ -142,7 +151,7 @@ class Router(nn.Module):
     counts = torch.diff(offs, prepend=offs.new_zeros(1))
     scores, z = choice.scores, choice.logits.logsumexp(-1).square()
     if self.score == "sigmoid":
-      scores = scores / (scores.sum(-1, keepdim=True) + _TINY)
+      scores = scores / (scores.sum(-1, keepdim=True) + TINY)
     if live is None:
       mean, z = scores.mean(0), z.mean()
     else:
@@ -165,16 +174,63 @@ class Router(nn.Module):
     self.selection_bias += rate * torch.sign(counts.mean() - counts)
 
 
+class _Routed(torch.autograd.Function):
+  """Logits and the choice by them without PyTorch's dispatcher."""
+
+  @staticmethod
+  def forward(  # type: ignore[override]
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    selection_bias: Tensor | None,
+    end: Tensor,
+    options: tuple[Any, ...],
+  ) -> tuple[Tensor, ...]:
+    weights, ids, scores, logits = out = _routed(x, weight, bias, selection_bias, end, options)
+    ctx.save_for_backward(x, weight, end, ids, scores)
+    ctx.mark_non_differentiable(ids)
+    ctx.set_materialize_grads(False)
+    _, score, renormalize, _, _, factor = options
+    ctx.options, ctx.bias_dtype = (score, renormalize, factor), None if bias is None else bias.dtype
+    return out
+
+  @staticmethod
+  @once_differentiable  # type: ignore[untyped-decorator]
+  def backward(  # type: ignore[override]
+    ctx: Any, dweights: Tensor | None, _: None, dscores: Tensor | None, dlogits: Tensor | None
+  ) -> tuple[Tensor | None, ...]:
+    x, weight, end, ids, scores = ctx.saved_tensors
+    if dweights is None and dscores is not None:
+      dweights = scores.new_zeros(ids.shape)
+    if dweights is not None:
+      d = ops.moe_route_gradient(dweights, dscores, ids, scores, *ctx.options)
+      dlogits = d if dlogits is None else d + dlogits
+    if dlogits is None:
+      return (None,) * 6
+    dx, dweight = _logits_gradients(x, weight, dlogits, end, ctx.needs_input_grad)
+    dbias = dlogits.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+    return dx, dweight, dbias, None, None, None
+
+
+def _routed(
+  x: Tensor, weight: Tensor, bias: Tensor | None, selection_bias: Tensor | None, end: Tensor, options: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+  """Weights, ids, scores and logits."""
+  logits = _logits(x, weight, end)
+  if bias is not None:
+    logits = logits + bias.float()
+  weights, ids, scores = ops.moe_route(logits, selection_bias, end, *options)
+  return weights, ids, scores, logits
+
+
 # -------------------------------------------------------------------------------------- as ops
 #
-# So that a compiler, which adds and rounds as it likes, leaves their bits alone.
+# So that a compiler, which adds and rounds as it likes, leaves its bits alone.
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
-_LIBRARY.define("router_logits(Tensor x, Tensor weight) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define(
-  "router_choice(Tensor logits, Tensor? selection_bias, int top_k, str score, bool renormalize, "
-  "int expert_groups, int top_groups, float factor) -> (Tensor, Tensor, Tensor)",
-  tags=(torch.Tag.pt2_compliant_tag,),
+  "router_logits(Tensor x, Tensor weight, Tensor? end=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
 _HALVES = (torch.bfloat16, torch.float16)
 #: N of a product of plain operands is a multiple of it on a GPU.
@@ -191,9 +247,14 @@ def _parts(x: Tensor) -> list[Tensor]:
   return parts
 
 
-def _logits(x: Tensor, weight: Tensor) -> Tensor:
+def _end(x: Tensor) -> Tensor:
+  """(1,) the number of rows."""
+  return torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+
+
+def _logits(x: Tensor, weight: Tensor, end: Tensor | None = None) -> Tensor:
   experts = weight.shape[0]
-  offs = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+  offs = _end(x) if end is None else end
   if not (x.dtype == weight.dtype and x.dtype in _HALVES):
     # Products of parts down to 2^-24 of the largest, side by side along K.
     a = [x] if x.dtype == torch.bfloat16 else _parts(x)
@@ -208,7 +269,7 @@ def _logits(x: Tensor, weight: Tensor) -> Tensor:
   return logits[:, :experts].contiguous()
 
 
-def _logits_fake(x: Tensor, weight: Tensor) -> Tensor:
+def _logits_fake(x: Tensor, weight: Tensor, end: Tensor | None = None) -> Tensor:
   return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
@@ -216,12 +277,30 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
   ctx.save_for_backward(*inputs)
 
 
-def _logits_backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None]:
-  x, weight = ctx.saved_tensors
+def _logits_backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+  x, weight, end = ctx.saved_tensors
+  end = _end(x) if end is None else end
+  return *_logits_gradients(x, weight, dlogits, end, ctx.needs_input_grad), None
+
+
+def _logits_gradients(
+  x: Tensor, weight: Tensor, dlogits: Tensor, end: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+  """The gradients of x and weight."""
   dx = dweight = None
-  if ctx.needs_input_grad[0]:
+  experts, depth = weight.shape
+  if x.dtype == weight.dtype == torch.bfloat16 and not (experts % _MULTIPLE or depth % _MULTIPLE):
+    # Three parts of fp32 numbers side by side, as of logits: a product of fp32 takes five times as long.
+    parts = torch.cat(_parts(dlogits), 1)
+    if needs[0]:
+      dx = ops.m_grouped_gemm(parts, weight.repeat(3, 1).unsqueeze(0), end, None, None, True, x.dtype)
+    if needs[1]:
+      of_parts = ops.k_grouped_gemm(parts, x, end, None, torch.float32)
+      dweight = of_parts.view(3, experts, depth).sum(0).to(weight.dtype)
+    return dx, dweight
+  if needs[0]:
     dx = (dlogits @ weight.float()).to(x.dtype)
-  if ctx.needs_input_grad[1]:
+  if needs[1]:
     dweight = (dlogits.T @ x.float()).to(weight.dtype)
   return dx, dweight
 
@@ -229,67 +308,3 @@ def _logits_backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor |
 _LIBRARY.impl("router_logits", _logits, "CompositeExplicitAutograd")
 torch.library.register_fake("grouped::router_logits", _logits_fake, lib=_LIBRARY)
 register_autograd("router_logits", _logits_backward, _save, _LIBRARY)
-
-
-def _order(scores: Tensor) -> Tensor:
-  """Columns by falling score, the first of equal ones first."""
-  return scores.sort(stable=True, dim=-1, descending=True).indices
-
-
-def _choice(
-  logits: Tensor,
-  selection_bias: Tensor | None,
-  top_k: int,
-  score: str,
-  renormalize: bool,
-  expert_groups: int,
-  top_groups: int,
-  factor: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-  # By way of fp64, so that no bit depends on how many numbers a CPU takes at once.
-  is_softmax = score == "softmax"
-  scores = logits.softmax(-1) if is_softmax else logits.double().sigmoid().float()
-  biased = scores if selection_bias is None else scores + selection_bias
-  if expert_groups > 1:
-    groups = biased.unflatten(1, (expert_groups, -1))
-    of_groups = groups.sort(-1, descending=True).values[..., :2].sum(-1)
-    best = _order(of_groups)[:, :top_groups]
-    allowed = torch.zeros_like(of_groups, dtype=torch.bool).scatter(1, best, True)
-    biased = groups.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(1)
-  ids = _order(biased)[:, :top_k].contiguous()
-  weights = scores.gather(1, ids)
-  if renormalize:
-    weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-  return weights * factor if factor != 1.0 else weights, ids, scores
-
-
-def _choice_fake(logits: Tensor, bias: Tensor | None, top_k: int, *_: Any) -> tuple[Tensor, ...]:
-  ids = logits.new_empty(logits.shape[0], top_k, dtype=torch.int64)
-  return logits.new_empty(ids.shape), ids, torch.empty_like(logits)
-
-
-def _save_choice(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-  _, ids, scores = output
-  ctx.mark_non_differentiable(ids)
-  ctx.save_for_backward(ids, scores)
-  ctx.score, ctx.renormalize, ctx.factor = inputs[3], inputs[4], inputs[7]
-
-
-def _choice_backward(ctx: Any, dweights: Tensor, _: Any, dscores: Tensor) -> tuple[Any, ...]:
-  ids, scores = ctx.saved_tensors
-  of_best = dweights * ctx.factor
-  if ctx.renormalize:
-    best = scores.gather(1, ids)
-    total = best.sum(-1, keepdim=True) + _TINY
-    of_best = (of_best - (of_best * best).sum(-1, keepdim=True) / total) / total
-  d = dscores + torch.zeros_like(scores).scatter(1, ids, of_best)
-  if ctx.score == "softmax":
-    d = scores * (d - (d * scores).sum(-1, keepdim=True))
-  else:
-    d = d * scores * (1 - scores)
-  return d, *(None,) * 7
-
-
-_LIBRARY.impl("router_choice", _choice, "CompositeExplicitAutograd")
-torch.library.register_fake("grouped::router_choice", _choice_fake, lib=_LIBRARY)
-register_autograd("router_choice", _choice_backward, _save_choice, _LIBRARY)

@@ -86,10 +86,6 @@ BY_OP = {
     "bf16": lambda: (leaf(ROWS, K), leaf(6, K)),
     "parts": lambda: (leaf(ROWS, K), leaf(6, K, dtype=torch.float32)),
   },
-  "router_choice": {
-    "softmax": lambda: (*(leaf(ROWS, 6, dtype=torch.float32), None), *(2, "softmax", False, 1, 1, 1.0)),
-    "sigmoid": lambda: (*(leaf(ROWS, 6, dtype=torch.float32), torch.rand(6)), *(2, "sigmoid", True, 3, 2, 2.5)),
-  },
   "linear": {
     "W4A16": lambda: linear(RECIPES["bf16"], uniform(True), leaf(G, N)),
     "of a quantized weight": lambda: linear(RECIPES["nvfp4"], uniform(True), None),

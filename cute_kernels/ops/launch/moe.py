@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cute_kernels.moe.config import ActivateConfig, CombineConfig, RoutingConfig
+from cute_kernels.moe.config import ActivateConfig, CombineConfig, RouterConfig, RouterGradientConfig, RoutingConfig
 from cute_kernels.ops.arguments import dense, dtype_name, readable
 from cute_kernels.ops.launch.rows import gatherer
 
@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
   from cute_kernels.ops.moe import ComputeRouting, MoeActivate, MoeActivateGradient, MoeCombine, MoeGather
   from cute_kernels.ops.registry import Runner
+  from cute_kernels.ops.router import MoeRoute, MoeRouteGradient
   from cute_kernels.runtime.launch import Launcher
+
+
+#: Of the kernels that choose: 32 scores of a lane.
+MOST_EXPERTS = 1024
 
 
 def compute_routing(op: ComputeRouting, launch: Launcher) -> Runner:
@@ -28,6 +33,42 @@ def compute_routing(op: ComputeRouting, launch: Launcher) -> Runner:
   def run(op: ComputeRouting, outputs: Sequence[Tensor]) -> None:
     offs, token, pair, row = outputs
     kernel(op.expert_ids.contiguous().view(-1), offs, token, pair, row.view(-1), top_k)
+
+  return run
+
+
+def _per_lane(experts: int) -> int:
+  """Scores of a lane: a power of two."""
+  return 1 << max(0, (experts - 1) // 32).bit_length()
+
+
+def route(op: MoeRoute, launch: Launcher) -> Runner:
+  """How ``moe_route`` runs."""
+  (tokens, experts), groups = op.logits.shape, op.expert_groups
+  if not tokens or experts > MOST_EXPERTS or groups > 32:
+    # The bits are the same.
+    return lambda op, outputs: op.run_reference(outputs)
+  facts = {"biased": op.selection_bias is not None, "grouped": groups > 1, "ends": op.end is not None}
+  kernel = launch.kernel(RouterConfig(op.score, op.renormalize, _per_lane(experts), **facts))
+
+  def run(op: MoeRoute, outputs: Sequence[Tensor]) -> None:
+    given = (readable(op.logits), dense(op.selection_bias), dense(op.end))
+    kernel(*given, *outputs, groups, op.top_groups, op.factor, launch.num_sms)
+
+  return run
+
+
+def route_gradient(op: MoeRouteGradient, launch: Launcher) -> Runner:
+  """How ``moe_route_gradient`` runs."""
+  tokens, experts = op.scores.shape
+  if not tokens or experts > MOST_EXPERTS:
+    return lambda op, outputs: op.run_reference(outputs)
+  config = RouterGradientConfig(op.score, op.renormalize, _per_lane(experts), op.dscores is not None)
+  kernel = launch.kernel(config)
+
+  def run(op: MoeRouteGradient, outputs: Sequence[Tensor]) -> None:
+    given = [dense(t) for t in (op.dweights, op.dscores, op.ids, op.scores)]
+    kernel(*given, outputs[0], op.factor, launch.num_sms)
 
   return run
 
