@@ -23,6 +23,7 @@ __all__ = [
   "element_type",
   "matrix_view",
   "output_view",
+  "paired_rows",
   "ragged_rows_view",
   "row_scales_view",
   "scale_type",
@@ -94,6 +95,15 @@ def matrix_view(matrix: cute.Tensor, kind: OperandKind, mn_major: bool) -> cute.
     shape[:2], stride[:2] = shape[1::-1], stride[1::-1]
   layout = cute.make_layout(tuple(shape), stride=tuple(stride))
   return cute.make_tensor(cute.recast_ptr(matrix.iterator, dtype=element_type(kind)), layout)
+
+
+def paired_rows(x: cute.Tensor) -> cute.Tensor:
+  """(rows, ...) as ((2, rows / 2), ...): row 2 i + h is row i of half h."""
+  half, pitch = x.shape[0] // 2, x.stride[0]
+  aligned = PITCH_ALIGNMENT * 8 // x.element_type.width
+  strides = (cute.assume(Int64(pitch) * half, aligned), pitch)
+  layout = cute.make_layout(((2, half), *x.shape[1:]), stride=(strides, *x.stride[1:]))
+  return cute.make_tensor(x.iterator, layout)
 
 
 def codes_view(codes: cute.Tensor) -> cute.Tensor:
