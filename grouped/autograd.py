@@ -23,8 +23,6 @@ if TYPE_CHECKING:
   from grouped.nn.delayed import DelayedScaling
   from grouped.offsets import Offsets
 
-__all__ = ["WeightGradients", "linear", "multiply", "recipe_of", "rows_and_ends"]
-
 
 def linear(
   x: Tensor,

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
   from cute_kernels.formats import Format
   from grouped.shapes import Shapes
 
-__all__ = ["HANDLERS", "GroupedTensor", "assemble", "handler"]
-
 
 #: What a tensor is beside the plain tensors that it holds.
 Context: TypeAlias = "tuple[Format, torch.dtype, bool, MemberShapes | None]"

@@ -12,8 +12,6 @@ from torch import Tensor
 if TYPE_CHECKING:
   from grouped.tensor import GroupedTensor
 
-__all__ = ["adds_update", "snapshot", "warn_if_lost"]
-
 #: In-place ops by which optimizers and averages update parameters; their second argument is the
 #: update, or where a lerp goes. Weight decay (``mul_``) is left out: it is meant to be small.
 _UPDATES = frozenset(

@@ -22,21 +22,6 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
   from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = [
-  "ENOUGH_RUNS",
-  "KINDS",
-  "ORIGINS",
-  "RESULTS",
-  "SCHEMA",
-  "Record",
-  "Writer",
-  "latest",
-  "load",
-  "pooled",
-  "read",
-  "write",
-]
-
 #: Version of the form; a reader refuses any other.
 SCHEMA = 1
 #: What ran: a GPU, the reference backend on a CPU, or the emulator. They never share a table.

@@ -14,8 +14,6 @@ from cutlass._mlir.dialects import arith, llvm
 if TYPE_CHECKING:
   from collections.abc import Sequence
 
-__all__ = ["asm", "asm_volatile", "bits_as_f32", "f32_as_bits", "in_place", "select"]
-
 _CONSTRAINTS = {Float32: "f", Int32: "r", Uint32: "r", Int64: "l", Uint64: "l", Uint16: "h"}
 
 

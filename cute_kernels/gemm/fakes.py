@@ -20,8 +20,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.operands import OperandKind
   from cute_kernels.gemm.problem import GemmConfig
 
-__all__ = ["FakeArguments", "fake_stream"]
-
 
 def _compact(dtype: Any, *shape: Any, align: int = PITCH_ALIGNMENT) -> Any:
   order = tuple(reversed(range(len(shape))))

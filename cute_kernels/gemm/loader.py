@@ -16,8 +16,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.problem import GemmConfig
   from cute_kernels.gemm.scheduler import TileReader
 
-__all__ = ["LoadWarp", "StageLoad", "TmaSource"]
-
 
 class TmaSource(NamedTuple):
   """A tensor in global memory that TMA reads tiles of.

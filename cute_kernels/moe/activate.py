@@ -25,8 +25,6 @@ from cute_kernels.quantize.fakes import dsl_dtype, env_stream
 if TYPE_CHECKING:
   from cute_kernels.moe.config import ActivateConfig
 
-__all__ = ["ActivateKernel"]
-
 _WARPS = 8
 _CTAS_PER_SM = 8
 #: Columns of the result that a lane takes at a time.

@@ -24,8 +24,6 @@ from cute_kernels.quantize.fakes import env_stream
 if TYPE_CHECKING:
   from cute_kernels.moe.config import RoutingConfig
 
-__all__ = ["RoutingKernel"]
-
 #: Experts that are counted at a time, if there is a thread for each.
 _WINDOW = 512
 _DSL_INTS = {"int32": Int32, "int64": Int64}

@@ -21,8 +21,6 @@ from cute_kernels.quantize.fakes import dsl_dtype, env_stream
 if TYPE_CHECKING:
   from cute_kernels.moe.config import CombineConfig, GatherConfig
 
-__all__ = ["CombineKernel", "GatherKernel"]
-
 _WARPS = 8
 _CTAS_PER_SM = 8
 #: Loads of a lane at a time.

@@ -10,8 +10,6 @@ from cute_kernels.moe.config import ActivateConfig, CombineConfig, GatherConfig,
 if TYPE_CHECKING:
   from collections.abc import Iterator
 
-__all__ = ["kernel_specs"]
-
 Config = ActivateConfig | CombineConfig | GatherConfig | RoutingConfig
 
 

@@ -50,16 +50,6 @@ if TYPE_CHECKING:
   from cute_kernels.runtime.backend import Backend
   from cute_kernels.runtime.launch import Launcher
 
-__all__ = [
-  "GroupedGemm",
-  "KGroupedGemm",
-  "MGrouped",
-  "MGroupedGemm",
-  "MGroupedGemmActivate",
-  "MGroupedQuantizeGemm",
-  "MGroupedQuantizeGemmActivate",
-]
-
 _FP32 = (torch.float32,)
 
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
   from cute_kernels.runtime.backend import Backend
   from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["Allocator", "Op", "forget_plans", "is_observed", "register", "register_inplace"]
-
 #: How Inductor's code allocates on the current device: 0.8 us on the host of an H200, where
 #: ``torch.empty_strided`` takes 1.4 and ``torch.empty`` 2.3. Unlike them it leaves the memory as it
 #: is in deterministic mode, too.

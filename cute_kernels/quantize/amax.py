@@ -22,8 +22,6 @@ from cute_kernels.quantize.config import DTYPE_BYTES, AmaxConfig
 from cute_kernels.quantize.elements import ElementMaker, maker_of
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 
-__all__ = ["AmaxKernels", "AmaxReducer"]
-
 _LOAD_BYTES = 32
 _UNROLL = 4
 _RUN_BYTES = 16384

@@ -18,19 +18,6 @@ from cute_kernels.quantize.prologue import DTYPE_BYTES, Prologue
 if TYPE_CHECKING:
   from typing_extensions import Self
 
-__all__ = [
-  "AmaxConfig",
-  "DbiasConfig",
-  "DelayedConfig",
-  "DequantizeConfig",
-  "OffsetsConfig",
-  "Prologue",
-  "QuantizeProblem",
-  "RowsConfig",
-  "TileConfig",
-  "ValuesConfig",
-]
-
 Grouping = Literal["ragged", "uniform"]
 #: K is a multiple of this whatever the format: 32 bytes of 16-bit input, which lanes load at once.
 K_MULTIPLE = 16

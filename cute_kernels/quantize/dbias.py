@@ -37,8 +37,6 @@ from cute_kernels.quantize.fakes import dsl_dtype, env_stream
 if TYPE_CHECKING:
   from collections.abc import Sequence
 
-__all__ = ["DbiasReducer"]
-
 _WARPS = 4
 _CTAS_PER_SM = 4
 #: Rows that a lane loads before it adds any: of the input, and of what an activation takes, which

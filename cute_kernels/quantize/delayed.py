@@ -20,8 +20,6 @@ from cute_kernels.quantize.fakes import env_stream
 if TYPE_CHECKING:
   from cute_kernels.quantize.config import DelayedConfig
 
-__all__ = ["DelayedKernel"]
-
 _THREADS = 256
 _WARPS = _THREADS // WARP_SIZE
 #: The scale that follows from a basis that is positive and finite, else the one before.

@@ -35,8 +35,6 @@ from cute_kernels.quantize.dequantize_columns import (
 )
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 
-__all__ = ["Dequantizer"]
-
 _WARPS = 8
 #: As many as an SM holds for certain: the kernels take 66 to 128 registers.
 _CTAS_PER_SM = 2

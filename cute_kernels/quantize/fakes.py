@@ -19,8 +19,6 @@ from cute_kernels.quantize.levels import LEVEL_RESULTS
 if TYPE_CHECKING:
   from cute_kernels.quantize.prologue import Prologue
 
-__all__ = ["FakeBuffers", "dsl_dtype", "env_stream"]
-
 #: 32-byte vector stores; torch aligns its allocations to 64 bytes or more.
 _ALIGN = 32
 

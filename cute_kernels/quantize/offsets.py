@@ -17,8 +17,6 @@ from cute_kernels.quantize.fakes import env_stream
 if TYPE_CHECKING:
   from cute_kernels.quantize.config import OffsetsConfig
 
-__all__ = ["OffsetsKernel"]
-
 _WARPS = 32
 _THREADS = WARP_SIZE * _WARPS
 _DSL_INTS = {"int32": Int32, "int64": Int64}

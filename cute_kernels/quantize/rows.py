@@ -41,8 +41,6 @@ from cute_kernels.quantize.elements import maker_of
 from cute_kernels.quantize.fakes import FakeBuffers, env_stream
 from cute_kernels.quantize.levels import LevelWriter
 
-__all__ = ["Lane", "RowsQuantizer"]
-
 _PACKET_ROWS = 8
 _PACKETS = 16  # of a 128-row slot tile
 _SECTOR = 32

@@ -21,8 +21,6 @@ from cute_kernels.quantize.rows import Lane, RowsQuantizer
 if TYPE_CHECKING:
   from cute_kernels.quantize.config import ValuesConfig
 
-__all__ = ["RowValuesQuantizer"]
-
 
 class RowValuesQuantizer(RowsQuantizer):
   """Persistent quantizer to values, see the module."""

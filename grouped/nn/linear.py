@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
   from grouped.offsets import Offsets
 
-__all__ = ["GroupedLinear"]
-
 
 class GroupedLinear(debug.Watched):
   """Applies ``y = x W_g^T + b_g`` to the rows of each group g.

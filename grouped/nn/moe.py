@@ -16,8 +16,6 @@ if TYPE_CHECKING:
   from cute_kernels.activations import Activation
   from grouped.recipes import Recipe
 
-__all__ = ["MoE"]
-
 
 class MoE(nn.Module):
   """Sends each token to its ``top_k`` best experts and adds up their weighted outputs.

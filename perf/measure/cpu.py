@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
   from perf.contender import Contender
 
-__all__ = ["CpuMeter"]
-
 _REPEATS, _QUICK_REPEATS = 7, 2
 _LEAST_SECONDS = 0.02
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
   from perf.operands import Operands
 
-__all__ = ["PEER"]
-
 
 class Humming(W4A16Peer):
   """Its grouped contiguous product, with the tiles that its heuristics choose."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
   from perf.operands import Operands
 
-__all__ = ["PEER"]
-
 _UTILS = "vllm.model_executor.layers.quantization.utils"
 _ALIGN = "vllm.model_executor.layers.fused_moe.moe_align_block_size"
 _BLOCKS = (8, 16, 32, 48, 64)

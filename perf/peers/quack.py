@@ -19,8 +19,6 @@ if TYPE_CHECKING:
   from perf.operands import Operands
   from perf.suites.layer import LayerWork
 
-__all__ = ["PEER"]
-
 
 class Quack(Peer):
   """Tuned by its own autotuner on the first call of a shape, which takes half a minute."""

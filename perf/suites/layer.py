@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
   from perf.measure import Meter
 
-__all__ = ["LAYERS", "PASSES", "SUITE", "LayerWork", "Pass", "Step", "recipes"]
-
 LAYERS = ("linear", "mlp")
 PASSES = ("forward", "forward+backward")
 _TOKENS = (128, 512, 2048)

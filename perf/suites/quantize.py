@@ -22,18 +22,6 @@ if TYPE_CHECKING:
 
   from perf.measure import Meter
 
-__all__ = [
-  "DIRECTIONS",
-  "FORMATS",
-  "SUITE",
-  "Input",
-  "Quantization",
-  "given",
-  "named_buffers",
-  "quantize_task",
-  "tasks_of",
-]
-
 FORMATS = (
   "nvfp4",
   "nvfp4:row_scaled",

@@ -12,8 +12,6 @@ from cute_kernels.activations import parse_activation
 from cute_kernels.device.activations import activated
 from cute_kernels.quantize.fakes import env_stream
 
-__all__ = ["ActivationConfig", "ActivationKernel"]
-
 _THREADS, _EACH = 64, 2
 
 

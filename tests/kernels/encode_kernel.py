@@ -13,8 +13,6 @@ from cute_kernels.device.codecs import codec_of
 from cute_kernels.quantize.config import DTYPE_BYTES
 from cute_kernels.quantize.fakes import env_stream
 
-__all__ = ["EncodeConfig", "EncodeKernel"]
-
 _THREADS = 64
 
 

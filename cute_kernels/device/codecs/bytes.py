@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.device.codecs.pairs import Pair
 
-__all__ = ["ByteCodec"]
-
 #: Codes of a word; rows of which two words of codes of a column are.
 _PER_WORD, _EIGHT = 4, 8
 

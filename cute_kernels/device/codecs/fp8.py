@@ -12,8 +12,6 @@ from cutlass import Float32, Uint32
 from cute_kernels.device.codecs.bytes import ByteCodec
 from cute_kernels.device.ptx import asm, bits_as_f32
 
-__all__ = ["FP8Codec"]
-
 _FMAX_BITS = 0x7F7FFFFF
 
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
   from cute_kernels.device.codecs.pairs import Pair
   from cute_kernels.formats import NVFP4
 
-__all__ = ["NVFP4Codec"]
-
 _FMAX_BITS = 0x7F7FFFFF
 _ADD = "add.rn.f32 $0, $1, $2;"
 _RCP_ELEMENT_MAX_BITS = 0x3E2AAAAB  # fl(1/6)

@@ -11,8 +11,6 @@ from cutlass.cute.nvgpu import tcgen05
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
-__all__ = ["AccReader"]
-
 
 class AccReader:
   """Reads the part of the accumulators that a warp may reach, 32 rows, by blocks of columns.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
   from cute_kernels.gemm.sm100.storage import Stages
 
-__all__ = ["CodesLoadWarp", "codes_load_warp", "codes_sources", "squares_of"]
-
 #: Operands M and N.
 _SIDES = ("m", "n")
 

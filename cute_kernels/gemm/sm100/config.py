@@ -21,20 +21,6 @@ from cute_kernels.gemm.problem import GemmConfig, GemmGrouping, GemmProblem, Til
 from cute_kernels.gemm.sm100.heuristics import estimated_cycles
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS, SF_TILE_WORDS, ceil_div
 
-__all__ = [
-  "BOX_ROWS",
-  "CODES_STAGES",
-  "K_BLOCKS",
-  "SM100_TILES",
-  "SWAPPED_BLOCK",
-  "ScaleTilesConfig",
-  "TMEM_COLUMNS",
-  "TMEM_LANES",
-  "Codes",
-  "Sm100GemmConfig",
-  "Sm100Tile",
-]
-
 #: Columns of tensor memory, and the rows of block scales that share one.
 TMEM_COLUMNS = 512
 TMEM_LANES = 32

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.storage import Stages
   from cute_kernels.gemm.sm100.warp_schedule import WarpSchedule
 
-__all__ = ["DecodeWarps"]
-
 #: Elements of K of one of the two stages for one of codes.
 _HALF_K = PIECE_K // CODES_STAGES
 #: Bytes that a lane reads or writes at a time, and of a row of what is multiplied.

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
-__all__ = ["Epilogue", "OutputStore", "pairwise"]
-
 _SWIZZLE_ROWS = 8
 
 

@@ -26,8 +26,6 @@ from cute_kernels.gemm.sm100.epilogue import OutputStore, pairwise
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
-__all__ = ["SwappedEpilogue"]
-
 _CHUNK_BYTES = 16
 #: Rows and columns of a fragment, and of those the rows and columns of a block.
 _FRAGMENT = 8

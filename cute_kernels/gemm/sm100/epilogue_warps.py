@@ -16,8 +16,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.epilogue_swapped import SwappedEpilogue
   from cute_kernels.gemm.sm100.promotion import Promoter
 
-__all__ = ["EpilogueWarps"]
-
 
 class EpilogueWarps:
   """The four epilogue warps.

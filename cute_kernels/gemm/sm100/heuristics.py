@@ -17,8 +17,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.problem import GemmProblem
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
-__all__ = ["estimated_cycles"]
-
 #: Multiply-adds of FP4 that one SM does in a cycle: 9 PFLOP/s over 148 SMs at 1.85 GHz.
 _FP4_MACS_PER_CYCLE = 16384
 #: Bytes that one SM loads from L2 in a cycle.

@@ -64,8 +64,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.operands import OperandKind
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
-__all__ = ["Sm100Gemm"]
-
 
 class Sources(NamedTuple):
   """Something of each tensor that TMA reads: the copies, their coordinates, or both.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
   from cute_kernels.gemm.sm100.storage import Layouts
 
-__all__ = ["OperandLoad", "RowBoxes", "StageLoads", "SwappedPartial", "SwappingLoadWarp"]
-
 
 class OperandLoad(NamedTuple):
   """How one tensor of one operand gets into shared memory.

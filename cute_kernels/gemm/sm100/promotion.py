@@ -26,8 +26,6 @@ from cute_kernels.gemm.sm100.accumulators import AccReader
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
-__all__ = ["Promoter"]
-
 #: Columns that are read from tensor memory at a time.
 _COLUMNS = 32
 #: Scales of columns that are read from shared memory at a time.

@@ -22,8 +22,6 @@ from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.config import ScaleTilesConfig
 
-__all__ = ["ScaleTilesKernel"]
-
 _WARPS = 8
 _CTAS_PER_SM = 4
 #: A byte times this is four of it.

@@ -19,8 +19,6 @@ from cute_kernels.layout.shapes import SF_TILE_ROWS, round_up
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.config import Codes, Sm100GemmConfig
 
-__all__ = ["Barriers", "Layouts", "Pipelines", "Stages", "make_pipelines"]
-
 
 class Stages(NamedTuple):
   """Stages in shared memory, or their layouts.

@@ -7,8 +7,6 @@ import enum
 
 from cute_kernels.device.constants import WARP_SIZE
 
-__all__ = ["NamedBarrierId", "WarpSchedule"]
-
 
 class NamedBarrierId(enum.IntEnum):
   """Hardware barriers; 0 is the one of ``sync_threads``."""

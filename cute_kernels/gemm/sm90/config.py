@@ -29,8 +29,6 @@ from cute_kernels.gemm.sm90.parts import parts_of
 from cute_kernels.layout.pieces import DECODED_SCALE
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_ROWS
 
-__all__ = ["SM90_TILES", "WARPGROUP_M", "Sm90GemmConfig", "Sm90Tile"]
-
 #: Bytes along K of one stage: one swizzle atom. Where operand M is decoded a stage has a piece that
 #: the lanes of a quad read at once, see ``decode``, and two of them in tiles of up to
 #: ``_LONG_STAGE_N`` columns, whose instructions are short beside what a stage costs.

@@ -26,8 +26,6 @@ from cute_kernels.layout.pieces import DECODED_SCALE
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 
-__all__ = ["Epilogue", "PingPong"]
-
 #: Bytes of a row of a panel, and the rows after which the swizzle of its vectors repeats.
 _ROW_BYTES = 128
 _SWIZZLE_ROWS = 8

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.problem import GemmProblem
   from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 
-__all__ = ["estimated_cycles"]
-
 #: Bits of operand M times rows of operand N that one SM multiplies in a cycle.
 _BITS_PER_CYCLE = 2048 * 16
 #: Elements that one SM decodes in a cycle, as if that came before the products, not beside them:

@@ -44,8 +44,6 @@ from cute_kernels.layout.slots import TILE_ROWS, most_rows
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 
-__all__ = ["Sm90Gemm"]
-
 
 class Sources(NamedTuple):
   """Something of each tensor that TMA reads: the copies, their coordinates, or both.

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.sm90.config import Sm90GemmConfig
   from cute_kernels.gemm.sm90.storage import Stages
 
-__all__ = ["Promoter", "StageScales"]
-
 #: Rows and columns of a square.
 _SQUARE = 128
 #: Eights of columns whose scales are read before the products of a stage are complete: as many as

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.sm90.config import Sm90GemmConfig
   from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
 
-__all__ = ["Barriers", "Layouts", "Pipelines", "Stages", "make_pipelines"]
-
 _Kind = warpgroup.SmemLayoutAtomKind
 #: Swizzles that keep the rows of a tile apart, by the bytes of a row.
 _K_SWIZZLES = {128: _Kind.K_SW128}

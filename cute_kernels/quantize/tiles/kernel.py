@@ -58,8 +58,6 @@ from cute_kernels.quantize.tiles.team import Copies, Team
 if TYPE_CHECKING:
   from cute_kernels.quantize.config import TileConfig
 
-__all__ = ["TileQuantizer"]
-
 #: Bytes of a table of encode factors, one for each scale byte that is not negative.
 _FACTORS_BYTES = 4 * 128
 

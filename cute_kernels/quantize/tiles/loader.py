@@ -36,8 +36,6 @@ from cute_kernels.quantize.tiles.geometry import (
 if TYPE_CHECKING:
   from cute_kernels.quantize.config import TileConfig
 
-__all__ = ["DESCRIPTOR_WORDS", "Tma", "TileLoader"]
-
 DESCRIPTOR_WORDS = 8
 
 

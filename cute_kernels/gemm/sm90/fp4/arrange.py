@@ -24,8 +24,6 @@ from cute_kernels.layout.shapes import PIECE_K
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig
 
-__all__ = ["ArrangeKernel"]
-
 _ROWS = 8
 _CTAS_PER_SM = 8
 _QUAD = 4

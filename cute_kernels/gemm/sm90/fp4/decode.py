@@ -30,8 +30,6 @@ from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 
-__all__ = ["FragmentDecoder"]
-
 #: Bytes of codes that a lane of a quad reads at once, and of their block scales.
 _LANE_BYTES = 16
 _LANE_SCALES = 2

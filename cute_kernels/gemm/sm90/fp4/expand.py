@@ -27,8 +27,6 @@ from cute_kernels.layout.slots import TILE_ROWS
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 
-__all__ = ["ExpandKernel"]
-
 _ROWS = 8
 #: Of codes.
 _BLOCK_BYTES = 8
