@@ -20,8 +20,8 @@ _UPDATES = frozenset(
 #: Factors of the update among their arguments.
 _FACTORS = ("alpha", "value", "scalars", "weight", "weights", "lr")
 _ADVICE = (
-  "Keep a copy of the weights in fp32, let the optimizer update that, and quantize it with "
-  "grouped.quantize(master, fmt, out=weight)."
+  "Keep a copy of the weights in fp32, as grouped.optim.AdamW does, or let an optimizer of yours update it and "
+  "quantize it with grouped.quantize(master, fmt, out=weight)."
 )
 
 

@@ -202,8 +202,10 @@ def _line(record: Record) -> str:
 
 def _open(path: Path, mode: str) -> IO[str]:
   """A file of records; one whose name ends in ``.xz`` is compressed."""
-  opener: Any = lzma.open if path.suffix == ".xz" else open
-  file: IO[str] = opener(path, mode, encoding="utf-8")
+  if path.suffix != ".xz":
+    return path.open(mode, encoding="utf-8")
+  opener: Any = lzma.open
+  file: IO[str] = opener(path, mode, preset=9 | lzma.PRESET_EXTREME if "w" in mode else None, encoding="utf-8")
   return file
 
 

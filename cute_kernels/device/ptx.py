@@ -62,6 +62,16 @@ def asm_volatile(text: str, operands: Sequence[Any]) -> None:
   )
 
 
+def mul_rn(a: Float32, b: Float32) -> Float32:
+  """``a * b``, which is never contracted."""
+  return asm("mul.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
+
+
+def add_rn(a: Float32, b: Float32) -> Float32:
+  """``a + b``, likewise."""
+  return asm("add.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
+
+
 def in_place(value: Int32) -> Int32:
   """``value``, from which nothing is computed ahead of a loop and then kept in registers."""
   out = llvm.inline_asm(

@@ -92,7 +92,6 @@ class LoadWarp:
   in; ``mcast_mask``, who receives them; and ``is_scale``, whether it holds block scales.
 
   Args:
-    config: the kernel's configuration.
     operand_m: loads of operand M: elements, then block scales if it has any.
     operand_n: loads of operand N.
     tiles: the tile records.

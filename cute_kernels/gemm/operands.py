@@ -92,7 +92,6 @@ class OperandKind:
 
   @property
   def bits(self) -> int:
-    """Bits of one element."""
     return DTYPE_BYTES[self.name] * 8 if self.fmt is None else self.fmt.element.bits
 
   @property

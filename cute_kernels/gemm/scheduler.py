@@ -90,7 +90,6 @@ class TileScheduler:
   """The scheduler warp.
 
   Args:
-    config: the kernel's configuration.
     ring: the ring of tile records.
     buffer: its (stages * 8,) int32 in shared memory.
     offs: (G,) int32 end rows.

@@ -48,7 +48,6 @@ class CpuMeter(Meter):
 
 
 def _seconds(run: Callable[[], Any], calls: int) -> float:
-  """Seconds a call."""
   start = time.perf_counter()
   for _ in range(calls):
     run()

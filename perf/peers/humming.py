@@ -26,7 +26,6 @@ class Humming(W4A16Peer):
   distribution = "humming-kernels"
 
   def prepare(self, work: Operands) -> Callable[[], Tensor]:
-    """Its own arrangement of the weights."""
     library = importlib.import_module("humming.layer")
     layer = library.HummingLayer(
       shape_n=work.shape.n,

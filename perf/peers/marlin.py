@@ -31,7 +31,6 @@ class Marlin(W4A16Peer):
   distribution = "vllm"
 
   def prepare(self, work: Operands) -> Callable[[], Tensor]:
-    """Its own arrangement of the weights."""
     ops = importlib.import_module("vllm._custom_ops")
     types = importlib.import_module("vllm.scalar_type").scalar_types
     marlin = importlib.import_module(f"{_UTILS}.marlin_utils")

@@ -29,8 +29,6 @@ class Quack(Peer):
   capabilities = (9, 10)
 
   def products(self, work: Operands) -> Iterator[Contender]:
-    """All three products."""
-
     def prepare() -> Any:
       multiply = _interface().gemm
       ends = _starts(work.offs)
@@ -70,7 +68,6 @@ class _Mlp:
     self._gemm = _interface()
 
   def run(self) -> tuple[Tensor, ...]:
-    """Output and gradients."""
     gemm, work = self._gemm, self._work
     rows = {"cu_seqlens_m": self._ends}
     before, hidden = gemm.gemm_gated(

@@ -85,7 +85,6 @@ class Step:
     return y
 
   def results(self) -> list[Tensor]:
-    """Output and gradients of the last pass."""
     y = self.run().detach()
     if self.dy is None:
       return [y]
@@ -138,7 +137,6 @@ class LayerWork:
 
   @property
   def flops(self) -> float:
-    """Useful operations."""
     elements = sum(w[0].numel() for w in self.weights)
     return 2.0 * self.rows * elements * (3 if self.backward else 1)
 

@@ -113,7 +113,6 @@ class Quantization:
 
   @property
   def case(self) -> dict[str, str]:
-    """As ``Record.case``."""
     amax = "given" if self.gives_amax else "computed"
     op = f"{self.prologue}+quantize" if self.prologue else "quantize"
     return {"op": op, "directions": self.directions, "amax": amax}

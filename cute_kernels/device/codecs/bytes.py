@@ -45,7 +45,6 @@ class ByteCodec(Codec):
     return ()
 
   def zero_level(self) -> Level:
-    """Zeros, see ``Codec``."""
     return ()
 
   def block_scales(self, a: Float32, b: Float32, level: Level) -> tuple[Uint16 | None, Float32, Float32]:

@@ -51,6 +51,5 @@ class MXFP8Codec(ByteCodec):
     return byte, bits_as_f32(factor)
 
   def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:
-    """E8M0 scales as numbers, see ``Codec``."""
     low, high = (bits_as_f32(asm(_DECODE, [Uint32], [word])) for word in (pair, pair >> 8))
     return low, high

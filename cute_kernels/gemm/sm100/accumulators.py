@@ -20,7 +20,6 @@ class AccReader:
   the MMA warp may have the columns they share after the first few blocks.
 
   Args:
-    config: the kernel's configuration.
     acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
     columns: columns of a block.
     load: the instruction; it decides which elements of a block a thread gets.

@@ -38,7 +38,6 @@ class _Side:
   """A lane's part of one operand.
 
   Args:
-    config: the kernel's configuration.
     codes: the operand.
     shared: the stages.
     squares: fp32 scales of squares, (blocks along rows, along K, G or 1); None without.
@@ -162,7 +161,6 @@ class DecodeWarps:
   """The warps that decode.
 
   Args:
-    config: the kernel's configuration.
     warps: which warps those are.
     shared: the stages.
     squares: fp32 scales of squares of operands M and N, see ``_Side``.

@@ -75,7 +75,6 @@ class Epilogue:
   """What becomes of a tile whose operands are not swapped.
 
   Args:
-    config: the kernel's configuration.
     tensors: what is read and written in global memory.
     store: the TMA stores.
     acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).

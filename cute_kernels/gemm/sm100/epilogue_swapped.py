@@ -36,7 +36,6 @@ class SwappedEpilogue:
   """What becomes of a tile whose operands are swapped.
 
   Args:
-    config: the kernel's configuration.
     tensors: what is read and written in global memory.
     staged: staged blocks of all warps in shared memory; this warp's begin at its share.
     block_store: TMA stores of them; None if none leave by TMA. Then a warp has one of them,

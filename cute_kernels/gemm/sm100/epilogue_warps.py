@@ -21,7 +21,6 @@ class EpilogueWarps:
   """The four epilogue warps.
 
   Args:
-    config: the kernel's configuration.
     tensors: what is read and written in global memory.
     direct: what becomes of tiles whose operands are not swapped; None if there are none.
     swapped: what becomes of those whose operands are; None if there are none.

@@ -28,7 +28,6 @@ _FILL_CYCLES = 2000
 
 
 def estimated_cycles(config: Sm100GemmConfig, problem: GemmProblem, num_sms: int) -> float:
-  """Cycles of one call on ``num_sms`` SMs, by the model of this module."""
   tile, kind = config.tile, config.mma_kind
   tile_m, tile_n, tile_k = config.mma_tiler_mnk
   live = min(problem.groups, problem.rows)

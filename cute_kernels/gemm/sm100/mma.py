@@ -71,7 +71,6 @@ class StageMma:
   """Instructions that multiply a stage.
 
   Args:
-    config: the kernel's configuration.
     shared: stages of both operands and of their block scales.
     tmem: start of tensor memory.
     acc_stride: columns from the first accumulator to the second.

@@ -41,7 +41,6 @@ class WarpSchedule:
 
   @property
   def num_threads(self) -> int:
-    """Threads of a CTA."""
     warps = self.scheduler_warp_id + 1
     if self.decodes:
       warps = self.first_decode_warp_id + self.num_decode_warps
@@ -49,7 +48,6 @@ class WarpSchedule:
 
   @property
   def num_decode_warps(self) -> int:
-    """Warps that decode."""
     return 2 * self.team_warps if self.decodes else 0
 
   @property

@@ -73,7 +73,6 @@ class Sm90Tile(TileShape):
 
   @property
   def cluster_m(self) -> int:
-    """Rows of operand M that a cluster covers."""
     return self.m * self.num_ctas
 
 
@@ -138,11 +137,9 @@ class Sm90GemmConfig(GemmConfig):
 
   @classmethod
   def any_tile(cls, grouping: GemmGrouping) -> Sm90Tile:
-    """A tile that every product of a grouping may have."""
     return Sm90Tile(128, 128, swap_ab=grouping == "m_grouped")
 
   def refuses(self, tile: Sm90Tile) -> str:
-    """Why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
     if self.kind.is_wgmma and self.kind.is_block_scaled and not self.kind.has_row_scales:
       return f"there is no kernel for {self.operand} yet"
     if tile.swap_ab and self.grouping == "k_grouped":
@@ -167,21 +164,17 @@ class Sm90GemmConfig(GemmConfig):
     return super().can_implement(problem)
 
   def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
-    """What a call costs, by a model of time."""
     return estimated_cycles(self, problem, num_sms)
 
   @property
   def rows_taken(self) -> RowPart:
-    """The row tiles of an m_grouped product that this kernel takes."""
     return self.part or super().rows_taken
 
   def parts(self, problem: GemmProblem, num_sms: int) -> tuple[Sm90GemmConfig, ...]:
-    """The kernels that share a product among them, in the order in which they run."""
     return parts_of(self, problem, num_sms)
 
   @property
   def instruction_k(self) -> int:
-    """Elements of K that one instruction contracts."""
     return OPERANDS[self.multiplied].instruction_k
 
   @property
@@ -215,7 +208,6 @@ class Sm90GemmConfig(GemmConfig):
 
   @property
   def k_blocks(self) -> int:
-    """Instructions along K for one stage of shared memory."""
     return self.stage_k // self.instruction_k
 
   @property
@@ -270,7 +262,6 @@ class Sm90GemmConfig(GemmConfig):
 
   @property
   def consumers(self) -> int:
-    """Warpgroups that multiply."""
     return self.tile.consumers
 
   @property

@@ -41,7 +41,6 @@ class Consumer:
   """A consumer warpgroup.
 
   Args:
-    config: the kernel's configuration.
     layouts: its layouts.
     stages: stages of both operands.
     tiles: the tile records.

@@ -39,7 +39,6 @@ _UNEVEN_GROUPS = 1.07
 
 
 def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int) -> float:
-  """Cycles of one call on ``num_sms`` SMs, by the model of this module."""
   tile = config.tile
   live = min(problem.groups, problem.rows)
   mean = ceil_div(problem.rows, live)

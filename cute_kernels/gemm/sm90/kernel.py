@@ -18,7 +18,8 @@ import cutlass
 from cutlass import Float32, Int32, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.gemm.fakes import FakeArguments, fake_stream
+from cute_kernels.device.launch import env_stream
+from cute_kernels.gemm.fakes import FakeArguments
 from cute_kernels.gemm.loader import LoadWarp, StageLoad, TmaSource
 from cute_kernels.gemm.operands import OPERANDS
 from cute_kernels.gemm.output import EpilogueTensors
@@ -80,7 +81,6 @@ class Sm90Gemm:
 
   @staticmethod
   def fake_args(config: Sm90GemmConfig) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of ``__call__``."""
     fake = FakeArguments(config)
     arguments = fake.arguments()
     if config.expanded == "a":
@@ -89,7 +89,7 @@ class Sm90Gemm:
       arguments = arguments._replace(b=fake.expanded(config.multiplied), b_scales=None)
     if config.activations is not None:
       arguments = arguments._replace(a_amax=None)
-    return (*arguments, fake_stream())
+    return (*arguments, env_stream())
 
   @cute.jit
   def __call__(
@@ -134,7 +134,9 @@ class Sm90Gemm:
     m, n, m_scales, n_scales = a, b, a_scales, b_scales
     if cutlass.const_expr(config.tile.swap_ab):
       m, n, m_scales, n_scales = b, a, b_scales, a_scales
-    m, n = self.views(m, n)
+    # Codes of B may be padded along K.
+    depth = a.shape[1] if config.grouping == "m_grouped" else None
+    m, n = self.views(m, n, depth)
     sources = Sources(
       self.source(m, layouts.stages.m, layouts.tilers.m),
       self.source(n, layouts.stages.n, layouts.tilers.n, config.tile.num_ctas),
@@ -154,7 +156,6 @@ class Sm90Gemm:
     else:
       # T itself is not known here; the most rows that the slots hold give the same slots.
       num_rows = most_rows(n.shape[1] // TILE_ROWS, offs.shape[0])
-    # Codes of B may be padded along K.
     depth = (n if config.tile.swap_ab else m).shape[1]
     extents = Extents(*(Int32(x) for x in (num_rows, cute.size(m, mode=[0]), cute.size(n, mode=[0]), depth)))
     self.kernel(
@@ -173,8 +174,8 @@ class Sm90Gemm:
       use_pdl=config.rows_taken.follows,
     )
 
-  def views(self, m: cute.Tensor, n: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """Operands M and N as (rows, K, groups), or M as (rows, bytes, groups) of codes."""
+  def views(self, m: cute.Tensor, n: cute.Tensor, depth: Any) -> tuple[cute.Tensor, cute.Tensor]:
+    """Operands M and N as (rows, K, groups), or M as (rows, bytes, groups) of codes; ``depth`` is K."""
     config = self.config
     if config.ragged_k:
       return ragged_rows_view(m), ragged_rows_view(n)
@@ -182,7 +183,7 @@ class Sm90Gemm:
       m, n = codes_view(m), matrix_view(n, OPERANDS[config.multiplied], False)
     else:
       m_major, n_major = config.mn_major
-      m, n = matrix_view(m, config.m_kind, m_major), matrix_view(n, config.n_kind, n_major)
+      m, n = matrix_view(m, config.m_kind, m_major, depth), matrix_view(n, config.n_kind, n_major, depth)
     if not config.pairs_rows:
       return m, n
     return (paired_rows(m), n) if config.tile.swap_ab else (m, paired_rows(n))

@@ -30,12 +30,10 @@ class WarpSchedule:
 
   @property
   def load_warp_id(self) -> int:
-    """The warp that loads."""
     return self.num_consumer_warps
 
   @property
   def scheduler_warp_id(self) -> int:
-    """The warp that schedules."""
     return self.num_consumer_warps + 1
 
   @property

@@ -132,7 +132,6 @@ class FragmentDecoder:
   """Makes a consumer thread's fragments of operand M.
 
   Args:
-    config: the kernel's configuration.
     codes: stages of codes, (rows, bytes, STAGE).
     scales: stages of scale tiles as words, (row tiles, K tiles, words, STAGE).
   """
