@@ -100,7 +100,7 @@ def test_rows_are_quantized_on_the_way():
   for fmt, b_format, n in ((BY_ROW, "nvfp4", 512), ("fp8_block", SQUARES, 256)):
     a, offs = sample(20, 144), offsets((5, 0, 12))
     codes, *scales = quantized(sample(3, n, 144), b_format)
-    given = (a, codes, offs, scales, fmt, b_format, None, None, False, torch.float16, False, None, None)
+    given = (a, codes, offs, scales, fmt, b_format, None, None, False, torch.float16, False, None, None, None, None)
     with cute_kernels.backend("reference:sm_90a"):
       z = ops.m_grouped_quantize_gemm(*given)
       want = [ops.moe_activate(z, "swiglu"), z]

@@ -110,7 +110,7 @@ def _activation_fields(op: MGrouped) -> dict[str, Any]:
   """Fields of a configuration that say what the product goes through."""
   if not op.has_activation:
     return {}
-  return {name: getattr(op, name) for name in ("activation", "interleaved", "keeps_z")}
+  return dict(zip(("activation", "interleaved", "keeps_z"), op.of_activation, strict=True))
 
 
 def quantizing(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner | None:
