@@ -203,6 +203,11 @@ class MGrouped(GroupedGemm):
   fills_fresh: ClassVar[bool] = True
 
   @property
+  def of_activation(self) -> tuple[Any, ...]:
+    """The arguments of ops with an activation in the epilogue that others lack."""
+    return ()
+
+  @property
   def num_rows(self) -> int:
     """T, the rows of the result."""
     return self.a.shape[0]
@@ -471,11 +476,6 @@ class MGroupedQuantizeGemm(MGrouped):
     quantizer.run_reference(a)
     self.product(a).run_reference(outputs, **options)
 
-  @property
-  def of_activation(self) -> tuple[Any, ...]:
-    """What ``product_type`` takes besides."""
-    return ()
-
   def quantizer(self) -> GroupedQuantize:
     """What quantizes A."""
     given: dict[str, Any] = {"seed": self.seed, "activation": self.activation, "rows": self.rows}
@@ -535,7 +535,6 @@ class _Activated(MGrouped):
 
   @property
   def of_activation(self) -> tuple[str, bool, bool]:
-    """The arguments that the ops without an activation lack."""
     return self.epilogue, self.interleaved, self.keeps_z
 
   def check(self) -> None:

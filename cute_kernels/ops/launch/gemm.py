@@ -99,18 +99,11 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
     bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
     has_alpha=op.alpha is not None,
     transpose_b=op.is_b_mn_major,
-    **_activation_fields(op),
+    **dict(zip(("activation", "interleaved", "keeps_z"), op.of_activation, strict=False)),
     **(_sm90_fields(op) if launch.arch == "sm_90a" else {}),
   )
   problem = GemmProblem(base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth)
   return _runner(op, _choose(base, problem, launch), problem, launch)
-
-
-def _activation_fields(op: MGrouped) -> dict[str, Any]:
-  """Fields of a configuration that say what the product goes through."""
-  if not op.has_activation:
-    return {}
-  return dict(zip(("activation", "interleaved", "keeps_z"), op.of_activation, strict=True))
 
 
 def quantizing(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner | None:
