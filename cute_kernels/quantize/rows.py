@@ -378,7 +378,7 @@ class RowsQuantizer:
           parity ^= 1
           if live and lane.of_row == 0:
             out.amax[packet.first + row] = g
-        target = _row_address(out.codes, packet.first + row)
+        target = row_address(out.codes, packet.first + row)
         self.write_row(words, a, g, target, live, scales_at, lane)
       if cutlass.const_expr(self.writes_scales):
         if not live:
@@ -600,7 +600,7 @@ class RowsQuantizer:
 
 
 @cute.jit
-def _row_address(codes: cute.Tensor, row: Int32) -> Int64:
+def row_address(codes: cute.Tensor, row: Int32) -> Int64:
   """Address of a row of codes; the rows of uniform groups follow each other at one pitch."""
   pitch = Int64(codes.stride[len(codes.stride) - 2]) * (codes.element_type.width // 8)
   return codes.iterator.toint() + Int64(row) * pitch

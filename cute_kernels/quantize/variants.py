@@ -10,6 +10,7 @@ from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from cute_kernels.formats.base import FP8_ELEMENTS
 from cute_kernels.quantize.config import (
   DTYPE_BYTES,
+  ActivatedConfig,
   AmaxConfig,
   DbiasConfig,
   DelayedConfig,
@@ -81,6 +82,8 @@ def kernel_specs(arch: str) -> Iterator[Config]:
         prologue=Prologue("bfloat16", "swiglu", is_gradient),
       )
       yield TileConfig.choose(fmt, made, arch, columnwise=True, compute_amax=True)
+      if (by_warps := ActivatedConfig.choose(fmt, made, arch)).can_implement(made):
+        yield by_warps
   yield from _gathered(arch)
 
 

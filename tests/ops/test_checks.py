@@ -106,6 +106,11 @@ WRONG_TYPES = {
     ((torch.ones(3, dtype=I32), 1, F32), "dtype must be int32 or int64, got float32"),
   ],
   "compute_routing": [((X, 4), "expert_ids must be int32 or int64, got float32")],
+  "moe_route": [
+    ((X.half(), None, None, 2), "logits must be float32, got float16"),
+    ((X, X.half(), None, 2), "selection_bias must be float32, got float16"),
+  ],
+  "moe_route_gradient": [((X, None, OFFS, X), "ids must be int64, got int32")],
   "moe_gather": [
     ((X.int(), OFFS), "x must be bfloat16 or float16 or float32, got int32"),
     ((X, OFFS.long()), "index must be int32, got int64"),
@@ -148,6 +153,13 @@ WRONG_VALUES = {
     ((OFFS, 4), "expert_ids must have 2 dimensions, got shape (2,)"),
     ((ROW, 0), "num_experts must be positive, got 0"),
   ],
+  "moe_route": [
+    ((X, None, None, 33), "top_k must be in [1, 32]"),
+    ((X, None, None, 9, "softmax", True, 4, 1), "top_k must be in [1, 8]"),
+    ((X, None, None, 2, "softmax", True, 3), "expert_groups must divide E = 32"),
+    ((X, None, None, 2, "tanh"), "score must be softmax or sigmoid"),
+  ],
+  "moe_route_gradient": [((X, X[:, 1:], torch.ones(8, 32).long(), X), "dscores must have size 32 in dimension 1")],
   "moe_gather": [
     ((W, OFFS), "x must have 2 dimensions, got shape (2, 16, 32)"),
     ((X, ROW), "index must have 1 dimensions, got shape (3, 2)"),

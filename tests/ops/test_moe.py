@@ -80,6 +80,64 @@ def test_extremes_of_int64_are_no_experts():
       assert_all_same(ops.compute_routing(ids, 2), want)
 
 
+ROUTERS = [
+  # experts, k, score, renormalize, groups, top_groups, factor
+  (128, 8, "softmax", True, 1, 1, 1.0),
+  (256, 8, "sigmoid", True, 8, 4, 2.5),
+  (20, 3, "softmax", False, 1, 1, 1.0),
+  (60, 5, "sigmoid", False, 10, 3, 1.5),
+  (40, 40, "softmax", True, 1, 1, 1.0),
+]
+
+
+def routed(case, tokens=7):
+  """The op and its gradient with every kind of number; with a bias and an end or without."""
+  experts, k, *options = case
+  logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(experts)) * 4
+  logits[0], logits[1, 3], logits[2, 5], logits[3, :4] = 0, torch.nan, torch.inf, -torch.inf
+  bias = end = dscores = None
+  if not (experts == 128 or k == 40):
+    bias, end = torch.arange(experts) % 5 * 0.1, torch.tensor([5], dtype=I32)
+    bias[2], bias[7], dscores = -torch.inf, torch.nan, logits.nan_to_num(0, 1, 1)
+  out = ops.moe_route(logits, bias, end, k, *options)
+  dweights = torch.arange(tokens * k).view(tokens, k) % 7 - 2.5
+  gradient = ops.moe_route_gradient(dweights, dscores, out[1], out[2], *options[:2], options[-1])
+  return [*out, gradient]
+
+
+@each("case", ROUTERS)
+def test_router_kernels(case):
+  pytest.importorskip("cutlass")
+  want, at = routed(case), ROUTERS.index(case)
+  for arch in ARCHITECTURES[: 1 if at > 2 else 2]:
+    for mode in MODES[at % 2 :: 2]:
+      with cute_kernels.backend(f"emulated:{arch}", **mode):
+        for got, wanted in zip(routed(case), want, strict=True):
+          assert_same_bytes(got, wanted, any_nan=True)
+
+
+@each("case", ROUTERS)
+def test_router(case):
+  """Against fp64; beyond what kernels take, too."""
+  experts, k, score, renormalize, groups, top_groups, factor = case
+  logits = torch.randn(9, experts).requires_grad_()
+  weights, ids, scores = ops.moe_route(logits, None, None, k, *case[2:])
+  exact = logits.detach().double().requires_grad_()
+  s = exact.softmax(-1) if score == "softmax" else exact.sigmoid()
+  of_groups = s.unflatten(1, (groups, -1)).topk(2).values.sum(-1) if groups > 1 else s.sum(-1, keepdim=True)
+  worst = of_groups.topk(top_groups).values[:, -1:]
+  allowed = (of_groups >= worst).repeat_interleave(experts // groups, 1)
+  best = s.masked_fill(~allowed, -1).topk(k)
+  w = best.values / best.values.sum(-1, keepdim=True) if renormalize else best.values
+  assert ids.equal(best.indices)
+  torch.testing.assert_close(scores.double(), s, rtol=1e-5, atol=1e-7)
+  torch.testing.assert_close(weights.double(), w * factor, rtol=1e-5, atol=1e-7)
+  dw, ds = torch.randn(9, k), torch.randn(9, experts)
+  (got,) = torch.autograd.grad((weights, scores), logits, (dw, ds))
+  (want,) = torch.autograd.grad((w * factor, s), exact, (dw.double(), ds.double()))
+  torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
 def operands(tokens=9, cols=24, top_k=3, experts=4, dtype=torch.float32, seed=0):
   ids = ids_of(tokens, top_k, experts, seed=seed)
   _, token, _, row = ops.compute_routing(ids, experts)

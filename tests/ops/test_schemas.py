@@ -140,6 +140,14 @@ BY_OP = {
     "int64": lambda: (torch.tensor([3, 0, 4]), 16, torch.int64),
   },
   "compute_routing": {"wild ids": lambda: (torch.tensor([[3, 0], [-1, 2], [7, 3]]), 4)},
+  "moe_route": {
+    "softmax": lambda: (x(grad=True), None, None, 2),
+    "groups": lambda: (x(grad=True), w(32).flatten(), OFFS[:1], 2, "sigmoid", True, 4, 2, 2.5),
+  },
+  "moe_route_gradient": {
+    "scores": lambda: (x(2), x(), torch.zeros(ROWS, 2).long() + torch.arange(2), x(), "sigmoid", False, 2.0),
+    "weights": lambda: (x(2), None, torch.zeros(ROWS, 2).long() - torch.arange(2), x()),
+  },
   "moe_gather": {"inverse": lambda: (x(grad=True), *inverse(2)), "alone": lambda: (x(), OFFS)},
   "moe_activate": {
     "halves": lambda: (x(grad=True), "swiglu", OFFS),
@@ -157,6 +165,7 @@ BY_OP = {
   "grouped_amax": {"ragged": lambda: (x(), OFFS), "uniform": lambda: (w(2, 5, 16),)},
   "grouped_dbias": {"ragged": lambda: (x(dtype=torch.bfloat16), OFFS)},
   "grouped_quantize": {
+    "rows": lambda: (x(48), "fp8_block", OFFS, *BOTH, *(None,) * 5, OFFS),
     "rowwise": lambda: (x(48), "nvfp4", OFFS),
     "row-scaled": lambda: (x(48), BY_ROW, OFFS),
     "columnwise": lambda: (x(48), "nvfp4", OFFS, None, False, True),

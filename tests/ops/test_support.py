@@ -148,6 +148,10 @@ CALLS = {
   "delayed_scaling_update": delayed_scaling_update,
   "compute_offsets": lambda fmt, dtype: ops.compute_offsets(torch.tensor([4, 0, 2]).to(dtype)),
   "compute_routing": lambda fmt, dtype: ops.compute_routing(torch.ones(3, 2).to(dtype), 4),
+  "moe_route": lambda fmt, dtype: ops.moe_route(torch.ones(6, K).to(dtype), None, None, 2),
+  "moe_route_gradient": lambda fmt, dtype: ops.moe_route_gradient(
+    torch.ones(6, 2).to(dtype), None, torch.ones(6, 2).long(), torch.ones(6, K).to(dtype)
+  ),
   "moe_gather": lambda fmt, dtype: ops.moe_gather(torch.ones(6, K).to(dtype), OFFS),
   "moe_activate": lambda fmt, dtype: ops.moe_activate(torch.ones(6, K).to(dtype), "swiglu"),
   "moe_activate_gradient": lambda fmt, dtype: ops.moe_activate_gradient(
