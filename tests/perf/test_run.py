@@ -20,7 +20,7 @@ from perf.operands import Operands
 from perf.peers.pytorch import PEER
 from perf.records import read
 from perf.run import Choice, Report, measure_suite, measure_task
-from perf.suites import SUITES, gemm, layer, suite
+from perf.suites import SUITES, gemm, layer, moe, suite
 from perf.suites.base import Options, element_bytes
 from perf.suites.quantize import Input, Quantization
 from tests.helpers import each, has_compiler
@@ -182,6 +182,13 @@ def test_layers_on_the_reference():
   assert ("mlp", "torch", "BF16") in names
   errors = {r.format: r.error for r in found if r.contender == "ours"}
   assert errors["BF16"] < 0.01 < errors["NVFP4"] < 0.4
+
+
+def test_mixtures_on_the_reference():
+  task = next(iter(moe.SUITE.tasks(METER, Options(quick=True, peers=[PEER({})]))))
+  found = measure_task(task, METER, {"kind": "cpu"}, Choice(), Report())
+  assert {(r.contender, r.format) for r in found} >= {("ours", "FP8Block"), ("torch", "BF16")}
+  assert all(r.error < 0.02 for r in found if r.format == "BF16")
 
 
 def test_layers_are_compared_with_fp32():
