@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_kernels.formats import parse
 from grouped.nn import GroupedMLP
 from grouped.nn.activation import activate
 from perf import explain
@@ -17,7 +16,7 @@ from perf.__main__ import main
 from perf.planner import layer, observed, work
 from perf.planner.gpus import GPUS
 from perf.planner.work import Counts, Kernel
-from perf.records import RESULTS, latest, load, write
+from perf.records import RESULTS, load, write
 from perf.suites.layer import recipes
 
 H200, B200 = GPUS["H200"], GPUS["B200"]
@@ -95,25 +94,6 @@ def test_times_follow_the_formula(fitted):
   assert low < found.time(decoded, H200)[0] < high
 
 
-def test_padding_on_blackwell_is_what_the_emulator_counts(records):
-  seen = 0
-  for record in latest(records):
-    case = record.case
-    is_ours = record.is_count and record.contender == "ours" and "sm_100a" in record.gpu
-    if not is_ours or record.what != "MMA operations" or case.get("product") != "fprop":
-      continue
-    texts = record.format.split(" x ")
-    a, b = (None if t == "bfloat16" else parse(t) for t in (texts[0], texts[-1]))
-    rows = [int(size) for size in case["routing"].split()]
-    made = work.Product("fprop", rows, case["n"], case["k"], a, b)
-    _, useful, padded, *_ = work._m_grouped(made, B200, False)
-    assert useful == record.flops
-    if a is not None:
-      assert padded == pytest.approx(record.value, rel=0.03)
-      seen += 1
-  assert seen >= 4
-
-
 class Traffic(TorchDispatchMode):
   """Bytes that ops read and write, and how many compute something."""
 
@@ -162,20 +142,6 @@ def test_a_step_calls_the_ops_that_are_planned(records):
   assert sum("quantize" in n for n in names) == sum(k.kind == "quantize" for k in step)
   assert sum("k_grouped" in n for n in names) == sum(k.kind == "wgrad" for k in step)
   assert sum("m_grouped" in n for n in names) == sum(k.kind == "product" for k in step)
-
-
-def test_memory_is_that_of_the_suite(records):
-  kept = {(r.format, r.what): r for r in records if r.suite == "memory"}
-  for name in ("BF16", "NVFP4"):
-    case = kept[name, "peak"].case
-    sizes = (case["rows"] // case["experts"],) * case["experts"]
-    of_layer = layer.Layer(sizes, case["hidden"], case["intermediate"])
-    found = layer.memory(of_layer, recipes()[name])
-    for what in ("peak", "saved of activations", "saved of weights"):
-      assert found[what] == kept[name, what].value
-  # Codes of 4 bits and a scale for each 16, twice; scales are in whole tiles.
-  elements = found["weights"] / 2
-  assert found["quantized"] == pytest.approx(2 * 0.5625 * elements, rel=1e-3)
 
 
 def test_it_prints_a_plan(capsys):
