@@ -236,9 +236,3 @@ def test_a_direction_that_is_missing_is_named():
     grouped.grouped_gemm(x, column)
   with pytest.raises(RuntimeError, match="b has no columnwise copy"):
     grouped.grouped_gemm(column, x)
-
-
-def test_a_row_scaled_weight_is_refused():
-  w = grouped.quantize(sample(3, N, K), FORMATS["row-scaled"])
-  with pytest.raises(ValueError, match="one second-level scale a group, got 'nvfp4:row_scaled'"):
-    grouped.grouped_gemm(X, w)

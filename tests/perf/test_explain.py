@@ -6,14 +6,10 @@ import re
 import statistics
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from grouped.nn import GroupedMLP
-from grouped.nn.activation import activate
 from perf import explain
 from perf.__main__ import main
-from perf.planner import layer, observed, work
+from perf.planner import layer, observed
 from perf.planner.gpus import GPUS
 from perf.planner.work import Counts, Kernel
 from perf.records import RESULTS, load, write
@@ -92,56 +88,6 @@ def test_times_follow_the_formula(fitted):
   # What no record knows has a range.
   low, high = found.range(decoded, H200)
   assert low < found.time(decoded, H200)[0] < high
-
-
-class Traffic(TorchDispatchMode):
-  """Bytes that ops read and write, and how many compute something."""
-
-  def __init__(self):
-    super().__init__()
-    self.bytes = self.launches = 0
-    self.names = []
-
-  def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-    out = func(*args, **(kwargs or {}))
-    self.names.append(str(func))
-    name = func._schema.name
-    computes = not func.is_view and "empty" not in name and "detach" not in name
-    outs = [out] if isinstance(out, torch.Tensor) else out
-    if computes and name.startswith(("aten::", "cute_kernels::moe_activate")):
-      given = [a for a in args if isinstance(a, torch.Tensor)]
-      if name == "aten::copy_":
-        given = given[1:]
-      self.bytes += sum(t.nbytes for t in (*given, *outs))
-      self.launches += 1
-    return out
-
-
-def test_the_gate_moves_what_is_said():
-  x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
-  dy = torch.randn(16, 32, dtype=torch.bfloat16)
-  with Traffic() as forward:
-    y = activate(x, "swiglu")
-  with Traffic() as backward:
-    y.backward(dy)
-  for traffic, which in ((forward, "forward"), (backward, "backward")):
-    kernel = work.gate("", dy.numel(), which)
-    assert (kernel.bytes, kernel.launches) == (traffic.bytes, traffic.launches)
-
-
-def test_a_step_calls_the_ops_that_are_planned(records):
-  recipe = recipes()["NVFP4"]
-  mlp = GroupedMLP(2, 64, 64, recipe=recipe, dtype=torch.bfloat16)
-  x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
-  with Traffic() as traffic:
-    y = mlp(x, torch.tensor([16, 32], dtype=torch.int32))
-    y.backward(torch.ones_like(y))
-  names = [name for name in traffic.names if name.startswith("cute_kernels.")]
-  planned = layer.passes(layer.Layer((16, 16), 64, 64), recipe, H200, Counts(records, "sm_90a"))
-  step = layer.step_of(planned)
-  assert sum("quantize" in n for n in names) == sum(k.kind == "quantize" for k in step)
-  assert sum("k_grouped" in n for n in names) == sum(k.kind == "wgrad" for k in step)
-  assert sum("m_grouped" in n for n in names) == sum(k.kind == "product" for k in step)
 
 
 def test_it_prints_a_plan(capsys):
