@@ -201,16 +201,6 @@ def test_garbage_offsets_act_as_their_clamped_values(rows, text):
   check_out_form(x, text, ends(*rows), quantize(x, text, ends(*rows)))
 
 
-@every_format
-def test_non_contiguous_input(text):
-  wide = sample(64, 128)
-  for x in (wide[:, 32:96], wide[::2, :96], wide.T[:, :32]):
-    offs = offsets((7, x.shape[0] - 7))
-    assert_same_buffers(quantize(x, text, offs), quantize(x.contiguous(), text, offs))
-  weights = sample(3, 64, 48).mT
-  assert_same_buffers(quantize(weights, text), quantize(weights.contiguous(), text))
-
-
 def decoded(buffers, text, columnwise, rows, dtype, offs):
   copy = [buffers[name] for name in parse(text).operand_names(columnwise)]
   return dequantize_arguments(copy, text, rows, dtype, offs, columnwise)
@@ -266,18 +256,3 @@ def test_ties_of_codes_and_of_scales(text):
   quarter[:, 32:] *= torch.randint(1, 120, (32, 1))  # scales between E4M3 numbers
   quarter[:, 0] = 2688.0
   check(quarter, text, ends(32))
-
-
-@every_nvfp4
-def test_dequantize_uniform_is_dequantize_of_each_member(text):
-  x, whole = sample(3, 140, 48), ends(140)
-  for columnwise in (False, True):
-
-    def values(x, offs, columnwise=columnwise):
-      buffers = quantize(x, text, offs, not columnwise, columnwise)
-      arguments = decoded(buffers, text, columnwise, 140, torch.float32, offs)
-      return ops.grouped_dequantize(*arguments)
-
-    got = values(x, None)
-    for g in range(3):
-      assert_same_bytes(got[g], values(x[g], whole))
