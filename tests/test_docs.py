@@ -36,11 +36,9 @@ prepacked = interleaved = False
 }
 
 
-def readme(x, w, offs, xq, wq, layer, y, moe, losses, **names):
-  assert (xq.num_groups, wq.num_groups) == (4, 4) and xq.offs is not None and wq.offs is None
+def readme(x, w, offs, xq, wq, layer, y, moe, losses, **_):
   assert y.shape == (64, 48) and losses.tokens_per_expert.sum() == 64 * 4 and moe.router.selection_bias.any()
   assert all(p.grad is not None for p in moe.parameters())
-  assert names["x2"].shape == x.shape and names["x2"].dtype == x.dtype
   compiled = layer.weight.grad.clone()
   assert not compiled[2].any() and compiled[3].any()
   layer.zero_grad()
@@ -54,8 +52,7 @@ def readme(x, w, offs, xq, wq, layer, y, moe, losses, **names):
 
 def groups(q, shapes, **names):
   assert q.element_offsets[-1] == sum(m * n for m, n in shapes) == 29_696
-  assert q.shapes.tolist() == [list(shape) for shape in shapes]
-  assert q.member(1).codes.shape == (1, 2048) and q.dequantize().shape == (40_000,)
+  assert q.member(1).codes.shape == (1, 2048)
   assert not q.dequantize()[29_696:].any()
 
 
