@@ -37,13 +37,7 @@ class RoutingConfig:
 class RouterConfig:
   """The choice of experts by logits.
 
-  Attributes:
-    score: ``"softmax"`` or ``"sigmoid"``.
-    renormalize: weights are divided by their sum.
-    per_lane: scores of a lane, which bound the experts: a power of two.
-    biased: there is a selection bias.
-    grouped: experts are in groups.
-    ends: tokens end somewhere.
+  ``per_lane``: scores of a lane, a power of two; ``biased``: there is a selection bias; ``ends``: tokens end somewhere.
   """
 
   score: str
@@ -61,14 +55,7 @@ class RouterConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RouterGradientConfig:
-  """The gradient of that; attributes as there.
-
-  Attributes:
-    score: likewise.
-    renormalize: likewise.
-    per_lane: likewise.
-    biased: scores have a gradient, too.
-  """
+  """The gradient of that, attributes as there; ``biased``: scores have a gradient, too."""
 
   score: str
   renormalize: bool = True

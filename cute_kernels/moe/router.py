@@ -57,78 +57,61 @@ class RouterKernel(GridKernel):
   ) -> None:
     token = cute.arch.block_idx()[0] * _WARPS + cute.arch.thread_idx()[0] // WARP_SIZE
     while token < logits.shape[0]:
-      self.choose(logits, bias, end, weights, ids, scores, groups, top_groups, factor, token)
-      token += cute.arch.grid_dim()[0] * _WARPS
-
-  @cute.jit
-  def choose(
-    self,
-    logits: cute.Tensor,
-    bias: cute.Tensor | None,
-    end: cute.Tensor | None,
-    weights: cute.Tensor,
-    ids: cute.Tensor,
-    scores: cute.Tensor,
-    groups: Int32,
-    top_groups: Int32,
-    factor: Float32,
-    token: Int32,
-  ) -> None:
-    """The experts of a token."""
-    lane, experts, top_k = cute.arch.lane_idx(), logits.shape[1], ids.shape[1]
-    s = cute.make_rmem_tensor(self.per_lane, Float32)
-    keys = cute.make_rmem_tensor(self.per_lane, Uint32)
-    for i in cutlass.range_constexpr(self.per_lane):
-      s[i], keys[i] = Float32(0.0), Uint32(0)
-      if i * WARP_SIZE + lane < experts:
-        s[i] = logits[token, i * WARP_SIZE + lane]
-        keys[i] = _key(s[i])
-    if cutlass.const_expr(self.config.score == "softmax"):
-      highest, total = _number(self.largest(keys)), Float32(0.0)
+      lane, experts, top_k = cute.arch.lane_idx(), logits.shape[1], ids.shape[1]
+      s = cute.make_rmem_tensor(self.per_lane, Float32)
+      keys = cute.make_rmem_tensor(self.per_lane, Uint32)
       for i in cutlass.range_constexpr(self.per_lane):
-        s[i] = exponential(_op("sub", s[i], highest))
+        s[i], keys[i] = Float32(0.0), Uint32(0)
         if i * WARP_SIZE + lane < experts:
-          total = add_rn(total, s[i])
-      total = _tree(total)
-    for i in cutlass.range_constexpr(self.per_lane):
+          s[i] = logits[token, i * WARP_SIZE + lane]
+          keys[i] = _key(s[i])
       if cutlass.const_expr(self.config.score == "softmax"):
-        s[i] = _op("div", s[i], total)
-      else:
-        s[i] = exponential(s[i], sigmoid=True)
-      if i * WARP_SIZE + lane < experts:
-        scores[token, i * WARP_SIZE + lane] = s[i]
-        by = s[i]
-        if cutlass.const_expr(bias is not None):
-          by = add_rn(by, bias[i * WARP_SIZE + lane])
-        keys[i] = _key(by)
-    if cutlass.const_expr(self.config.grouped):
-      self.keep_groups(keys, experts // groups, groups, top_groups)
-    is_there = True
-    if cutlass.const_expr(end is not None):
-      is_there = token < end[0]
-    total, k = Float32(0.0), Int32(0)
-    while k < top_k:
-      at = self.take(keys, self.largest(keys))
-      w = Float32(0.0)
+        highest, total = _number(self.largest(keys)), Float32(0.0)
+        for i in cutlass.range_constexpr(self.per_lane):
+          s[i] = exponential(_op("sub", s[i], highest))
+          if i * WARP_SIZE + lane < experts:
+            total = add_rn(total, s[i])
+        total = _tree(total)
       for i in cutlass.range_constexpr(self.per_lane):
-        if at == i * WARP_SIZE + lane:
-          w = s[i]
-      w = cute.arch.shuffle_sync(w, at % WARP_SIZE)
-      total = add_rn(total, w)
-      if lane == k % WARP_SIZE:
-        weights[token, k] = w
-        ids[token, k] = Int64(at)
-        if not is_there:
-          ids[token, k] = Int64(-1)
-      k += 1
-    total, k = add_rn(total, Float32(TINY)), lane
-    while k < top_k:
-      # What this lane wrote.
-      w = weights[token, k]
-      if cutlass.const_expr(self.config.renormalize):
-        w = _op("div", w, total)
-      weights[token, k] = mul_rn(w, factor)
-      k += WARP_SIZE
+        if cutlass.const_expr(self.config.score == "softmax"):
+          s[i] = _op("div", s[i], total)
+        else:
+          s[i] = exponential(s[i], sigmoid=True)
+        if i * WARP_SIZE + lane < experts:
+          scores[token, i * WARP_SIZE + lane] = s[i]
+          by = s[i]
+          if cutlass.const_expr(bias is not None):
+            by = add_rn(by, bias[i * WARP_SIZE + lane])
+          keys[i] = _key(by)
+      if cutlass.const_expr(self.config.grouped):
+        self.keep_groups(keys, experts // groups, groups, top_groups)
+      is_there = True
+      if cutlass.const_expr(end is not None):
+        is_there = token < end[0]
+      total, k = Float32(0.0), Int32(0)
+      while k < top_k:
+        at = self.take(keys, self.largest(keys))
+        w = Float32(0.0)
+        for i in cutlass.range_constexpr(self.per_lane):
+          if at == i * WARP_SIZE + lane:
+            w = s[i]
+        w = cute.arch.shuffle_sync(w, at % WARP_SIZE)
+        total = add_rn(total, w)
+        if lane == k % WARP_SIZE:
+          weights[token, k] = w
+          ids[token, k] = Int64(at)
+          if not is_there:
+            ids[token, k] = Int64(-1)
+        k += 1
+      total, k = add_rn(total, Float32(TINY)), lane
+      while k < top_k:
+        # What this lane wrote.
+        w = weights[token, k]
+        if cutlass.const_expr(self.config.renormalize):
+          w = _op("div", w, total)
+        weights[token, k] = mul_rn(w, factor)
+        k += WARP_SIZE
+      token += cute.arch.grid_dim()[0] * _WARPS
 
   @cute.jit
   def largest(self, keys: cute.Tensor) -> Uint32:
@@ -204,60 +187,46 @@ class RouterGradientKernel(GridKernel):
   ) -> None:
     token = cute.arch.block_idx()[0] * _WARPS + cute.arch.thread_idx()[0] // WARP_SIZE
     while token < scores.shape[0]:
-      self.differentiate(dweights, dscores, ids, scores, out, factor, token)
-      token += cute.arch.grid_dim()[0] * _WARPS
-
-  @cute.jit
-  def differentiate(
-    self,
-    dweights: cute.Tensor,
-    dscores: cute.Tensor | None,
-    ids: cute.Tensor,
-    scores: cute.Tensor,
-    out: cute.Tensor,
-    factor: Float32,
-    token: Int32,
-  ) -> None:
-    """The gradient of a token's logits."""
-    lane, experts, top_k = cute.arch.lane_idx(), scores.shape[1], ids.shape[1]
-    total, dot, k = Float32(0.0), Float32(0.0), Int32(0)
-    if cutlass.const_expr(self.config.renormalize):
-      while k < top_k:
-        at, w = Int32(ids[token, k]), Float32(0.0)
-        if at >= 0:
-          w = scores[token, at]
-        total = add_rn(total, w)
-        dot = add_rn(dot, mul_rn(mul_rn(dweights[token, k], factor), w))
-        k += 1
-      total = add_rn(total, Float32(TINY))
-      dot = _op("div", dot, total)
-    s, d = (cute.make_rmem_tensor(self.per_lane, Float32) for _ in range(2))
-    for i in cutlass.range_constexpr(self.per_lane):
-      s[i], d[i] = Float32(0.0), Float32(0.0)
-      if i * WARP_SIZE + lane < experts:
-        s[i] = scores[token, i * WARP_SIZE + lane]
-        if cutlass.const_expr(dscores is not None):
-          d[i] = dscores[token, i * WARP_SIZE + lane]
-    k = Int32(0)
-    while k < top_k:
-      at, of_k = Int32(ids[token, k]), mul_rn(dweights[token, k], factor)
+      lane, experts, top_k = cute.arch.lane_idx(), scores.shape[1], ids.shape[1]
+      total, dot, k = Float32(0.0), Float32(0.0), Int32(0)
       if cutlass.const_expr(self.config.renormalize):
-        of_k = _op("div", _op("sub", of_k, dot), total)
+        while k < top_k:
+          at, w = Int32(ids[token, k]), Float32(0.0)
+          if at >= 0:
+            w = scores[token, at]
+          total = add_rn(total, w)
+          dot = add_rn(dot, mul_rn(mul_rn(dweights[token, k], factor), w))
+          k += 1
+        total = add_rn(total, Float32(TINY))
+        dot = _op("div", dot, total)
+      s, d = (cute.make_rmem_tensor(self.per_lane, Float32) for _ in range(2))
       for i in cutlass.range_constexpr(self.per_lane):
-        if at == i * WARP_SIZE + lane:
-          d[i] = add_rn(d[i], of_k)
-      k += 1
-    total = Float32(0.0)
-    if cutlass.const_expr(self.config.score == "softmax"):
+        s[i], d[i] = Float32(0.0), Float32(0.0)
+        if i * WARP_SIZE + lane < experts:
+          s[i] = scores[token, i * WARP_SIZE + lane]
+          if cutlass.const_expr(dscores is not None):
+            d[i] = dscores[token, i * WARP_SIZE + lane]
+      k = Int32(0)
+      while k < top_k:
+        at, of_k = Int32(ids[token, k]), mul_rn(dweights[token, k], factor)
+        if cutlass.const_expr(self.config.renormalize):
+          of_k = _op("div", _op("sub", of_k, dot), total)
+        for i in cutlass.range_constexpr(self.per_lane):
+          if at == i * WARP_SIZE + lane:
+            d[i] = add_rn(d[i], of_k)
+        k += 1
+      total = Float32(0.0)
+      if cutlass.const_expr(self.config.score == "softmax"):
+        for i in cutlass.range_constexpr(self.per_lane):
+          total = add_rn(total, mul_rn(d[i], s[i]))
+        total = _tree(total)
       for i in cutlass.range_constexpr(self.per_lane):
-        total = add_rn(total, mul_rn(d[i], s[i]))
-      total = _tree(total)
-    for i in cutlass.range_constexpr(self.per_lane):
-      made = mul_rn(s[i], _op("sub", d[i], total))
-      if cutlass.const_expr(self.config.score == "sigmoid"):
-        made = mul_rn(mul_rn(d[i], s[i]), _op("sub", Float32(1.0), s[i]))
-      if i * WARP_SIZE + lane < experts:
-        out[token, i * WARP_SIZE + lane] = made
+        made = mul_rn(s[i], _op("sub", d[i], total))
+        if cutlass.const_expr(self.config.score == "sigmoid"):
+          made = mul_rn(mul_rn(d[i], s[i]), _op("sub", Float32(1.0), s[i]))
+        if i * WARP_SIZE + lane < experts:
+          out[token, i * WARP_SIZE + lane] = made
+      token += cute.arch.grid_dim()[0] * _WARPS
 
 
 def _matrices() -> tuple[Any, Any, Any]:

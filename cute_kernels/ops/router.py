@@ -107,19 +107,11 @@ class MoeRoute(Plain):
 @register
 @dataclasses.dataclass
 class MoeRouteGradient(Plain):
-  """The gradient of the logits of ``moe_route``.
+  """The gradient of the logits of ``moe_route``, whose arguments and results the others are: (T, E) fp32.
 
   Args:
     dweights: (T, k) fp32.
     dscores: (T, E) fp32, or None for zeros.
-    ids: (T, k) int64, as ``moe_route`` gave them.
-    scores: (T, E) fp32, likewise.
-    score: as for ``moe_route``.
-    renormalize: likewise.
-    factor: likewise.
-
-  Returns:
-    (T, E) fp32.
   """
 
   dweights: Tensor

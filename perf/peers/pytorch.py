@@ -73,7 +73,7 @@ class PyTorch(Peer):
 
   def mixtures(self, work: MoEWork) -> Iterator[Contender]:
     """The layer in bf16, with SwiGLU by its compiler."""
-    yield work.contender("torch", "BF16", lambda: plain_moe(work, _experts(work)), versions=self.versions)
+    yield work.contender("torch", "BF16", lambda: plain_moe(work, _experts(work)), 0.1, versions=self.versions)
 
 
 def _experts(work: MoEWork) -> Callable[..., Tensor]:

@@ -11,15 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from perf.peers.base import NOISE, Peer
-from perf.suites.moe import plain_moe
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator
+  from collections.abc import Iterator
 
   from perf.contender import Contender
   from perf.operands import Operands
   from perf.suites.layer import LayerWork
-  from perf.suites.moe import MoEWork
 
 
 class Quack(Peer):
@@ -47,26 +45,6 @@ class Quack(Peer):
       make = functools.partial(_Mlp, work)
       bound = 4 * NOISE["bfloat16"]
       yield work.contender("quack", "BF16", make, bound, versions=self.versions)
-
-  def mixtures(self, work: MoEWork) -> Iterator[Contender]:
-    """Forward: tokens are gathered by its loader, the router and the sum are PyTorch's."""
-    if not work.backward:
-      yield work.contender("quack", "BF16", lambda: plain_moe(work, _experts(work)), versions=self.versions)
-
-
-def _experts(work: MoEWork) -> Callable[..., Tensor]:
-  gemm = _interface()
-  gate, value = work.weights[0].chunk(2, dim=1)
-  up = torch.stack((gate, value), 2).flatten(1, 2).contiguous()
-
-  def run(x: Tensor, offs: Tensor, token: Tensor, weights: list[Tensor]) -> Tensor:
-    rows = {"cu_seqlens_m": _starts(offs)}
-    how = {"activation": "swiglu", "store_preact": False, "A_idx": token.int()}
-    _, hidden = gemm.gemm_gated(x, up.transpose(1, 2), **how, **rows)
-    y: Tensor = gemm.gemm(hidden, weights[1].transpose(1, 2), **rows)
-    return y
-
-  return run
 
 
 def _interface() -> Any:

@@ -1,4 +1,4 @@
-"""transformers: experts of its Qwen3-MoE, bf16, by the implementation that it takes for grouped products."""
+"""transformers: experts of its Qwen3-MoE, by grouped products."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Transformers(Peer):
 
   def mixtures(self, work: MoEWork) -> Iterator[Contender]:
     """The layer in bf16."""
-    yield work.contender("transformers", "BF16", lambda: _layer(work), capturable=False, versions=self.versions)
+    yield work.contender("transformers", "BF16", lambda: _layer(work), 0.1, capturable=False, versions=self.versions)
 
 
 def _layer(work: MoEWork) -> Step:
@@ -51,7 +51,7 @@ def _layer(work: MoEWork) -> Step:
     y: Tensor = experts(x, ids, weights.to(x.dtype))
     return y
 
-  return work.step(forward, parameters)
+  return work.step(forward, [[p] for p in parameters])
 
 
 PEER = Transformers

@@ -14,13 +14,14 @@ from torch.nn import functional as F
 import grouped
 from cute_kernels.capability import require
 from perf.cases import MODELS
-from perf.contender import Contender, Task, relative_error
+from perf.contender import Task, relative_error
 from perf.suites.base import Options, Suite, default_meters
-from perf.suites.layer import PASSES, LayerShape, Step
+from perf.suites.layer import PASSES, LayerShape, LayerWork, Step
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator, Mapping
+  from collections.abc import Callable, Iterator, Sequence
 
+  from perf.contender import Contender
   from perf.measure import Meter
 
 #: Models, and whether a rank's share of the experts is measured: all of DeepSeek-V3's fit on no GPU.
@@ -32,14 +33,10 @@ ROUTINGS = ("even", "zipf")
 _BOUND, _BF16_BOUND = 0.4, 0.1
 
 
-class MoEWork:
+class MoEWork(LayerWork):
   """Tokens, and the weights of a router and of experts with SwiGLU, in bf16.
 
-  Attributes:
-    x: (T, hidden) tokens.
-    dy: gradient of the output, None if there is no backward pass.
-    router, bias: (E, hidden), and (E,) of the logits: 0, or such that experts are chosen as by Zipf's law.
-    weights: (E, 2 I, H) and (E, H, I).
+  ``bias`` (E,) of the logits is 0, or such that experts are chosen as by Zipf's law.
   """
 
   def __init__(
@@ -72,7 +69,6 @@ class MoEWork:
 
   @property
   def bytes(self) -> float:
-    """Of tokens and weights, and of their gradients if there are any, each once."""
     values = 2 * self.x.numel() + self.router.numel() + sum(w.numel() for w in self.weights)
     return 2.0 * values * (2 if self.backward else 1)
 
@@ -82,36 +78,12 @@ class MoEWork:
     weights, ids = scores.topk(self.top_k)
     return weights / weights.sum(-1, keepdim=True), ids
 
-  def step(self, forward: Callable[..., Tensor], parameters: list[Tensor]) -> Step:
-    """The pass of a layer, a function of tokens, on these."""
-    x = self.x.detach().clone().requires_grad_(self.backward)
-    return Step(forward, x, self.dy, [[p] for p in parameters])
-
-  def contender(
-    self,
-    name: str,
-    recipe: str,
-    make: Callable[[], Step],
-    bound: float = _BF16_BOUND,
-    *,
-    capturable: bool = True,
-    versions: Mapping[str, str] | None = None,
-  ) -> Contender:
-    """One who does this pass; the output is compared with that of plain PyTorch."""
-    made: list[Step] = []
-
-    def prepare() -> Callable[[], Any]:
-      made[:] = [make()]
-      return made[0].run
-
-    def error(got: Any) -> float:
-      return relative_error(made[0].results()[0], self.expected)
-
-    facts: dict[str, Any] = {"capturable": capturable, "is_step": True, "versions": versions or {}}
-    return Contender(name, recipe, prepare, error, bound, self.bytes, self.flops, **facts)
+  def error(self, results: Sequence[Tensor]) -> float:
+    """Of the output, against plain PyTorch."""
+    return relative_error(results[0], self.expected[0])
 
   @functools.cached_property
-  def expected(self) -> Tensor:
+  def expected(self) -> list[Tensor]:
     """The output, expert by expert."""
     with torch.no_grad():
       weights, ids = self.choose(self.x, self.router)
@@ -121,7 +93,7 @@ class MoEWork:
         gate, value = (self.x[token] @ up.T).float().chunk(2, dim=-1)
         h = (F.silu(gate) * value).to(up.dtype) @ down.T
         y.index_add_(0, token, h.float() * weights[token, k].unsqueeze(1))
-      return y
+      return [y]
 
 
 def plain_moe(work: MoEWork, experts: Callable[[Tensor, Tensor, Tensor, list[Tensor]], Tensor]) -> Step:
@@ -137,7 +109,7 @@ def plain_moe(work: MoEWork, experts: Callable[[Tensor, Tensor, Tensor, list[Ten
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     return (h[back].view(*ids.shape, -1).float() * p.unsqueeze(-1)).sum(1).to(x.dtype)
 
-  return work.step(forward, parameters)
+  return work.step(forward, [[p] for p in parameters])
 
 
 def _ours(work: MoEWork, recipe: grouped.recipes.Recipe, kept: bool, meter: Meter) -> Step:
@@ -157,7 +129,7 @@ def _ours(work: MoEWork, recipe: grouped.recipes.Recipe, kept: bool, meter: Mete
   if recipe.is_quantized and (kept or not work.backward):
     moe(work.x.detach().clone().requires_grad_(work.backward), is_first_microbatch=True)
     call["is_first_microbatch"] = False
-  return work.step(lambda x: moe(x, **call), parameters)
+  return work.step(lambda x: moe(x, **call), [[p] for p in parameters])
 
 
 def _contenders(work: MoEWork, meter: Meter, options: Options) -> Iterator[Contender]:

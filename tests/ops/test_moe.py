@@ -116,28 +116,6 @@ def test_router_kernels(case):
           assert_same_bytes(got, wanted, any_nan=True)
 
 
-@each("case", ROUTERS)
-def test_router(case):
-  """Against fp64; beyond what kernels take, too."""
-  experts, k, score, renormalize, groups, top_groups, factor = case
-  logits = torch.randn(9, experts).requires_grad_()
-  weights, ids, scores = ops.moe_route(logits, None, None, k, *case[2:])
-  exact = logits.detach().double().requires_grad_()
-  s = exact.softmax(-1) if score == "softmax" else exact.sigmoid()
-  of_groups = s.unflatten(1, (groups, -1)).topk(2).values.sum(-1) if groups > 1 else s.sum(-1, keepdim=True)
-  worst = of_groups.topk(top_groups).values[:, -1:]
-  allowed = (of_groups >= worst).repeat_interleave(experts // groups, 1)
-  best = s.masked_fill(~allowed, -1).topk(k)
-  w = best.values / best.values.sum(-1, keepdim=True) if renormalize else best.values
-  assert ids.equal(best.indices)
-  torch.testing.assert_close(scores.double(), s, rtol=1e-5, atol=1e-7)
-  torch.testing.assert_close(weights.double(), w * factor, rtol=1e-5, atol=1e-7)
-  dw, ds = torch.randn(9, k), torch.randn(9, experts)
-  (got,) = torch.autograd.grad((weights, scores), logits, (dw, ds))
-  (want,) = torch.autograd.grad((w * factor, s), exact, (dw.double(), ds.double()))
-  torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
-
-
 def operands(tokens=9, cols=24, top_k=3, experts=4, dtype=torch.float32, seed=0):
   ids = ids_of(tokens, top_k, experts, seed=seed)
   _, token, _, row = ops.compute_routing(ids, experts)
