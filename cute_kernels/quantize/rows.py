@@ -124,6 +124,11 @@ class RowsQuantizer:
     self.levels = LevelWriter(self.codec)
     #: What a lane takes at once: a block, or its part of one that ``sharing`` lanes have.
     self.piece = min(self.codec.block, K_MULTIPLE)
+    #: Pieces that are looked at together, whether the row has all of them.
+    self.at_once = 2
+    if config.arch == "sm_100a" and not self.codec.has_scales:
+      # Of 16-bit types a 16-byte chunk, which lanes read without conflicts in the order of their codes.
+      self.piece, self.at_once = 8, 4
     self.sharing = self.codec.block // self.piece if self.codec.has_scales else 1
     self.maker = maker_of(config)
     self.piece_words = self.piece * DTYPE_BYTES[config.dtype] // 4
@@ -543,19 +548,40 @@ class RowsQuantizer:
   ) -> None:
     """Codes of a lane's pieces to global memory, the scales of blocks to shared memory."""
     level = self.codec.second_level(g)
-    twist = self.twist(lane.lane)
-    for i in cutlass.range_constexpr(0, self.pieces_per_lane, 2):
-      if lane.of_row + i * self.lanes_per_row < lane.num_pieces:
-        last = min(i + 1, self.pieces_per_lane - 1)
+    for i in cutlass.range_constexpr(0, self.pieces_per_lane, self.at_once):
+      last = min(i + self.at_once, self.pieces_per_lane) - 1
+      if cutlass.const_expr(self.at_once > 2):
+        _, (factor, _) = self.scales(a[i], a[i], level)
+        if lane.of_row + last * self.lanes_per_row < lane.num_pieces:
+          for j in cutlass.range_constexpr(i, last + 1):
+            self.write_piece(words, j, factor, None, target, scales_at, lane)
+        else:
+          for j in cutlass.range_constexpr(i, last):
+            if lane.of_row + j * self.lanes_per_row < lane.num_pieces:
+              self.write_piece(words, j, factor, None, target, scales_at, lane)
+      elif lane.of_row + i * self.lanes_per_row < lane.num_pieces:
         stored, factors = self.scales(a[i], a[last], level)
         for j in cutlass.range_constexpr(i, last + 1):
-          piece = lane.of_row + j * self.lanes_per_row
-          if cutlass.const_expr(j == i) or piece < lane.num_pieces:
-            codes = self.codec.encode_row(self.block(words, j), factors[j - i])
-            place = target + piece * (4 * len(codes))
-            store_global(place, self.untwist(codes, twist))
-            if cutlass.const_expr(self.writes_scales):
-              self.stage(stored[j - i], scales_at, piece)
+          if cutlass.const_expr(j == i) or lane.of_row + j * self.lanes_per_row < lane.num_pieces:
+            self.write_piece(words, j, factors[j - i], stored[j - i], target, scales_at, lane)
+
+  @cute.jit
+  def write_piece(
+    self,
+    words: cute.Tensor,
+    j: int,
+    factor: Float32,
+    stored: Uint32 | None,
+    target: Int64,
+    scales_at: Int32,
+    lane: Lane,
+  ) -> None:
+    """Codes of a lane's j-th piece, and the scale of its block."""
+    codes = self.codec.encode_row(self.block(words, j), factor)
+    size, after = 4 * len(codes), j * self.lanes_per_row
+    store_global(target + lane.of_row * size + after * size, self.untwist(codes, self.twist(lane.lane)))
+    if cutlass.const_expr(self.writes_scales):
+      self.stage(stored, scales_at, lane.of_row + after)
 
   def scales(self, a: Float32, b: Float32, level: Level) -> tuple[list[Uint32 | None], list[Float32]]:
     """Scales as they are stored, and encode factors, of blocks with amaxes ``a`` and ``b``."""
