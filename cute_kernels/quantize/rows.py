@@ -107,7 +107,7 @@ class Lane(NamedTuple):
   team: Int32
   warp: Int32
   lane: Int32
-  part: Int32
+  part: Int32 | int
   of_row: Int32
   num_pieces: Int32
   staged: Int32
@@ -233,10 +233,11 @@ class RowsQuantizer:
 
     Of those whose scales lie in tiles, four share 16 bytes of a scale tile.
     """
-    packet = item % _PACKETS
+    # Neither is negative, which divisions of signed numbers would ask.
+    packet = item & (_PACKETS - 1)
     if not self.is_tiled:
       return packet * _PACKET_ROWS + r
-    return 2 * packet + r // 4 + 32 * (r % 4)
+    return 2 * packet + (r >> 2) + ((r & 3) << 5)
 
   # ------------------------------------------------------------------ loader
 
@@ -326,7 +327,9 @@ class RowsQuantizer:
     """Where this thread is."""
     team = warp // self.config.warps_per_row
     lane = cute.arch.thread_idx()[0] - team * self.team_threads
-    part, of_row = lane // self.lanes_per_row, lane % self.lanes_per_row
+    part, of_row = (
+      (lane // self.lanes_per_row, lane % self.lanes_per_row) if self.config.rows_per_warp > 1 else (0, lane)
+    )
     num_pieces = cols // self.piece
     staged = shared.scales.toint() + team * (_PACKET_ROWS * self.scale_pitch)
     return Lane(team, warp, lane, part, of_row, num_pieces, staged)
@@ -359,9 +362,9 @@ class RowsQuantizer:
   ) -> tuple[Int32, Int32, Int32]:
     """A packet that has rows; gives the next stage, its phase and the next ``parity``."""
     config = self.config
-    g = Float32(0.0)
+    level = self.codec.zero_level()
     if cutlass.const_expr(config.takes_amax):
-      g = out.amax[packet.group]
+      level = self.codec.second_level(out.amax[packet.group])
     for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
       row = self.row_of(packet.item, r + lane.part)
       scales_at = lane.staged + (r + lane.part) * self.scale_pitch
@@ -374,13 +377,15 @@ class RowsQuantizer:
         words, a = self.load_row(source, lane)
         self.release(shared.empty + slot)
         stage, phase = self.next_stage(stage, phase)
+        of_row = level
         if cutlass.const_expr(config.computes_amax):
           g = self.row_amax(a, lane, parity, shared)
+          of_row = self.codec.second_level(g)
           parity ^= 1
           if live and lane.of_row == 0:
             out.amax[packet.first + row] = g
         target = _row_address(out.codes, packet.first + row)
-        self.write_row(words, a, g, target, live, scales_at, lane)
+        self.write_row(words, a, of_row, target, live, scales_at, lane)
       if cutlass.const_expr(self.writes_scales):
         if not live:
           self.clear_row_scales(scales_at, lane)
@@ -536,33 +541,33 @@ class RowsQuantizer:
 
   @cute.jit
   def write_row(
-    self, words: cute.Tensor, a: cute.Tensor, g: Float32, target: Int64, live: Boolean, scales_at: Int32, lane: Lane
+    self, words: cute.Tensor, a: cute.Tensor, level: Level, target: Int64, live: Boolean, scales_at: Int32, lane: Lane
   ) -> None:
     """Write what becomes of a row, if it is ``live``; ``target`` is its place in the output."""
     if live:
-      self.quantize_row(words, a, g, target, scales_at, lane)
+      self.quantize_row(words, a, level, target, scales_at, lane)
 
   @cute.jit
   def quantize_row(
-    self, words: cute.Tensor, a: cute.Tensor, g: Float32, target: Int64, scales_at: Int32, lane: Lane
+    self, words: cute.Tensor, a: cute.Tensor, level: Level, target: Int64, scales_at: Int32, lane: Lane
   ) -> None:
     """Codes of a lane's pieces to global memory, the scales of blocks to shared memory."""
-    level = self.codec.second_level(g)
+    left, step = lane.num_pieces - lane.of_row, self.lanes_per_row
     for i in cutlass.range_constexpr(0, self.pieces_per_lane, self.at_once):
       last = min(i + self.at_once, self.pieces_per_lane) - 1
       if cutlass.const_expr(self.at_once > 2):
         _, (factor, _) = self.scales(a[i], a[i], level)
-        if lane.of_row + last * self.lanes_per_row < lane.num_pieces:
+        if last * step < left:
           for j in cutlass.range_constexpr(i, last + 1):
             self.write_piece(words, j, factor, None, target, scales_at, lane)
         else:
           for j in cutlass.range_constexpr(i, last):
-            if lane.of_row + j * self.lanes_per_row < lane.num_pieces:
+            if j * step < left:
               self.write_piece(words, j, factor, None, target, scales_at, lane)
-      elif lane.of_row + i * self.lanes_per_row < lane.num_pieces:
+      elif i * step < left:
         stored, factors = self.scales(a[i], a[last], level)
         for j in cutlass.range_constexpr(i, last + 1):
-          if cutlass.const_expr(j == i) or lane.of_row + j * self.lanes_per_row < lane.num_pieces:
+          if cutlass.const_expr(j == i) or j * step < left:
             self.write_piece(words, j, factors[j - i], stored[j - i], target, scales_at, lane)
 
   @cute.jit
