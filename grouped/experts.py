@@ -22,7 +22,18 @@ from cute_kernels import ops
 from cute_kernels.activations import is_gated
 from grouped import debug
 from grouped.autograd import recipe_of
-from grouped.passes import Copies, LinearCall, Scaling, WgradOperands, backward, forward, joined, wgrad_operand
+from grouped.passes import (
+  Copies,
+  LinearCall,
+  Rows,
+  Scaling,
+  WgradOperands,
+  backward,
+  forward,
+  joined,
+  made,
+  wgrad_operand,
+)
 from grouped.tensor import handler
 from grouped.validation import check_is_tensor
 
@@ -52,12 +63,17 @@ def compute_routing(expert_ids: Tensor, num_experts: int) -> Routing:
 
 
 class Style(NamedTuple):
-  """What the experts do besides products; ``dtype`` is that of y."""
+  """What the experts do besides products; ``dtype`` is that of y.
+
+  ``apart``: y is not multiplied by p. Who asks for that does it, and passes back the gradient of
+  the product instead of that of y: p times it is what the backward pass makes, as ever.
+  """
 
   activation: str
   interleaved: bool
   recompute: bool
   dtype: torch.dtype
+  apart: bool = False
 
 
 class Layer(NamedTuple):
@@ -72,12 +88,13 @@ class Layer(NamedTuple):
   probe: Probe | None = None
   flags: Tensor | None = None
 
-  def forward(self, x: Tensor, offs: Tensor, need_dx: bool) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+  def forward(self, x: Rows, offs: Tensor, need_dx: bool) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
     """The product, what the gradient of x reads of the weight, and amaxes."""
     options = (self.copies, (need_dx, False), self.scaling, self.probe)
-    y, (_, weight), amaxes = forward(x, self.weights, self.bias, offs, self.recipe, *options)
+    rows = x if self.flags is None else x.made()
+    y, (_, weight), amaxes = forward(rows, self.weights, self.bias, offs, self.recipe, *options)
     if self.flags is not None:
-      debug.note(self.flags, x, self.weights, y, offs)
+      debug.note(self.flags, made(rows), self.weights, y, offs)
     return y, weight or [], amaxes
 
   def scale(self, role: int) -> Tensor | None:
@@ -129,13 +146,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor, list[list[Tensor]], list[list[Tensor | None]]]:
   """y, z, and of each layer what the gradient of its input reads of its weight, and amaxes."""
   first, second = layers
-  rows = ops.moe_gather(x, r.token)
-  z, weight, amaxes = first.forward(rows, r.offs, needs[0])
-  del rows
-  a = ops.moe_activate(z, style.activation, r.offs, style.interleaved)
+  z, weight, amaxes = first.forward(Rows(x, r.offs, r.token), r.offs, needs[0])
+  a = Rows(z, r.offs, None, style.activation, style.interleaved)
   h, weight_2, amaxes_2 = second.forward(a, r.offs, needs[1])
-  del a
-  y = ops.moe_combine(h, r.row, p, style.dtype)
+  y = ops.moe_combine(h, r.row, None if style.apart else p, style.dtype)
   return y, z, [weight, weight_2], [amaxes, amaxes_2]
 
 
@@ -239,8 +253,9 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
   dtype = call_1.dtype
   if z is None:
     z = _again(ctx, first, x, offs, token, scales_1[0], again)
-  rows = ops.moe_gather(dy.to(dtype), token)
+  rows: Tensor | Rows = Rows(dy.to(dtype), offs, token)
   if second.flags is not None:
+    rows = made(rows)
     debug.note_gradient(second.flags, rows, offs)
   needs = (need_dz or need_dp, of_second[0], False)
   got = backward(call_2, needs, rows, offs, ([], weight_2), scales_2[1])
@@ -273,7 +288,7 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
     del dz, weight_1
     wgrad = got.wgrad
     if wgrad is not None:
-      operand, _ = wgrad_operand(call_1, ops.moe_gather(x, token), offs, scales_1[0])
+      operand, _ = wgrad_operand(call_1, Rows(x, offs, token), offs, scales_1[0])
       wgrad = wgrad._replace(x=operand)
     if got.dx is not None:
       dx = ops.moe_combine(got.dx, row, None, dtype)
@@ -293,7 +308,7 @@ def _again(
     scaling = Scaling([scale, weight_scale, scale])
   sources = [weights[0].new_empty(())] if ctx.has_copies else weights
   layer = layer._replace(weights=sources, bias=bias, copies=copies, scaling=scaling, probe=None, flags=None)
-  return layer.forward(ops.moe_gather(x, token), offs, False)[0]
+  return layer.forward(Rows(x, offs, token), offs, False)[0]
 
 
 def _record(layer: Layer, of_operands: list[Tensor | None], of_gradient: Tensor | None) -> None:
@@ -321,7 +336,7 @@ _LIBRARY.define(
   "experts(Tensor x, Tensor p, Tensor offs, Tensor token, Tensor pair, Tensor row, "
   f"Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, {_FORMATS}, "
   "bool propagate_nonfinite_1, bool propagate_nonfinite_2, str activation, bool interleaved, "
-  "bool recompute, ScalarType dtype, Tensor[]? scales_1, Tensor[]? amaxes_1, "
+  "bool recompute, ScalarType dtype, bool apart, Tensor[]? scales_1, Tensor[]? amaxes_1, "
   "Tensor[]? scales_2, Tensor[]? amaxes_2) -> Tensor",
   tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -334,11 +349,11 @@ def _unpacked(arguments: Sequence[Any], records: bool) -> tuple[Tensor, Tensor, 
   layers = []
   for i in range(2):
     recipe = recipe_of(*formats[3 * i : 3 * i + 3], flags[i])
-    scales, amaxes = arguments[22 + 2 * i : 24 + 2 * i]
+    scales, amaxes = arguments[23 + 2 * i : 25 + 2 * i]
     scaling = None if scales is None else Scaling(scales, amaxes if records else None)
     weight, bias = arguments[6 + 2 * i : 8 + 2 * i]
     layers.append(Layer([weight], bias, recipe, scaling=scaling))
-  return x, p, Routing(*arguments[2:6]), layers[0], layers[1], Style(*arguments[18:22])
+  return x, p, Routing(*arguments[2:6]), layers[0], layers[1], Style(*arguments[18:23])
 
 
 def _below_autograd(*arguments: Any) -> Tensor:

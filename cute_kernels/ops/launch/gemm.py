@@ -84,8 +84,8 @@ def _sm90_fields(op: GroupedGemm) -> dict[str, Any]:
 
 def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
   """How the ``m_grouped`` GEMMs run."""
-  (spec,) = op.outputs()
-  rows, cols = spec.shape
+  spec = op.outputs()[0]
+  rows, cols = spec.shape[0], op.cols
   if rows == 0 or cols == 0:
     return _nothing
   if decodes_first(op, launch.arch):
@@ -99,6 +99,7 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
     bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
     has_alpha=op.alpha is not None,
     transpose_b=op.is_b_mn_major,
+    **dict(zip(("activation", "interleaved", "keeps_z"), op.of_activation, strict=False)),
     **(_sm90_fields(op) if launch.arch == "sm_90a" else {}),
   )
   problem = GemmProblem(base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth)
@@ -160,6 +161,7 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
   vectors = (op.offs, getattr(op, "bias", None), op.alpha)
   is_dense = all(v is None or v.is_contiguous() for v in vectors)
 
+  keeps_z = config.keeps_z
   parts = (config,) if _forced else config.parts(problem, launch.num_sms)
 
   @functools.cache
@@ -177,9 +179,10 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
     bias = aligned(bias, PITCH_ALIGNMENT)
     if prepare is not None:
       a, b = prepare(a, b, offs)
+    out, z = outputs if keeps_z else (outputs[0], None)
     for kernel in kernels(accumulate, fresh):
       # As GemmArguments names them; making one takes half a microsecond of every call.
-      kernel(*a, *b, offs, bias, alpha, outputs[0], launch.num_sms)
+      kernel(*a, *b, offs, bias, alpha, out, launch.num_sms, z)
 
   return run
 
