@@ -17,7 +17,8 @@ Pipeline:  rows, loader -> team: full: one arrival and the rows' bytes; empty: o
 On an H200, 65536 x 7168 bf16: FP8 with given amaxes 96 % of a copy's rate, FP8Block 94, MXFP8 95.
 
 Counted by perf run counts at 1024 rows of bf16 on sm_100a, row-scaled NVFP4: 6.4 PTX instructions an element at
-K = 4096, 6.6 at 7168, 7.9 at 256; 2.00 bytes read. FP8 4.3, of which 1.25 name pairs of registers and are nothing in machine code.
+K = 4096, 6.6 at 7168, 7.9 at 256; 2.00 bytes read. FP8 4.3, of which 1.25 name pairs of registers
+and are nothing in machine code.
 """
 
 from __future__ import annotations
