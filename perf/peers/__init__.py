@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["PEERS", "all_peers"]
 
 #: Modules of this package, each with a class ``PEER``.
-PEERS = (
-  *("pytorch", "transformer_engine", "torchao", "flashinfer", "deep_gemm", "quack", "marlin", "humming", "cutlass"),
-  "transformers",
-)
+PEERS = ("pytorch", "transformer_engine", "torchao", "flashinfer", "deep_gemm", "quack", "marlin", "humming", "cutlass")
 
 
 def all_peers(paths: Mapping[str, Path]) -> list[Peer]:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
   from perf.measure import Meter
   from perf.operands import Operands
   from perf.suites.layer import LayerWork
-  from perf.suites.moe import MoEWork
   from perf.suites.quantize import Input, Quantization
 
 #: Relative errors of products and of values that are more than quantization, by format. Normal
@@ -151,11 +150,6 @@ class Peer:
     yield from ()
 
   def layers(self, work: LayerWork) -> Iterator[Contender]:
-    del work
-    yield from ()
-
-  def mixtures(self, work: MoEWork) -> Iterator[Contender]:
-    """Its mixtures of experts, from tokens to tokens."""
     del work
     yield from ()
 

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from perf.contender import relative_error
 from perf.peers.base import NOISE, Peer
-from perf.suites.moe import plain_moe
 
 if TYPE_CHECKING:
   from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
   from perf.contender import Contender
   from perf.operands import Operands
   from perf.suites.layer import LayerWork, Step
-  from perf.suites.moe import MoEWork
   from perf.suites.quantize import Input, Quantization
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -70,24 +68,6 @@ class PyTorch(Peer):
     bound = 3 * NOISE["bfloat16"]
     make = functools.partial(_layer, work)
     yield work.contender("torch", "BF16", make, bound, versions=self.versions)
-
-  def mixtures(self, work: MoEWork) -> Iterator[Contender]:
-    """The layer in bf16, with SwiGLU by its compiler."""
-    yield work.contender("torch", "BF16", lambda: plain_moe(work, _experts(work)), 0.1, versions=self.versions)
-
-
-def _experts(work: MoEWork) -> Callable[..., Tensor]:
-  def activate(z: Tensor) -> Tensor:
-    gate, up = z.chunk(2, dim=-1)
-    return (F.silu(gate.float()) * up.float()).to(z.dtype)
-
-  compiled = torch.compile(activate) if work.device.type == "cuda" else activate
-
-  def run(x: Tensor, offs: Tensor, token: Tensor, weights: list[Tensor]) -> Tensor:
-    up, down = (w.transpose(1, 2) for w in weights)
-    return torch._grouped_mm(compiled(torch._grouped_mm(x[token], up, offs=offs)), down, offs=offs)
-
-  return run
 
 
 def _grouped_mm(work: Operands) -> Tensor:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["SUITES", "suite"]
 
 #: By name, in the order of ``perf run --help``.
-SUITES = ("quantize", "gemm", "layer", "moe", "memory", "host", "compile", "counts")
+SUITES = ("quantize", "gemm", "layer", "memory", "host", "compile", "counts")
 
 
 def suite(name: str) -> Suite:
