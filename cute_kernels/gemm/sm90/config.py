@@ -282,7 +282,7 @@ class Sm90GemmConfig(GemmConfig):
     2048. It costs as many stages of prefetch, which few rows, bound by memory, need more: 2% of
     the time at 128 rows (H200).
     """
-    return self.tile.n > _WIDE_N and not self.stores_apart
+    return self.tile.n > _WIDE_N
 
   @property
   def m_stage_bytes(self) -> tuple[int, int]:
