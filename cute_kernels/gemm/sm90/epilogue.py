@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.activations import activated
+from cute_kernels.device.activations import activated, quick_from
 from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.device.memory import load_shared, store_shared
@@ -20,10 +20,19 @@ from cute_kernels.device.ptx import asm, asm_volatile, bits_as_f32, f32_as_bits
 from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, out_offset
 from cute_kernels.gemm.scheduler import WorkTile
 from cute_kernels.gemm.sm90.config import WARPGROUP_M
-from cute_kernels.gemm.sm90.warp_schedule import FIRST_EPILOGUE_BARRIER, FIRST_PING_PONG_BARRIER, WARPGROUP_SIZE
+from cute_kernels.gemm.sm90.warp_schedule import (
+  FIRST_EPILOGUE_BARRIER,
+  FIRST_FREE_BARRIER,
+  FIRST_FULL_BARRIER,
+  FIRST_PING_PONG_BARRIER,
+  WARPGROUP_SIZE,
+)
 from cute_kernels.layout.pieces import DECODED_SCALE
 
 if TYPE_CHECKING:
+  from collections.abc import Callable
+
+  from cute_kernels.gemm.scheduler import TileReader
   from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 
 #: Bytes of a row of a panel, and the rows after which the swizzle of its vectors repeats.
@@ -69,6 +78,9 @@ class _Target(NamedTuple):
     """The address ``row`` rows and ``offset`` bytes further."""
     return self.address + self.pitch * row + offset
 
+  def moved(self, row: Int32, offset: Int32) -> _Target:
+    return _Target(self.at(row, offset), self.pitch)
+
 
 class _Window(NamedTuple):
   """What a thread's vectors of a tile become.
@@ -84,6 +96,13 @@ class _Window(NamedTuple):
   z: list[_Target]
   rows: Int32
   cols: Int32
+
+  def moved(self, row: Int32, col: Int32, width: int, halves: int) -> _Window:
+    """That of a block ``row`` and ``col`` further, of elements of ``width`` bytes."""
+    narrow = col // halves * width
+    of_z = narrow if len(self.z) > 1 else col * width
+    z = [target.moved(row, of_z) for target in self.z]
+    return _Window(self.out.moved(row, narrow), z, self.rows - row, self.cols - col)
 
 
 class PingPong:
@@ -135,15 +154,23 @@ class Epilogue:
     factors: factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None
       unless there is one a row.
     cta: number of the CTA in its cluster.
+    group: number of the consumer warpgroup; None of the one that runs this.
   """
 
   def __init__(
-    self, config: Sm90GemmConfig, tensors: EpilogueTensors, blocks: cute.Tensor, factors: cute.Tensor | None, cta: Int32
+    self,
+    config: Sm90GemmConfig,
+    tensors: EpilogueTensors,
+    blocks: cute.Tensor,
+    factors: cute.Tensor | None,
+    cta: Int32,
+    group: Int32 | None = None,
   ):
     self.config = config
     self.tensors = tensors
     thread = cute.arch.thread_idx()[0]
-    group = thread // WARPGROUP_SIZE
+    if group is None:
+      group = thread // WARPGROUP_SIZE
     self.group = cute.arch.make_warp_uniform(group)
     self.thread = thread % WARPGROUP_SIZE
     self.warp, self.lane = self.thread // 32, thread % 32
@@ -200,10 +227,12 @@ class Epilogue:
         local = i * WARPGROUP_SIZE + self.thread
         if local < config.tile.n:
           store_shared(self.factors + local * 4, [f32_as_bits(factors[i])])
+    if cutlass.const_expr(config.stores_apart):
+      self.wait_free()
     # The factors are there, and the blocks of the tile before have been read.
     self.sync()
     slot, window = Int32(0), self.window(tile)
-    block_n = self.block_rows if config.tile.swap_ab else self.block_cols
+    block_n = self.block_n
     for repeat in cutlass.range_constexpr(self.repeats):
       bias = self.load_bias(tile, repeat)
       for block in cutlass.range_constexpr(config.tile.n // block_n):
@@ -215,12 +244,48 @@ class Epilogue:
             columns = range(at, at + min(2, block_n // 8))
             values = [self.finish(acc, factors[0], bias, repeat, j, tile) for j in columns]
             self.stage(values, buffer, first)
-          self.sync()
-          self.copy(buffer, window, repeat, block * block_n)
-          if cutlass.const_expr(config.num_store_stage == 1):
+          if cutlass.const_expr(not config.stores_apart):
             self.sync()
-          else:
-            slot = slot ^ 1
+            self.copy(buffer, window, repeat, block * block_n)
+            if cutlass.const_expr(config.num_store_stage == 1):
+              self.sync()
+            else:
+              slot = slot ^ 1
+        if cutlass.const_expr(config.stores_apart):
+          slot += 1
+    if cutlass.const_expr(config.stores_apart):
+      cute.arch.barrier_arrive(barrier_id=FIRST_FULL_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
+
+  @property
+  def block_n(self) -> int:
+    """Rows of operand N of a block."""
+    return self.block_rows if self.config.tile.swap_ab else self.block_cols
+
+  def wait_free(self) -> None:
+    """Wait until all blocks of the tile before have been stored, or there was none."""
+    cute.arch.barrier(barrier_id=FIRST_FREE_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
+
+  def free(self) -> None:
+    """Let the consumer warpgroup stage another tile."""
+    cute.arch.barrier_arrive(barrier_id=FIRST_FREE_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
+
+  @cute.jit
+  def copy_tile(self, tile: WorkTile) -> None:
+    """Copy what the consumer warpgroup staged of a tile, by another one: one loop, little code."""
+    config, swapped = self.config, self.config.tile.swap_ab
+    cute.arch.barrier(barrier_id=FIRST_FULL_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
+    window, blocks = self.window(tile), config.tile.n // self.block_n
+    live = Int32(blocks)
+    if cutlass.const_expr(swapped):
+      live = cutlass.min(live, (tile.rows + (self.block_n - 1)) // self.block_n)
+    for index in cutlass.range(self.repeats * live, unroll=1):
+      repeat = index // live
+      m, n = repeat * self.step, (index - repeat * live) * self.block_n
+      row, col = (n, m) if swapped else (m, n)
+      moved = window.moved(row, col, self.staged_element.width // 8, 1 + config.is_gated)
+      buffer = self.blocks + (index + repeat * (blocks - live)) * config.block_bytes
+      self.copy(buffer, moved, 0, 0)
+    self.free()
 
   def sync(self) -> None:
     """Wait for the whole warpgroup."""
@@ -370,34 +435,57 @@ class Epilogue:
     steps = [self.step_of(i) for i in range(passes)]
     at = self.place(buffer, self.own_row, self.own_col)
     staged = [load_shared(at + self.place(0, row, col), 4) for row, col in steps]
-    for words, (row, col) in zip(staged, steps, strict=True):
-      m = repeat * self.step
-      if cutlass.const_expr(self.config.tile.swap_ab):
-        row, col = first_n + row, m + col
-      else:
-        row, col = m + row, first_n + col
+    m = repeat * self.step
+    places = [(first_n + r, m + c) if self.config.tile.swap_ab else (m + r, first_n + c) for r, c in steps]
+    if cutlass.const_expr(self.config.activation is not None):
+      # So many at once as fill the time until a number is there.
+      for i in cutlass.range_constexpr(0, passes, 2):
+        self.store_activated(staged[i : i + 2], window, places[i : i + 2])
+    else:
       width = self.tensors.out.element_type.width // 8
-      limits = (window.rows, row), (window.cols, col)
-      if cutlass.const_expr(self.config.accumulate):
-        if window.rows > row and window.cols > col:
-          self.add(window.out.at(row, col * width), words)
-      elif cutlass.const_expr(self.config.activation is None):
-        _store_if(window.out.at(row, col * width), words, *limits)
-      else:
-        self.store_activated(words, window, row, col * width, limits)
+      for words, (row, col) in zip(staged, places, strict=True):
+        if cutlass.const_expr(self.config.accumulate):
+          if window.rows > row and window.cols > col:
+            self.add(window.out.at(row, col * width), words)
+        else:
+          _store_if(window.out.at(row, col * width), words, (window.rows, row), (window.cols, col))
 
-  def store_activated(self, words: list[Uint32], window: _Window, row: int, offset: int, limits: Any) -> None:
-    """Store what an activation makes of a vector, ``offset`` bytes into the product's row."""
-    config, act = self.config, self.config.act
-    numbers = unpack_words(words, config.out_dtype)
-    inputs = [numbers[::2], numbers[1::2]] if act.is_gated else [numbers]
-    (made,) = activated(act, False, "sm_90a", inputs)
-    narrow = offset // len(inputs)
-    _store_if(window.out.at(row, narrow), pack_words(made, config.out_dtype), *limits)
-    if len(window.z) == 1:
-      _store_if(window.z[0].at(row, offset), words, *limits)
-    for target, half in zip(window.z[: 2 * (len(window.z) > 1)], inputs, strict=False):
-      _store_if(target.at(row, narrow), pack_words(half, config.out_dtype), *limits)
+  def store_activated(self, vectors: list[list[Uint32]], window: _Window, places: list[tuple[int, int]]) -> None:
+    """Store what an activation makes of vectors at rows and columns of the product."""
+    dtype, halves = self.config.out_dtype, 1 + self.config.is_gated
+    numbers = [number for words in vectors for number in unpack_words(words, dtype)]
+    inputs = [numbers[half::halves] for half in range(halves)]
+    made, count = self.activated(inputs), self.vector // halves
+    for i, (words, (row, col)) in enumerate(zip(vectors, places, strict=True)):
+      limits = (window.rows, row), (window.cols, col)
+      offset, own = col * self.staged_element.width // 8, slice(i * count, (i + 1) * count)
+      targets = [(window.out, made[own])]
+      if len(window.z) == halves > 1:
+        targets += [(target, half[own]) for target, half in zip(window.z, inputs, strict=True)]
+      elif window.z:
+        _store_if(window.z[0].at(row, offset), words, *limits)
+      for target, some in targets:
+        _store_if(target.at(row, offset // halves), pack_words(some, dtype), *limits)
+
+  @cute.jit
+  def activated(self, inputs: list[list[Float32]]) -> list[Float32]:
+    """What the activation makes of x, or of A and B."""
+    act: Any = self.config.act
+    bound = quick_from(act)
+    if cutlass.const_expr(bound is None):
+      return activated(act, False, "sm_90a", inputs)[0]
+    out, low = cute.make_rmem_tensor(len(inputs[0]), Float32), inputs[0][0]
+    for x in inputs[0][1:]:
+      low = asm("min.f32 $0, $1, $2;", [Float32], [low, x])
+    if low < bound:
+      self.activate(inputs, out, False)
+    else:
+      self.activate(inputs, out, True)
+    return [out[i] for i in range(len(inputs[0]))]
+
+  def activate(self, inputs: list[list[Float32]], out: cute.Tensor, quick: bool) -> None:
+    for i, number in enumerate(activated(self.config.act, False, "sm_90a", inputs, quick)[0]):
+      out[i] = number
 
   def step_of(self, i: int) -> tuple[int, int]:
     """Rows and columns of a block from a thread's first vector to its ``i``-th."""
@@ -420,3 +508,29 @@ class Epilogue:
     _each("add.rn.f32", values, old)
     rounded.store(values.load().to(element))
     cute.autovec_copy(rounded, target)
+
+
+class StoreWarps:
+  """The warpgroup that stores what consumer warpgroups staged.
+
+  Args:
+    config: the kernel's configuration.
+    tiles: the tile records.
+    epilogues: makes the epilogue of a consumer warpgroup.
+  """
+
+  def __init__(self, config: Sm90GemmConfig, tiles: TileReader, epilogues: Callable[[Int32], Epilogue]):
+    self.config = config
+    self.tiles = tiles
+    self.epilogues = epilogues
+
+  @cute.jit
+  def run(self) -> None:
+    for group in cutlass.range_constexpr(self.config.consumers):
+      self.epilogues(Int32(group)).free()
+    state = self.tiles.new_state()
+    tile, state = self.tiles.next(state)
+    while tile.group >= 0:
+      for group in cutlass.range(self.config.consumers, unroll=1):
+        self.epilogues(group).copy_tile(tile)
+      tile, state = self.tiles.next(state)

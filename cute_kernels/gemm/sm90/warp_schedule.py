@@ -16,6 +16,10 @@ FIRST_PING_PONG_BARRIER = 5
 #: Registers of a thread by the number of consumer warpgroups: of consumers, and of the others.
 #: Together no more than the CTA is launched with: a warp that asks for more waits forever.
 _REGISTERS = {2: (232, 40), 4: (104, 40)}
+#: Likewise where a warpgroup of its own stores, and of that one.
+_REGISTERS_APART, _STORE_REGISTERS = (216, 24), 56
+#: The first warpgroup's barriers where another one stores: its blocks are full, and free.
+FIRST_FULL_BARRIER, FIRST_FREE_BARRIER = 7, 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +28,11 @@ class WarpSchedule:
 
   Attributes:
     consumers: warpgroups that multiply.
+    stores_apart: another one stores, the last.
   """
 
   consumers: int
+  stores_apart: bool = False
 
   @property
   def load_warp_id(self) -> int:
@@ -44,14 +50,22 @@ class WarpSchedule:
   @property
   def num_threads(self) -> int:
     """Threads of a CTA; two warps of the last warpgroup do nothing."""
-    return (self.consumers + 1) * WARPGROUP_SIZE
+    return (self.consumers + 1 + self.stores_apart) * WARPGROUP_SIZE
+
+  @property
+  def first_store_warp(self) -> int:
+    return self.num_consumer_warps + _WARPS
 
   @property
   def tile_consumer_arrivals(self) -> int:
-    """Arrivals that free a tile record: one of each consumer warp and of the load warp."""
-    return self.num_consumer_warps + 1
+    """Arrivals that free a tile record: one of each consumer and store warp and of the load warp."""
+    return self.num_consumer_warps + 1 + _WARPS * self.stores_apart
 
   @property
   def registers(self) -> tuple[int, int]:
     """Registers of a thread: of consumers, and of the others."""
-    return _REGISTERS[self.consumers]
+    return _REGISTERS_APART if self.stores_apart else _REGISTERS[self.consumers]
+
+  @property
+  def store_registers(self) -> int:
+    return _STORE_REGISTERS
