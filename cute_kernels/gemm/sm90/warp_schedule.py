@@ -19,7 +19,7 @@ _REGISTERS = {2: (232, 40), 4: (104, 40)}
 #: Likewise where a warpgroup of its own stores, and of that one.
 _REGISTERS_APART, _STORE_REGISTERS = (216, 24), 56
 #: The first warpgroup's barriers where another one stores: its blocks are full, and free.
-FIRST_FULL_BARRIER, FIRST_FREE_BARRIER = 5, 7
+FIRST_FULL_BARRIER, FIRST_FREE_BARRIER = 7, 9
 
 
 @dataclasses.dataclass(frozen=True)
