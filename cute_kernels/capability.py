@@ -89,6 +89,8 @@ _OF_SCALES = ("delayed_scaling_update",)
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Ops that put their input through an activation first.
 _ACTIVATES = ("grouped_quantize", "grouped_dbias")
+#: What takes rows of A by an index, as ``_RUNS``.
+_GATHERED: dict[tuple[str, str | None], tuple[str, ...]] = {("grouped_gemm", None): ARCHITECTURES}
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
 
@@ -121,6 +123,7 @@ def support(
   prepacked: bool = False,
   shapes: bool = False,
   activation: bool = False,
+  gathered: bool = False,
 ) -> Support:
   """Say whether ``op`` runs for ``fmt`` on ``arch``.
 
@@ -140,6 +143,7 @@ def support(
     prepacked: the weights have the order of bits of ``cute_kernels.prepack``.
     shapes: the groups have shapes of their own: the last dimension varies.
     activation: the input goes through an activation first.
+    gathered: rows of tokens come by an index.
 
   Returns:
     A ``Support``, true if it runs, otherwise with the reason.
@@ -171,6 +175,8 @@ def support(
     reason = _why_not_shapes(op, fmt, arch)
   if activation and not reason:
     reason = _why_not_activation(op)
+  if gathered and not reason and arch not in _GATHERED.get((op, None if fmt is None else fmt.name), ("reference",)):
+    reason = f"no {arch} kernel of {op} reads rows by an index yet"
   return Support(False, reason) if reason else _YES
 
 

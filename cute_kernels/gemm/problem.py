@@ -143,6 +143,7 @@ class GemmArguments(NamedTuple):
   b_scales: Any
   b_amax: Any
   offs: Any
+  rows: Any
   bias: Any
   alpha: Any
   out: Any
@@ -182,6 +183,7 @@ class GemmConfig(abc.ABC):
     tile: one of ``tile_shapes``.
     b_operand: name of the kind of B where it is not that of A.
     pow2_scales: fp32 block scales of both operands are powers of two.
+    gathered: rows of tokens, of A or in a k_grouped product of B, are read by an index.
   """
 
   operand: str
@@ -196,6 +198,7 @@ class GemmConfig(abc.ABC):
   tile: TileShape = TileShape(128, 128)
   b_operand: str | None = None
   pow2_scales: bool = False
+  gathered: bool = False
 
   #: The class of the kernel, which the runtime imports.
   kernel: ClassVar[str]
@@ -231,6 +234,8 @@ class GemmConfig(abc.ABC):
       raise ValueError("transpose_b needs an m_grouped product of operands without a transposed copy")
     if self.pow2_scales and not self.kind.has_row_scales:
       raise ValueError(f"{self.operand} has no fp32 block scales")
+    if self.gathered and self.grouping == "k_grouped" and self.kind.has_slots:
+      raise ValueError(f"blocks of {self.operand} run along the rows of a group: there are none to gather")
     if self.kind.has_squares and self.b_kind.has_squares:
       raise ValueError("one operand must have a scale for each row")
     if reason := self.refuses(self.tile):
@@ -331,6 +336,13 @@ class GemmConfig(abc.ABC):
     a = self.grouping == "k_grouped" and not self.kind.is_transposed
     b = a or self.transpose_b
     return (b, a) if self.tile.swap_ab else (a, b)
+
+  @property
+  def gathers(self) -> str:
+    """The operand, "m" or "n", whose rows are read by an index; empty if neither."""
+    if not self.gathered:
+      return ""
+    return "n" if self.tile.swap_ab or self.grouping == "k_grouped" else "m"
 
   @property
   def writes_zeros(self) -> bool:

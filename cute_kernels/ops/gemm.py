@@ -89,19 +89,26 @@ def _parts(codes: Tensor, scales: list[Tensor] | None, scale_at: int | None, lev
 
 
 def _reference_operand(
-  codes: Tensor, scales: list[Tensor] | None, fmt: Format | None, columnwise: bool
+  codes: Tensor, scales: list[Tensor] | None, fmt: Format | None, columnwise: bool, index: Tensor | None = None
 ) -> reference.Operand:
   if fmt is None:
-    return reference.Operand(codes)
+    return reference.Operand(codes, row_index=index)
   _, block_scales, vector = _parts(codes, scales, *_places(scales, fmt))
-  return reference.Operand(codes, fmt, block_scales, vector, columnwise)
+  return reference.Operand(codes, fmt, block_scales, vector, columnwise, index)
 
 
-def _saved(ctx: Any, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _sum_at(rows: Tensor, terms: Tensor, like: Tensor) -> Tensor:
+  """The sums in fp32 of the terms (T, K) of each row of ``like``, in the order of T."""
+  place = torch.where((rows >= 0) & (rows < len(like)), rows, len(like)).long()
+  sums = terms.new_zeros(len(like) + 1, terms.shape[1], dtype=torch.float32)
+  return sums.index_put_((place,), terms.float(), accumulate=True)[:-1].to(like.dtype)
+
+
+def _saved(ctx: Any, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
   """What ``setup_context`` saved; nothing of quantized operands."""
   if not ctx.saved_tensors:
     not_differentiable(f"{name} of quantized operands")(ctx)
-  saved: tuple[Tensor, Tensor, Tensor, Tensor | None] = ctx.saved_tensors
+  saved: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] = ctx.saved_tensors
   return saved
 
 
@@ -124,6 +131,12 @@ class GroupedGemm(Op):
   out_dtype: torch.dtype | None
   prepacked: bool = False
   accumulation: str | None = None
+  rows: Tensor | None
+
+  @property
+  def num_rows(self) -> int:
+    """T: of A, or of the index into it; of slots the most rows that they hold."""
+    return len(self.a if self.rows is None else self.rows)
 
   @property
   def a_record(self) -> Format | None:
@@ -163,7 +176,7 @@ class GroupedGemm(Op):
     # What adds like a tensor core takes what the kernels do that it stands for.
     arch = backend.arch if backend.tensor_core is None else f"reference:{backend.tensor_core}"
     dtype = self.a.dtype if fmt is None or name == "grouped_gemm_w4a16" else None
-    facts = {"columnwise": self.uses_columnwise, "prepacked": self.prepacked}
+    facts = {"columnwise": self.uses_columnwise, "prepacked": self.prepacked, "gathered": self.rows is not None}
     require(name, fmt, arch, dtype=dtype, **facts)
     if self.b_record not in (None, fmt):
       name = "grouped_gemm_w4a16" if name == "grouped_gemm_w4a8" else name
@@ -235,8 +248,10 @@ class MGrouped(GroupedGemm):
     check_tensor("a", self.a, ndim=(2,))
     check_tensor("b", self.b, ndim=(3,))
     self._check_formats()
-    rows, groups, depth = self.a.shape[0], self.b.shape[0], self.depth
+    groups, depth = self.b.shape[0], self.depth
     check_offs(self.offs, groups)
+    if self.rows is not None:
+      check_tensor("rows", self.rows, dtypes=(torch.int32,), ndim=(1,))
     a, b = self.a_record, self.b_record
     if a is None or self.quantizes_a:
       check_dtype("a", self.a.dtype, self.plain_dtypes)
@@ -247,8 +262,8 @@ class MGrouped(GroupedGemm):
           f"a_format {a.text!r} takes a scale of each group, which {self.name} has no argument for: quantize a first"
         )
     else:
-      copy = (self.a, self.a_scales or [])
-      check_copy("a", "a_scales", copy, a, (rows, depth), groups, columnwise=False)
+      copy, cut = (self.a, self.a_scales or []), groups if self.rows is None else 1
+      check_copy("a", "a_scales", copy, a, (len(self.a), depth), cut, columnwise=False)
     if b is None:
       plain = (None, depth, None) if self.transpose_b else (None, None, depth)
       check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=plain)
@@ -277,7 +292,7 @@ class MGrouped(GroupedGemm):
     return INPUT_DTYPES[:2] if mixed else INPUT_DTYPES
 
   def outputs(self) -> list[BufferSpec]:
-    return [BufferSpec((self.a.shape[0], self.cols), self.result_dtype, zeroed=True)]
+    return [BufferSpec((self.num_rows, self.cols), self.result_dtype, zeroed=True)]
 
   def kernels(self, launch: Launcher) -> Runner:
     return launch_gemm.m_grouped(self, launch)
@@ -286,9 +301,9 @@ class MGrouped(GroupedGemm):
     (out,) = outputs
     b = unpack(self.b) if self.prepacked else self.b
     reference.m_grouped_gemm(
-      _reference_operand(self.a, self.a_scales, self.a_record, columnwise=False),
+      _reference_operand(self.a, self.a_scales, self.a_record, False, self.rows),
       _reference_operand(b, self.b_scales, self.b_record, columnwise=self.transpose_b),
-      Groups.ragged(self.offs, self.a.shape[0]),
+      Groups.ragged(self.offs, self.num_rows),
       out,
       transpose_b=self.transpose_b,
       alpha=self.alpha,
@@ -332,6 +347,10 @@ class MGroupedGemm(MGrouped):
       to an fp32 sum. By default "fast" for fprop and "split" for dgrad. On sm_90a, whose
       accumulators keep 13 fraction bits of FP8 sums, the bits differ; elsewhere "split" is
       met by what the accumulator is anyway. Raises for other operands.
+    rows: (T,) int32, the row of ``a`` that is each row of the product, such as ``token`` of
+      ``compute_routing``: ``a`` (S, K) then has any number of rows, and one group if it is
+      quantized. The bits are those of the product of ``moe_gather(a, rows)``, which never
+      exists where a kernel reads rows by an index. Where it is none of them stand zeros.
 
   Returns:
     (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
@@ -350,21 +369,22 @@ class MGroupedGemm(MGrouped):
   b_format: str | None = None
   prepacked: bool = False
   accumulation: str | None = None
+  rows: Tensor | None = None
 
   name: ClassVar[str] = "m_grouped_gemm"
 
   @staticmethod
   def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, offs, bias, alpha, transpose_b, _, a_scales, b_scales, *_ = inputs
+    a, b, offs, bias, alpha, transpose_b, _, a_scales, b_scales, *_, rows = inputs
     if a_scales is not None or b_scales is not None:
       return
-    ctx.save_for_backward(a, b, offs, alpha)
+    ctx.save_for_backward(a, b, offs, alpha, rows)
     ctx.transpose_b = transpose_b
     ctx.bias_dtype = None if bias is None else bias.dtype
 
   @staticmethod
   def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    a, b, offs, alpha = _saved(ctx, "m_grouped_gemm")
+    a, b, offs, alpha, rows = _saved(ctx, "m_grouped_gemm")
     if alpha is not None and ctx.needs_input_grad[4]:
       raise RuntimeError("alpha of m_grouped_gemm has no derivative; detach it")
     ops = torch.ops.cute_kernels
@@ -372,12 +392,17 @@ class MGroupedGemm(MGrouped):
     da = db = dbias = None
     if ctx.needs_input_grad[0]:
       da = ops.m_grouped_gemm(dy_a, b, offs, None, alpha, not ctx.transpose_b, a.dtype)
+      if rows is not None:
+        da = _sum_at(rows, da, a)
     if ctx.needs_input_grad[1]:
-      left, right = (a, dy_a) if ctx.transpose_b else (dy_a, a)
-      db = ops.k_grouped_gemm(left, right, offs, alpha, b.dtype)
+      if ctx.transpose_b:
+        left = a if rows is None else ops.moe_gather(a, rows)
+        db = ops.k_grouped_gemm(left, dy_a, offs, alpha, b.dtype)
+      else:
+        db = ops.k_grouped_gemm(dy_a, a, offs, alpha, b.dtype, rows=rows)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
       dbias = ops.grouped_dbias(dy, offs).to(ctx.bias_dtype)
-    return da, db, None, dbias, *(None,) * 9
+    return da, db, None, dbias, *(None,) * 10
 
 
 @register
@@ -402,6 +427,8 @@ class MGroupedQuantizeGemm(MGrouped):
     prepacked: as for ``m_grouped_gemm``.
     seed: as for ``grouped_quantize``.
     accumulation: as for ``m_grouped_gemm``.
+    rows: likewise: rows of ``a`` are quantized once, before they are gathered. So their scales
+      have to be their own, and what they draw.
 
   Returns:
     (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
@@ -420,6 +447,7 @@ class MGroupedQuantizeGemm(MGrouped):
   prepacked: bool = False
   seed: Tensor | None = None
   accumulation: str | None = None
+  rows: Tensor | None = None
 
   name: ClassVar[str] = "m_grouped_quantize_gemm"
   quantized_sides: ClassVar[str] = "b"
@@ -440,7 +468,10 @@ class MGroupedQuantizeGemm(MGrouped):
 
   def quantizer(self) -> GroupedQuantize:
     """What quantizes A."""
-    return GroupedQuantize(self.a, self.a_format, self.offs, seed=self.seed)
+    offs = self.offs
+    if self.rows is not None:
+      offs = torch.full((1,), len(self.a), dtype=torch.int32, device=self.device)
+    return GroupedQuantize(self.a, self.a_format, offs, seed=self.seed)
 
   def product(self, a: Sequence[Tensor]) -> MGroupedGemm:
     """The GEMM of what the quantizer made of A."""
@@ -459,6 +490,7 @@ class MGroupedQuantizeGemm(MGrouped):
       self.b_format,
       self.prepacked,
       self.accumulation,
+      self.rows,
     )
 
 
@@ -498,6 +530,8 @@ class KGroupedGemm(GroupedGemm):
     a_format: the text of the format of ``a``; None if plain.
     b_format: likewise of ``b``.
     accumulation: as for ``m_grouped_gemm``; "split" by default.
+    rows: (T,) int32, the row of ``b`` (S, K) that is beside each row of ``a``, as for
+      ``m_grouped_gemm``; of plain operands.
 
   Returns:
     (G, N, K); zeros for an empty group. The ``_out`` form leaves those alone when accumulating.
@@ -513,6 +547,7 @@ class KGroupedGemm(GroupedGemm):
   a_format: str | None = None
   b_format: str | None = None
   accumulation: str | None = None
+  rows: Tensor | None = None
 
   name: ClassVar[str] = "k_grouped_gemm"
 
@@ -532,7 +567,7 @@ class KGroupedGemm(GroupedGemm):
     return fmt.element.count(self.a.shape[1]) if transposed else self.a.shape[0]
 
   @property
-  def rows(self) -> int:
+  def num_rows(self) -> int:
     """T; of slots the most rows that they hold, for T itself is not known there."""
     if self.a_format is None:
       return self.a.shape[0]
@@ -551,8 +586,13 @@ class KGroupedGemm(GroupedGemm):
     groups = self.offs.shape[0]
     if self.a_format is None:
       check_dtype("a", self.a.dtype, INPUT_DTYPES)
-      check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=(self.a.shape[0], None))
+      rows = self.num_rows
+      check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=(rows if self.rows is None else None, None))
+      if self.rows is not None:
+        check_tensor("rows", self.rows, dtypes=(torch.int32,), shape=(rows,))
     else:
+      if self.rows is not None:
+        raise ValueError(f"rows is of plain operands: blocks of {self.a_format} run along the rows of a group")
       check_multiple("slot rows", self._slots(), TILE_ROWS, "a is a columnwise copy")
       if self._slots() // TILE_ROWS < groups:
         raise ValueError(
@@ -560,7 +600,7 @@ class KGroupedGemm(GroupedGemm):
         )
       check_tensor("b", self.b, ndim=(2,))
       for side in "ab":
-        fmt, shape = getattr(self, f"{side}_record"), (self.rows, self._cols(side))
+        fmt, shape = getattr(self, f"{side}_record"), (self.num_rows, self._cols(side))
         copy = (getattr(self, side), getattr(self, f"{side}_scales"))
         check_copy(side, f"{side}_scales", copy, fmt, shape, groups, columnwise=True)
     check_vectors(groups, 0, None, self.alpha)
@@ -584,8 +624,8 @@ class KGroupedGemm(GroupedGemm):
     (out,) = outputs
     reference.k_grouped_gemm(
       _reference_operand(self.a, self.a_scales, self.a_record, columnwise=True),
-      _reference_operand(self.b, self.b_scales, self.b_record, columnwise=True),
-      Groups.ragged(self.offs, self.rows),
+      _reference_operand(self.b, self.b_scales, self.b_record, True, self.rows),
+      Groups.ragged(self.offs, self.num_rows),
       out,
       alpha=self.alpha,
       accumulate=options.get("accumulate", False),
@@ -595,21 +635,23 @@ class KGroupedGemm(GroupedGemm):
 
   @staticmethod
   def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, offs, alpha, _, a_scales, *_ = inputs
+    a, b, offs, alpha, _, a_scales, *_, rows = inputs
     if a_scales is not None:
       return
-    ctx.save_for_backward(a, b, offs, alpha)
+    ctx.save_for_backward(a, b, offs, alpha, rows)
 
   @staticmethod
   def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
-    a, b, offs, alpha = _saved(ctx, "k_grouped_gemm")
+    a, b, offs, alpha, rows = _saved(ctx, "k_grouped_gemm")
     if alpha is not None and ctx.needs_input_grad[3]:
       raise RuntimeError("alpha of k_grouped_gemm has no derivative; detach it")
     ops = torch.ops.cute_kernels
     dw = dw.to(a.dtype)
     da = db = None
     if ctx.needs_input_grad[0]:
-      da = ops.m_grouped_gemm(b, dw, offs, None, alpha, False, a.dtype)
+      da = ops.m_grouped_gemm(b, dw, offs, None, alpha, False, a.dtype, rows=rows)
     if ctx.needs_input_grad[1]:
       db = ops.m_grouped_gemm(a, dw, offs, None, alpha, True, b.dtype)
-    return da, db, *(None,) * 8
+      if rows is not None:
+        db = _sum_at(rows, db, b)
+    return da, db, *(None,) * 9

@@ -153,6 +153,7 @@ class Product:
     rows: T.
     before: the output's contents before the call.
     bias, alpha: options of the epilogue.
+    index: the row of A, or in a k_grouped product of B, that is each row.
   """
 
   config: GemmConfig
@@ -163,6 +164,7 @@ class Product:
   before: Tensor
   bias: Tensor | None = None
   alpha: Tensor | None = None
+  index: Tensor | None = None
 
   def run(self, num_sms: int = NUM_SMS, device: str = "cpu") -> Tensor:
     """The kernel's output, from the emulator or from a GPU."""
@@ -183,7 +185,8 @@ class Product:
   def prepared(self, out: Tensor, num_sms: int = NUM_SMS) -> GemmArguments:
     """The GEMM's arguments where the output is, operands as it takes them."""
     arch, device = arch_of(self.config), out.device.type
-    offs, bias, alpha = (on_device_of(out, t) for t in (self.offs, self.bias, self.alpha))
+    vectors = (self.offs, self.index, self.bias, self.alpha)
+    offs, index, bias, alpha = (on_device_of(out, t) for t in vectors)
     sides = {"a": self.a, "b": self.b}
     tensors = []
     for side, operand in sides.items():
@@ -216,7 +219,7 @@ class Product:
       made = [torch.full(t.shape, _POISON, dtype=torch.uint8) for t in tiles]
       compiled(before)(tensors[1], made[0], tensors[4], made[1], num_sms)
       tensors[1], tensors[4] = made
-    return GemmArguments(*tensors, offs=offs, bias=bias, alpha=alpha, out=out, num_sms=num_sms)
+    return GemmArguments(*tensors, offs=offs, rows=index, bias=bias, alpha=alpha, out=out, num_sms=num_sms)
 
   def expected(self) -> Tensor:
     """What a tensor core of the configuration's architecture gives, to the bit."""
@@ -231,7 +234,10 @@ class Product:
     if config.grouping == "m_grouped":
       options |= {"bias": self.bias, "transpose_b": config.transpose_b}
     run = getattr(reference, f"{config.grouping}_gemm")
-    run(self.a.read(), self.b.read(), groups, out, **options)
+    operands = [self.a.read(), self.b.read()]
+    side = config.grouping == "k_grouped"
+    operands[side] = operands[side]._replace(row_index=self.index)
+    run(*operands, groups, out, **options)
     return out
 
   def check(

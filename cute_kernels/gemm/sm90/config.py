@@ -149,9 +149,9 @@ class Sm90GemmConfig(GemmConfig):
     if tile.swap_ab and self.grouping == "k_grouped":
       return "only operands of an m_grouped product are swapped"
     if not self.kind.has_short_sums:
-      if not tile.swap_ab and self.grouping == "m_grouped":
+      if not tile.swap_ab and self.grouping == "m_grouped" and not self.gathered:
         return f"operands of an m_grouped product of {self.operand} are swapped"
-      if not tile.swap_ab and tile.num_ctas > 1:
+      if not tile.swap_ab and tile.num_ctas > 1 and self.gathers != "m":
         return f"CTAs share operands of {self.operand} that are swapped"
     if self.is_decoded and tile.swap_ab and tile.n > _WIDE_N:
       # 3 to 5% slower than 256 x 128 at 512 and 4096 rows a group (H200).
@@ -302,6 +302,12 @@ class Sm90GemmConfig(GemmConfig):
   def stage_bytes(self) -> int:
     """Shared memory of one stage of both operands."""
     return sum(self.m_stage_bytes) + sum(self.n_stage_bytes)
+
+  @property
+  def gathered_bytes(self) -> int:
+    """Those of a stage that are read by an index, not by TMA."""
+    sides = {"m": self.m_stage_bytes, "n": self.n_stage_bytes, "": ()}
+    return sum(sides[self.gathers])
 
   @property
   def _multiplied_row_bytes(self) -> int:

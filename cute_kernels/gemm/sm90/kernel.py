@@ -7,6 +7,7 @@ pipeline   from -> to               full; empty
 ========== ======================== =======================================================
 tile ring  scheduler -> all others  one arrival; one a warp
 ab         load -> consumers        the bytes of a stage; one a consumer warp of the cluster
+ab         gather -> consumers      one a lane, once its copies are there
 ========== ======================== =======================================================
 """
 
@@ -26,6 +27,7 @@ from cute_kernels.gemm.problem import Extents
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
 from cute_kernels.gemm.sm90.consumer import Consumer
 from cute_kernels.gemm.sm90.epilogue import Epilogue
+from cute_kernels.gemm.sm90.gather import Gathered, GatherWarp
 from cute_kernels.gemm.sm90.promotion import Promoter
 from cute_kernels.gemm.sm90.storage import Barriers, Layouts, Stages, make_pipelines
 from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
@@ -77,7 +79,7 @@ class Sm90Gemm:
 
   def __init__(self, config: Sm90GemmConfig):
     self.config = config
-    self.warps = WarpSchedule(config.consumers)
+    self.warps = WarpSchedule(config.consumers, config.gathered)
 
   @staticmethod
   def fake_args(config: Sm90GemmConfig) -> tuple[Any, ...]:
@@ -102,6 +104,7 @@ class Sm90Gemm:
     b_scales: cute.Tensor | None,
     b_amax: cute.Tensor | None,
     offs: cute.Tensor,
+    rows: cute.Tensor | None,
     bias: cute.Tensor | None,
     alpha: cute.Tensor | None,
     out: cute.Tensor,
@@ -120,6 +123,8 @@ class Sm90Gemm:
       b_scales: likewise.
       b_amax: (G,) fp32.
       offs: (G,) int32 end rows.
+      rows: (T,) int32, which rows of ``a``, or of ``b`` in a k_grouped product, are multiplied,
+        where they are ``gathered``; None otherwise.
       bias: (G, N), or None.
       alpha: (G,) fp32, or None.
       out: (T, N), or (G, M, N) of a k_grouped product.
@@ -134,19 +139,27 @@ class Sm90Gemm:
     if cutlass.const_expr(config.tile.swap_ab):
       m, n, m_scales, n_scales = b, a, b_scales, a_scales
     m, n = self.views(m, n)
-    sources = Sources(
-      self.source(m, layouts.stages.m, layouts.tilers.m),
-      self.source(n, layouts.stages.n, layouts.tilers.n, config.tile.num_ctas),
-    )
+    m_source, n_source = None, None
+    if cutlass.const_expr(config.gathers != "m"):
+      m_source = self.source(m, layouts.stages.m, layouts.tilers.m)
+    if cutlass.const_expr(config.gathers != "n"):
+      n_source = self.source(n, layouts.stages.n, layouts.tilers.n, config.tile.num_ctas)
+    sources = Sources(m_source, n_source)
     if cutlass.const_expr(config.is_decoded):
       words = scale_words_view(m_scales)
       scales = self.source(words, layouts.stages.m_scales, layouts.tilers.m_scales)
       sources = sources._replace(m_scales=scales)
     squares = (None, None)
     if cutlass.const_expr(config.kind.has_row_scales):
-      rows, squares = self.row_scales(layouts, m_scales, n_scales)
-      sources = sources._replace(m_scales=rows[0], n_scales=rows[1])
-    if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
+      of_rows, squares = self.row_scales(layouts, m_scales, n_scales)
+      sources = sources._replace(m_scales=of_rows[0], n_scales=of_rows[1])
+    gathered = None
+    if cutlass.const_expr(config.gathered):
+      is_k_grouped = config.grouping == "k_grouped"
+      gathered = Gathered(b, rows) if is_k_grouped else Gathered(a, rows, a_scales)
+    if cutlass.const_expr(config.gathered):
+      num_rows = rows.shape[0]
+    elif cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
       num_rows = a.shape[0]
     else:
       # T itself is not known here; the most rows that the slots hold give the same slots.
@@ -159,6 +172,7 @@ class Sm90Gemm:
       sources.each("tensor"),
       squares,
       EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias),
+      gathered,
       offs,
       extents,
     ).launch(
@@ -187,14 +201,14 @@ class Sm90Gemm:
     rows: list[TmaSource | None] = []
     squares: list[cute.Tensor | None] = []
     sides = (
-      (m_scales, layouts.stages.m_scales, layouts.tilers.m_scales),
-      (n_scales, layouts.stages.n_scales, layouts.tilers.n_scales),
+      ("m", m_scales, layouts.stages.m_scales, layouts.tilers.m_scales),
+      ("n", n_scales, layouts.stages.n_scales, layouts.tilers.n_scales),
     )
-    for scales, stages, tiler in sides:
+    for side, scales, stages, tiler in sides:
       is_square = tiler is None
       squares.append(squares_view(scales) if is_square else None)
-      view = None if is_square else row_scales_view(scales)
-      rows.append(None if is_square else self.source(view, stages, tiler))
+      is_copied = not is_square and side != self.config.gathers
+      rows.append(self.source(row_scales_view(scales), stages, tiler) if is_copied else None)
     return rows, tuple(squares)
 
   def source(self, tensor: cute.Tensor, staged: Any, tiler: tuple[int, ...], sharers: int = 1) -> TmaSource:
@@ -212,6 +226,7 @@ class Sm90Gemm:
     tensors: Sources,
     squares: tuple[cute.Tensor | None, ...],
     epilogue_tensors: EpilogueTensors,
+    gathered: Gathered | None,
     offs: cute.Tensor,
     extents: Extents,
   ) -> None:
@@ -248,6 +263,10 @@ class Sm90Gemm:
         sources = Sources.paired(atoms, tensors)
         loads = self.stage_loads(layouts, sources, shared, cta)
         LoadWarp(config, *loads, tiles, ab_pipeline).run()
+      if cutlass.const_expr(config.gathered):
+        if warp >= warps.first_gather_warp_id:
+          number = warp - warps.first_gather_warp_id
+          GatherWarp(config, gathered, shared, tiles, ab_pipeline, number, warps.num_gather_warps, cta).run()
       if cutlass.const_expr(config.rows_taken.follows):
         # Parts write rows of their own. But who waits for this one waits for all before it.
         if warp == warps.scheduler_warp_id and cute.arch.block_idx()[0] == 0:
@@ -286,11 +305,13 @@ class Sm90Gemm:
       return StageLoad(*parts, k_divisor, first_row, Int32(0), 1, is_scale)
 
     common = (Int32(0), cta, tile.num_ctas, False)
-    operand_n = [StageLoad(sources.n, shared.n, layouts.tilers.n, 1, *common)]
+    operand_n = []
+    if sources.n is not None:
+      operand_n.append(StageLoad(sources.n, shared.n, layouts.tilers.n, 1, *common))
     if self.config.is_decoded:
       codes, scales = own("m", 8 // kind.bits), own("m_scales", kind.scale_tile_k, True)
       return (codes, scales), tuple(operand_n)
-    operand_m = [own("m", 1)]
+    operand_m = [] if sources.m is None else [own("m", 1)]
     for which, loads in (("m_scales", operand_m), ("n_scales", operand_n)):
       if getattr(sources, which) is not None:
         loads.append(own(which, kind.sf_vec_size, True))

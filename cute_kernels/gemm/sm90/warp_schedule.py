@@ -26,9 +26,11 @@ class WarpSchedule:
 
   Attributes:
     consumers: warpgroups that multiply.
+    gathers: rows of an operand are read by an index.
   """
 
   consumers: int
+  gathers: bool = False
 
   @property
   def load_warp_id(self) -> int:
@@ -41,19 +43,34 @@ class WarpSchedule:
     return self.num_consumer_warps + 1
 
   @property
+  def first_gather_warp_id(self) -> int:
+    """The first of the warps that gather, the last of the CTA."""
+    return self.scheduler_warp_id + 1
+
+  @property
+  def num_gather_warps(self) -> int:
+    """How many there are; each of their lanes arrives at a stage."""
+    return 2 if self.gathers else 0
+
+  @property
+  def stage_arrivals(self) -> int:
+    """Arrivals that fill a stage."""
+    return 1 + self.num_gather_warps * WARP_SIZE
+
+  @property
   def num_consumer_warps(self) -> int:
     """Warps that multiply; one arrival of each frees a stage."""
     return self.consumers * _WARPS
 
   @property
   def num_threads(self) -> int:
-    """Threads of a CTA; two warps of the last warpgroup do nothing."""
+    """Threads of a CTA; two warps of the last warpgroup gather, or do nothing."""
     return (self.consumers + 1) * WARPGROUP_SIZE
 
   @property
   def tile_consumer_arrivals(self) -> int:
-    """Arrivals that free a tile record: one of each consumer warp and of the load warp."""
-    return self.num_consumer_warps + 1
+    """Arrivals that free a tile record: one of each consumer warp and of those that load."""
+    return self.num_consumer_warps + 1 + self.num_gather_warps
 
   @property
   def registers(self) -> tuple[int, int]:

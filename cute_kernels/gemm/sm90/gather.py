@@ -1,0 +1,188 @@
+"""The gather warps: rows of tokens into the stages by an index, 16 bytes a lane at a time.
+
+A stage has some rows of some bytes each, in panels of 128 bytes that are swizzled as TMA does. In
+an m_grouped product the rows are those of the tile, the same in all its stages, and a stage has
+their next bytes along K; those outside of the group stay as they are, for nobody reads what becomes
+of them. In a k_grouped product a stage has the next rows along K, and zeros past the group's last.
+
+An index that is none of the rows there are stands for a row of zeros. Nothing is read there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute, pipeline
+
+from cute_kernels.device.constants import WARP_SIZE
+from cute_kernels.device.memory import load_global_if
+from cute_kernels.device.ptx import asm_volatile, select
+from cute_kernels.gemm.scheduler import WorkTile
+
+if TYPE_CHECKING:
+  from cute_kernels.gemm.scheduler import TileReader
+  from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+  from cute_kernels.gemm.sm90.storage import Stages
+
+__all__ = ["GatherWarp", "Gathered"]
+
+#: Bytes that a lane copies at once, and of a row of a panel.
+_COPY_BYTES, _PANEL_BYTES = 16, 128
+#: Rows that a warp copies at once, a panel wide.
+_COPY_ROWS = WARP_SIZE * _COPY_BYTES // _PANEL_BYTES
+_SCALE_BYTES = 4
+
+
+class Gathered(NamedTuple):
+  """What is gathered from.
+
+  Attributes:
+    matrix: (rows, width) of any pitch of whole 16 bytes.
+    index: (T,) int32, the row of ``matrix`` of each row of the product.
+    scales: fp32 block scales (blocks along K, rows); None without.
+  """
+
+  matrix: cute.Tensor
+  index: cute.Tensor
+  scales: cute.Tensor | None = None
+
+
+def _copy(shared: Int32, source: Int64, size: int, is_there: Any) -> None:
+  """Copy ``size`` bytes to shared memory some time from now, or write zeros."""
+  how = "cg" if size == _COPY_BYTES else "ca"
+  read = Int32(select(is_there, Uint32(size), Uint32(0)))
+  asm_volatile(f"cp.async.{how}.shared.global [$0], [$1], {size}, $2;", [shared, source, read])
+
+
+class GatherWarp:
+  """One of the gather warps, which take rows by turns.
+
+  Args:
+    config: the kernel's configuration.
+    gathered: what is gathered from.
+    stages: the stages.
+    tiles: the tile records.
+    ab_pipeline: the stages' barriers.
+    warp: number of this warp among the gather warps.
+    num_warps: how many there are.
+    cta: number of the CTA in its cluster.
+  """
+
+  def __init__(
+    self,
+    config: Sm90GemmConfig,
+    gathered: Gathered,
+    stages: Stages,
+    tiles: TileReader,
+    ab_pipeline: Any,
+    warp: Int32,
+    num_warps: int,
+    cta: Int32,
+  ):
+    self.config = config
+    self.matrix, self.index, self.scales = gathered
+    self.tiles = tiles
+    self.ab_pipeline = ab_pipeline
+    self.along_k = config.grouping == "k_grouped"
+    is_m = config.gathers == "m"
+    tile, bits = config.tile, config.multiplied_bits
+    self.rows = tile.m if is_m else tile.n
+    self.first_row = cta * tile.m if is_m else Int32(0)
+    self.row_bytes = config.stage_k * bits // 8
+    if self.along_k:
+      self.rows, self.row_bytes = config.stage_k, tile.n * bits // 8
+    self.step = _COPY_ROWS * num_warps
+    lane = cute.arch.lane_idx()
+    self.lane = lane
+    #: Rows of a stage in the order of this warp's copies: the first one of its lane's copies, and
+    #: of its scales, of which a lane has every 32nd.
+    self.own_row = warp * _COPY_ROWS + lane // 8
+    self.own_byte = lane % 8 * _COPY_BYTES
+    self.listed_row = warp * _COPY_ROWS + lane // _COPY_ROWS * self.step + lane % _COPY_ROWS
+    self.count = self.rows // self.step
+    at = self.own_row * _PANEL_BYTES + (self.own_byte ^ (self.own_row % 8 * _COPY_BYTES))
+    self.shared = (stages.m if is_m else stages.n).iterator.toint() + at
+    shared_scales = stages.m_scales if is_m else stages.n_scales
+    if cutlass.const_expr(self.scales is not None):
+      self.shared_scales = shared_scales.iterator.toint() + self.listed_row * _SCALE_BYTES
+      self.scale_rows = config.row_scales[0 if is_m else 1]
+
+  @cute.jit
+  def run(self) -> None:
+    tile_state = self.tiles.new_state()
+    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.ab_pipeline.num_stages)
+    tile, tile_state = self.tiles.next(tile_state)
+    while tile.group >= 0:
+      state = self.fill(tile, state)
+      tile, tile_state = self.tiles.next(tile_state)
+
+  @cute.jit
+  def fill(self, tile: WorkTile, state: Any) -> Any:
+    """This warp's part of the stages of a tile."""
+    config = self.config
+    if cutlass.const_expr(self.along_k):
+      first, left, column = tile.k_start, tile.rows, tile.n_row
+    else:
+      first = self.first_row + (tile.n_row if cutlass.const_expr(config.gathers == "n") else tile.m_row)
+      left, column = tile.rows - self.first_row, Int32(0)
+    width = self.matrix.element_type.width // 8
+    end = self.matrix.shape[1] * width
+    ids = self.list_rows(first, left)
+    k_tiles = (tile.k_blocks + (config.k_blocks - 1)) // config.k_blocks
+    for k_tile in cutlass.range(k_tiles, unroll=1):
+      self.ab_pipeline.sync_object_empty.wait(state.index, state.phase)
+      at = column * width if cutlass.const_expr(self.along_k) else k_tile * self.row_bytes
+      self.copy_rows(ids, left, at, end, state.index)
+      if cutlass.const_expr(self.scales is not None):
+        self.copy_scales(ids, left, k_tile, state.index)
+      cute.arch.cp_async_mbarrier_arrive_noinc(self.ab_pipeline.producer_get_barrier(state))
+      state.advance()
+      if cutlass.const_expr(self.along_k):
+        first, left = first + self.rows, left - self.rows
+        ids = self.list_rows(first, left)
+    return state
+
+  @cute.jit
+  def list_rows(self, first: Int32, left: Int32) -> cute.Tensor:
+    """Which rows are copied: of every 32 of this warp each lane has one; -1 where none is.
+
+    Args:
+      first: the place of a stage's first row in the index.
+      left: rows of the group from there on.
+    """
+    ids = cute.make_rmem_tensor(-(-self.count // 8), Int32)
+    for i in cutlass.range_constexpr(cute.size(ids)):
+      local = self.listed_row + i * (8 * self.step)
+      address = self.index.iterator.toint() + Int64(first + local) * 4
+      row = Int32(load_global_if(address, 4, local, cutlass.min(left, self.rows))[0])
+      is_there = local < cutlass.min(left, self.rows) and row >= 0 and row < self.matrix.shape[0]
+      ids[i] = Int32(select(is_there, Uint32(row), Uint32(0xFFFFFFFF)))
+    return ids
+
+  @cute.jit
+  def copy_rows(self, ids: cute.Tensor, left: Int32, at: Int32, end: Int32, stage: Int32) -> None:
+    """Copy this warp's rows of a stage, from byte ``at`` of rows of ``end`` bytes on."""
+    base = self.matrix.iterator.toint() + Int64(at + self.own_byte)
+    pitch = Int64(self.matrix.stride[0]) * (self.matrix.element_type.width // 8)
+    shared = self.shared + stage * (self.rows * self.row_bytes)
+    for i in cutlass.range_constexpr(self.count):
+      # The same for all lanes: as many rows as there are.
+      if cutlass.const_expr(self.along_k) or i * self.step < left:
+        row = cute.arch.shuffle_sync(ids[i // 8], i % 8 * _COPY_ROWS + self.lane // 8)
+        source = base + Int64(cutlass.max(row, 0)) * pitch
+        for panel in cutlass.range_constexpr(self.row_bytes // _PANEL_BYTES):
+          byte = panel * _PANEL_BYTES
+          place = shared + (i * self.step * _PANEL_BYTES + panel * self.rows * _PANEL_BYTES)
+          _copy(place, source + byte, _COPY_BYTES, row >= 0 and at + byte + self.own_byte < end)
+
+  @cute.jit
+  def copy_scales(self, ids: cute.Tensor, left: Int32, k_tile: Int32, stage: Int32) -> None:
+    """Copy the block scales of this warp's rows of a stage."""
+    base = self.scales.iterator.toint() + Int64(k_tile) * Int64(self.scales.stride[0]) * _SCALE_BYTES
+    shared = self.shared_scales + stage * (self.scale_rows * _SCALE_BYTES)
+    for i in cutlass.range_constexpr(cute.size(ids)):
+      local = self.listed_row + i * (8 * self.step)
+      if local < cutlass.min(left, self.rows):
+        source = base + Int64(cutlass.max(ids[i], 0)) * _SCALE_BYTES
+        _copy(shared + i * (8 * self.step * _SCALE_BYTES), source, _SCALE_BYTES, ids[i] >= 0)

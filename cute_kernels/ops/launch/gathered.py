@@ -1,0 +1,48 @@
+"""Where rows of a product are gathered into memory first, because no kernel reads them by an index."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from cute_kernels.ops.moe import MoeGather
+from cute_kernels.ops.registry import Allocator
+
+if TYPE_CHECKING:
+  from collections.abc import Callable, Sequence
+
+  from torch import Tensor
+
+  from cute_kernels.ops.gemm import GroupedGemm
+  from cute_kernels.ops.registry import Runner
+  from cute_kernels.runtime.launch import Launcher
+
+__all__ = ["gathers_first", "multiply_gathered"]
+
+
+def gathers_first(op: GroupedGemm, arch: str) -> bool:
+  """Whether plain rows are: everywhere but in products of two plain operands on sm_90a."""
+  if op.rows is None or op.a_record is not None:
+    return False
+  return arch != "sm_90a" or op.b_record is not None
+
+
+def multiply_gathered(op: Any, side: str, launch: Launcher, multiply: Callable[[Any, Launcher], Runner]) -> Runner:
+  """How that runs, with ``multiply`` for the rows of operand ``side`` one after the other."""
+
+  def gathering(op: Any) -> MoeGather:
+    return MoeGather(getattr(op, side), op.rows)
+
+  def product(op: Any, rows: Tensor) -> Any:
+    return dataclasses.replace(op, rows=None, **{side: rows})
+
+  gather = gathering(op).kernels(launch)
+  buffer = Allocator(gathering(op).outputs(), op.device)
+  run_plain = multiply(product(op, buffer.make()[0]), launch)
+
+  def run(op: Any, outputs: Sequence[Tensor], **options: bool) -> None:
+    made = buffer.make()
+    gather(gathering(op), made)
+    run_plain(product(op, made[0]), outputs, **options)
+
+  return run
