@@ -89,8 +89,8 @@ _OF_SCALES = ("delayed_scaling_update",)
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Ops that put their input through an activation first.
 _ACTIVATES = ("grouped_quantize", "grouped_dbias")
-#: What takes rows of A by an index, as ``_RUNS``.
-_GATHERED: dict[tuple[str, str | None], tuple[str, ...]] = {("grouped_gemm", None): ARCHITECTURES}
+#: Architectures whose kernels read rows of a quantized A by an index; plain ones are gathered first.
+_GATHERS_CODES: dict[str, tuple[str, ...]] = {}
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
 
@@ -175,8 +175,8 @@ def support(
     reason = _why_not_shapes(op, fmt, arch)
   if activation and not reason:
     reason = _why_not_activation(op)
-  if gathered and not reason and arch not in _GATHERED.get((op, None if fmt is None else fmt.name), ("reference",)):
-    reason = f"no {arch} kernel of {op} reads rows by an index yet"
+  if gathered and not reason:
+    reason = _why_not_gathered(op, fmt, arch)
   return Support(False, reason) if reason else _YES
 
 
@@ -260,6 +260,15 @@ def _why_not_activation(op: str) -> str:
   if op not in _ACTIVATES:
     return f"{op} takes no activation"
   return ""
+
+
+def _why_not_gathered(op: str, fmt: Format | None, arch: str) -> str:
+  if op not in _GEMMS:
+    return f"{op} takes no index of rows"
+  is_plain = fmt is None or op == "grouped_gemm_w4a16" or arch == "reference"
+  if is_plain or fmt is not None and op == "grouped_gemm" and arch in _GATHERS_CODES.get(fmt.name, ()):
+    return ""
+  return f"no {arch} kernel of {op} reads rows by an index yet"
 
 
 def require(op: str, fmt: Format | None, arch: str, **facts: Any) -> None:

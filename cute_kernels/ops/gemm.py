@@ -97,6 +97,13 @@ def _reference_operand(
   return reference.Operand(codes, fmt, block_scales, vector, columnwise, index)
 
 
+def _check_own_scales(fmt: Format | None) -> None:
+  """Rows of a tensor of this format must have scales of their own, or none."""
+  level = None if fmt is None else fmt.level(columnwise=False)
+  if fmt is not None and (fmt.is_2d or level is not None and level.per != "row"):
+    raise ValueError(f"rows needs an a_format whose scales are those of single rows, got {fmt.text!r}")
+
+
 def _sum_at(rows: Tensor, terms: Tensor, like: Tensor) -> Tensor:
   """The sums in fp32 of the terms (T, K) of each row of ``like``, in the order of T."""
   place = torch.where((rows >= 0) & (rows < len(like)), rows, len(like)).long()
@@ -252,6 +259,7 @@ class MGrouped(GroupedGemm):
     check_offs(self.offs, groups)
     if self.rows is not None:
       check_tensor("rows", self.rows, dtypes=(torch.int32,), ndim=(1,))
+      _check_own_scales(self.a_record)
     a, b = self.a_record, self.b_record
     if a is None or self.quantizes_a:
       check_dtype("a", self.a.dtype, self.plain_dtypes)
@@ -349,8 +357,10 @@ class MGroupedGemm(MGrouped):
       met by what the accumulator is anyway. Raises for other operands.
     rows: (T,) int32, the row of ``a`` that is each row of the product, such as ``token`` of
       ``compute_routing``: ``a`` (S, K) then has any number of rows, and one group if it is
-      quantized. The bits are those of the product of ``moe_gather(a, rows)``, which never
-      exists where a kernel reads rows by an index. Where it is none of them stand zeros.
+      quantized, to a format whose scales are those of single rows. The bits are those of the
+      product of ``moe_gather(a, rows)``: an index that is none of the rows stands for zeros.
+      Kernels for sm_90a of two plain operands read rows of ``a`` where they are, others gather
+      them into memory first.
 
   Returns:
     (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
@@ -427,8 +437,7 @@ class MGroupedQuantizeGemm(MGrouped):
     prepacked: as for ``m_grouped_gemm``.
     seed: as for ``grouped_quantize``.
     accumulation: as for ``m_grouped_gemm``.
-    rows: likewise: rows of ``a`` are quantized once, before they are gathered. So their scales
-      have to be their own, and what they draw.
+    rows: likewise. Rows of ``a`` are quantized once, before they are gathered.
 
   Returns:
     (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.

@@ -2,10 +2,10 @@
 
 A stage has some rows of some bytes each, in panels of 128 bytes that are swizzled as TMA does. In
 an m_grouped product the rows are those of the tile, the same in all its stages, and a stage has
-their next bytes along K; those outside of the group stay as they are, for nobody reads what becomes
-of them. In a k_grouped product a stage has the next rows along K, and zeros past the group's last.
+their next bytes along K. In a k_grouped product a stage has the next rows along K.
 
-An index that is none of the rows there are stands for a row of zeros. Nothing is read there.
+Rows past the group's last are zeros, and those whose index is none of the rows there are. Nothing
+is read there.
 """
 
 from __future__ import annotations
@@ -128,53 +128,66 @@ class GatherWarp:
       left, column = tile.rows - self.first_row, Int32(0)
     width = self.matrix.element_type.width // 8
     end = self.matrix.shape[1] * width
-    ids = self.list_rows(first, left)
+    ids = cute.make_rmem_tensor(-(-self.count // 8), Int32)
+    vectors = cute.make_rmem_tensor(self.count, Int32)
+    self.list_rows(ids, first, left)
+    if cutlass.const_expr(not self.along_k):
+      self.find_rows(vectors, ids, left)
     k_tiles = (tile.k_blocks + (config.k_blocks - 1)) // config.k_blocks
     for k_tile in cutlass.range(k_tiles, unroll=1):
+      if cutlass.const_expr(self.along_k):
+        # The next ones are on their way while these are copied.
+        self.find_rows(vectors, ids, left)
+        first, left = first + self.rows, left - self.rows
+        self.list_rows(ids, first, left)
       self.ab_pipeline.sync_object_empty.wait(state.index, state.phase)
       at = column * width if cutlass.const_expr(self.along_k) else k_tile * self.row_bytes
-      self.copy_rows(ids, left, at, end, state.index)
+      self.copy_rows(vectors, at, end, state.index)
       if cutlass.const_expr(self.scales is not None):
         self.copy_scales(ids, left, k_tile, state.index)
       cute.arch.cp_async_mbarrier_arrive_noinc(self.ab_pipeline.producer_get_barrier(state))
       state.advance()
-      if cutlass.const_expr(self.along_k):
-        first, left = first + self.rows, left - self.rows
-        ids = self.list_rows(first, left)
     return state
 
   @cute.jit
-  def list_rows(self, first: Int32, left: Int32) -> cute.Tensor:
-    """Which rows are copied: of every 32 of this warp each lane has one; -1 where none is.
+  def list_rows(self, ids: cute.Tensor, first: Int32, left: Int32) -> None:
+    """Read which rows are copied: of every 32 of this warp each lane reads one.
 
     Args:
+      ids: where to.
       first: the place of a stage's first row in the index.
       left: rows of the group from there on.
     """
-    ids = cute.make_rmem_tensor(-(-self.count // 8), Int32)
     for i in cutlass.range_constexpr(cute.size(ids)):
       local = self.listed_row + i * (8 * self.step)
       address = self.index.iterator.toint() + Int64(first + local) * 4
-      row = Int32(load_global_if(address, 4, local, cutlass.min(left, self.rows))[0])
-      is_there = local < cutlass.min(left, self.rows) and row >= 0 and row < self.matrix.shape[0]
-      ids[i] = Int32(select(is_there, Uint32(row), Uint32(0xFFFFFFFF)))
-    return ids
+      ids[i] = Int32(load_global_if(address, 4, local, cutlass.min(left, self.rows))[0])
 
   @cute.jit
-  def copy_rows(self, ids: cute.Tensor, left: Int32, at: Int32, end: Int32, stage: Int32) -> None:
+  def find_rows(self, vectors: cute.Tensor, ids: cute.Tensor, left: Int32) -> None:
+    """Where the rows of this lane's copies begin, in vectors of 16 bytes; -1 of rows of zeros."""
+    pitch = Int32(Int64(self.matrix.stride[0]) * (self.matrix.element_type.width // 8) // _COPY_BYTES)
+    for i in cutlass.range_constexpr(self.count):
+      row = cute.arch.shuffle_sync(ids[i // 8], i % 8 * _COPY_ROWS + self.lane // 8)
+      vectors[i] = self.if_there(row, self.own_row + i * self.step < left, row * pitch)
+
+  def if_there(self, row: Int32, is_listed: Any, value: Int32) -> Int32:
+    """``value`` of a row that there is, -1 of another."""
+    is_there = (row >= 0) & (row < self.matrix.shape[0]) & is_listed
+    return Int32(select(is_there, Uint32(value), Uint32(0xFFFFFFFF)))
+
+  @cute.jit
+  def copy_rows(self, vectors: cute.Tensor, at: Int32, end: Int32, stage: Int32) -> None:
     """Copy this warp's rows of a stage, from byte ``at`` of rows of ``end`` bytes on."""
     base = self.matrix.iterator.toint() + Int64(at + self.own_byte)
-    pitch = Int64(self.matrix.stride[0]) * (self.matrix.element_type.width // 8)
     shared = self.shared + stage * (self.rows * self.row_bytes)
-    for i in cutlass.range_constexpr(self.count):
-      # The same for all lanes: as many rows as there are.
-      if cutlass.const_expr(self.along_k) or i * self.step < left:
-        row = cute.arch.shuffle_sync(ids[i // 8], i % 8 * _COPY_ROWS + self.lane // 8)
-        source = base + Int64(cutlass.max(row, 0)) * pitch
-        for panel in cutlass.range_constexpr(self.row_bytes // _PANEL_BYTES):
-          byte = panel * _PANEL_BYTES
-          place = shared + (i * self.step * _PANEL_BYTES + panel * self.rows * _PANEL_BYTES)
-          _copy(place, source + byte, _COPY_BYTES, row >= 0 and at + byte + self.own_byte < end)
+    for panel in cutlass.range_constexpr(self.row_bytes // _PANEL_BYTES):
+      byte = panel * _PANEL_BYTES
+      is_inside = at + byte + self.own_byte < end
+      for i in cutlass.range_constexpr(self.count):
+        source = base + (Int64(vectors[i]) * _COPY_BYTES + byte)
+        place = shared + (i * self.step + panel * self.rows) * _PANEL_BYTES
+        _copy(place, source, _COPY_BYTES, (vectors[i] >= 0) & is_inside)
 
   @cute.jit
   def copy_scales(self, ids: cute.Tensor, left: Int32, k_tile: Int32, stage: Int32) -> None:
@@ -183,6 +196,7 @@ class GatherWarp:
     shared = self.shared_scales + stage * (self.scale_rows * _SCALE_BYTES)
     for i in cutlass.range_constexpr(cute.size(ids)):
       local = self.listed_row + i * (8 * self.step)
-      if local < cutlass.min(left, self.rows):
-        source = base + Int64(cutlass.max(ids[i], 0)) * _SCALE_BYTES
-        _copy(shared + i * (8 * self.step * _SCALE_BYTES), source, _SCALE_BYTES, ids[i] >= 0)
+      if local < self.rows:
+        row = self.if_there(ids[i], local < left, ids[i])
+        source = base + Int64(row) * _SCALE_BYTES
+        _copy(shared + i * (8 * self.step * _SCALE_BYTES), source, _SCALE_BYTES, row >= 0)

@@ -20,11 +20,16 @@ if TYPE_CHECKING:
 __all__ = ["gathers_first", "multiply_gathered"]
 
 
-def gathers_first(op: GroupedGemm, arch: str) -> bool:
-  """Whether plain rows are: everywhere but in products of two plain operands on sm_90a."""
+#: Bytes of a matrix, from one row to the next, that kernels address.
+_MOST_BYTES = 2**35
+
+
+def gathers_first(op: GroupedGemm, side: str, arch: str) -> bool:
+  """Whether those of a plain operand ``side`` are: unless both are plain, on sm_90a."""
   if op.rows is None or op.a_record is not None:
     return False
-  return arch != "sm_90a" or op.b_record is not None
+  x: Tensor = getattr(op, side)
+  return arch != "sm_90a" or op.b_record is not None or len(x) * x.stride(0) * x.itemsize > _MOST_BYTES
 
 
 def multiply_gathered(op: Any, side: str, launch: Launcher, multiply: Callable[[Any, Launcher], Runner]) -> Runner:

@@ -91,7 +91,7 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
   rows, cols = spec.shape
   if rows == 0 or cols == 0:
     return _nothing
-  if gathers_first(op, launch.arch):
+  if gathers_first(op, "a", launch.arch):
     return multiply_gathered(op, "a", launch, m_grouped)
   if decodes_first(op, launch.arch):
     return multiply_decoded(op, launch, m_grouped)
@@ -124,7 +124,7 @@ def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
   groups, m, n = spec.shape
   if op.num_rows == 0 or m == 0 or n == 0:
     return _zero
-  if gathers_first(op, launch.arch):
+  if gathers_first(op, "b", launch.arch):
     return multiply_gathered(op, "b", launch, k_grouped)
   cls = CONFIGS[launch.arch]
   base = cls(
