@@ -11,8 +11,6 @@ import functools
 
 from cute_kernels.records import Record, check_choice, read
 
-__all__ = ["ACTIVATIONS", "Activation", "Numbers", "is_gated", "parse_activation"]
-
 _hex = float.fromhex
 
 

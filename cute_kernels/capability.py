@@ -13,8 +13,6 @@ import torch
 
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 
-__all__ = ["ARCHITECTURES", "OPS", "Support", "UnsupportedError", "markdown_table", "require", "support"]
-
 ARCHITECTURES = ("reference", "sm_90a", "sm_100a")
 #: Ops by name; ``None`` as the format means plain bf16, fp16 or fp32 operands.
 OPS = (

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 if TYPE_CHECKING:
   from collections.abc import Mapping
 
-__all__ = ["Record", "check_choice", "check_flags", "read"]
-
 #: The field that says which record of a class it is; it is the first word of the text.
 _NAME = "name"
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
   from grouped.nn.delayed import DelayedScaling
   from grouped.offsets import Offsets
 
-__all__ = ["WeightGradients", "linear", "multiply", "recipe_of", "rows_and_ends"]
-
 
 def linear(
   x: Tensor,
@@ -44,8 +42,9 @@ def linear(
   Args:
     x: (..., K) bf16, fp16 or fp32, whose leading dimensions flatten to T rows sorted by group;
       under autocast, cast to its dtype.
-    weight: (G, N, K), which takes a gradient of its dtype; or a uniform GroupedTensor, used as
-      it is, whose gradient is that of the values that it stands for.
+    weight: (G, N, K), which takes a gradient of its dtype and may have any strides: one that is
+      stored (G, K, N) is given as ``weight.mT``. Or a uniform GroupedTensor, used as it is, whose
+      gradient is that of the values that it stands for.
     bias: (G, N), or None.
     offs: (G,) end rows: an integer tensor on the device of ``x``, or a host list.
     recipe: the format of each operand, forward and backward. BF16 multiplies in bf16, or in

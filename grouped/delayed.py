@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.formats import Format
 
-__all__ = ["delayed_scaling_update", "reduced"]
-
 
 def delayed_scaling_update(
   amax_history: Tensor,

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
   from grouped.debug import Probe
   from grouped.recipes import Recipe
 
-__all__ = ["Layer", "Routing", "Style", "compute_routing", "experts"]
-
 _ops = torch.ops.cute_kernels
 
 

@@ -16,6 +16,7 @@ from grouped.offsets import Offsets, as_offs
 from grouped.seeds import as_seed
 from grouped.shapes import MemberShapes, Shapes, as_shapes, flat_shapes
 from grouped.tensor import GroupedTensor, assemble, handler
+from grouped.tracing import constant_call
 from grouped.validation import check_format, check_is_tensor
 
 if TYPE_CHECKING:
@@ -197,6 +198,8 @@ def quantize(
     directions = (rowwise, columnwise)
     given = (scale, numbers, act, grad, flat)
     buffers = ops.grouped_quantize(x, fmt.text, ends, amax, *directions, *given)
+    if torch.compiler.is_compiling():
+      _allow_assemble()
     out = assemble(shape, x.dtype, fmt.text, ends, buffers, *directions, members)
   else:
     if fmt.takes_scale and scale is None:
@@ -208,6 +211,12 @@ def quantize(
     return out
   sums: Tensor = ops.grouped_dbias(x, ends, act, grad)
   return out, sums.to(x.dtype)
+
+
+@constant_call
+def _allow_assemble() -> None:
+  """Have Dynamo, which is loaded where this is called, take ``assemble`` as one node."""
+  torch.compiler.allow_in_graph(assemble)
 
 
 def _activation_text(activation: str | Activation | None) -> str | None:

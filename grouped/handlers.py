@@ -17,8 +17,6 @@ from grouped.updates import adds_update, snapshot, warn_if_lost
 if TYPE_CHECKING:
   from collections.abc import Sequence
 
-__all__ = ["not_differentiable"]
-
 aten = torch.ops.aten
 #: What to do instead of an op that a GroupedTensor refuses.
 _ALTERNATIVES = {

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.formats import BlockScale, Format
 
-__all__ = ["GroupSpan", "GroupedMember", "QuantizedCopy", "group_spans", "member", "shaped_members"]
-
 
 class QuantizedCopy:
   """One direction of a quantized tensor: its buffers, as attributes and in order.

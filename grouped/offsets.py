@@ -11,8 +11,6 @@ from torch import Tensor
 if TYPE_CHECKING:
   from collections.abc import Sequence
 
-__all__ = ["Offsets", "as_offs", "host_integers"]
-
 _INT32 = torch.iinfo(torch.int32)
 #: End row of each group: an integer tensor, or a host list.
 Offsets: TypeAlias = "Tensor | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]"

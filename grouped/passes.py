@@ -25,21 +25,6 @@ if TYPE_CHECKING:
   from grouped.members import QuantizedCopy
   from grouped.recipes import Recipe
 
-__all__ = [
-  "Copies",
-  "Gradients",
-  "Kept",
-  "LinearCall",
-  "Scaling",
-  "WgradOperands",
-  "backward",
-  "forward",
-  "joined",
-  "low",
-  "quantize_weight",
-  "wgrad_operand",
-]
-
 
 class Copies(NamedTuple):
   """A quantized operand: codes and what else a product reads, of each direction that is there.

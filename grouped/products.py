@@ -17,8 +17,6 @@ from grouped.offsets import Offsets, as_offs
 from grouped.tensor import GroupedTensor, handler
 from grouped.validation import check_is_tensor
 
-__all__ = ["grouped_gemm"]
-
 _ops = torch.ops.cute_kernels
 #: What a product takes without the dispatcher.
 _DIRECT = frozenset({Tensor, torch.nn.Parameter, GroupedTensor})

@@ -10,8 +10,6 @@ from torch import Tensor
 if TYPE_CHECKING:
   from cute_kernels.formats import Format
 
-__all__ = ["as_seed", "draw_seed"]
-
 
 def draw_seed(fmt: Format, device: torch.device) -> Tensor | None:
   """A (2,) int64 seed from torch's generator of ``device`` for stochastic formats; else None.

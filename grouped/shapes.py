@@ -15,8 +15,6 @@ from grouped.offsets import host_integers
 if TYPE_CHECKING:
   from collections.abc import Sequence
 
-__all__ = ["MemberShapes", "Shapes", "as_shapes", "flat_shapes", "shape_tensors"]
-
 #: (m, n) of each member: a host list, or an integer tensor (G, 2) on the CPU.
 Shapes: TypeAlias = "Sequence[Sequence[int]] | Tensor | np.ndarray[Any, np.dtype[np.int64]]"
 #: The same as a GroupedTensor carries it.

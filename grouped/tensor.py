@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -19,9 +20,11 @@ from torch.autograd.graph import increment_version
 from cute_kernels import prepack, unpack
 from cute_kernels.formats import parse
 from grouped.members import GroupedMember, QuantizedCopy, group_spans, member, shaped_members
+from grouped.offsets import as_offs
+from grouped.parts import joined_parts, split_parts
 from grouped.seeds import draw_seed
 from grouped.shapes import MemberShapes, as_shapes, flat_shapes, shape_tensors
-from grouped.validation import check_parts, saved_format, version
+from grouped.validation import check_is_tensor, check_parts, saved_format, version
 
 if TYPE_CHECKING:
   from collections.abc import Callable, Sequence
@@ -29,9 +32,9 @@ if TYPE_CHECKING:
   from torch._ops import OpOverload
 
   from cute_kernels.formats import Format
+  from grouped.offsets import Offsets
+  from grouped.parts import Layout
   from grouped.shapes import Shapes
-
-__all__ = ["HANDLERS", "GroupedTensor", "assemble", "handler"]
 
 
 #: What a tensor is beside the plain tensors that it holds.
@@ -155,6 +158,74 @@ class GroupedTensor(Tensor):
     for name in _inner_names(fmt):
       setattr(self, name, inner.get(name))
 
+  @classmethod
+  def from_parts(
+    cls,
+    fmt: Format,
+    codes: Tensor,
+    scales: Tensor | None = None,
+    amax: Tensor | None = None,
+    *,
+    global_scale: Tensor | None = None,
+    scale: Tensor | None = None,
+    offs: Offsets | None = None,
+    layout: Layout = "linear",
+    dtype: torch.dtype = torch.bfloat16,
+  ) -> GroupedTensor:
+    """The rowwise copy of a tensor from codes and scales, as checkpoints have them.
+
+    Args:
+      fmt: the format.
+      codes: (G, N, K) FP8 or (G, N, K / 2) of two E2M1 codes a byte, the even column in the low
+        nibble; with ``offs`` (T, K) or (T, K / 2). Held as they are if their rows lie as
+        ``quantize`` lays them, else copied.
+      scales: block scales. In the layout ``"linear"`` (G, N, ceil(K / block)), or (T, ceil(K /
+        block)), with one scale for every row, those of 16x16 and 32x32 blocks repeated; of
+        ``FP8Block((128, 128))`` (G, ceil(N / 128), ceil(K / 128)). Scales of one byte may be
+        uint8. In ``"tiles"`` the buffer that ``rowwise.scales`` is.
+      amax: second level of NVFP4: (G,) fp32, of a row-scaled format (T,) or (G, N); one number
+        for all is taken, too. Of FP8 what the tensor records, by default made from the codes.
+      global_scale: what codes times scales are multiplied by, in place of ``amax``: ModelOpt's
+        ``weight_scale_2``, the reciprocal of compressed-tensors' ``weight_global_scale``. Of
+        NVFP4 it is held as the nearest amax, for values that are the same but for the last bits
+        of fp32. FP8 needs it: its ``scale_inv``.
+      scale: what elements of FP8 were multiplied by, by default 1 / ``global_scale``.
+      offs: (G,) end rows of a ragged tensor, as of ``grouped.quantize``.
+      layout: ``"linear"`` or ``"tiles"``.
+      dtype: bf16, fp16 or fp32, what it decodes to.
+
+    Raises:
+      TypeError: a dtype that is not what the format has.
+      ValueError: shapes, devices or parts that do not fit the format or each other.
+      cute_kernels.UnsupportedError: a format that is not built yet.
+    """
+    check_is_tensor("codes", codes)
+    if offs is not None:
+      ends = as_offs(offs, codes.shape[0], codes.device)
+      offs = ends.clone() if ends is offs else ends
+    second = {"amax": amax, "global_scale": global_scale, "scale": scale}
+    shape, rowwise = joined_parts(fmt, codes, scales, second, offs, layout)
+    return cls(shape, dtype, fmt, offs, rowwise, None)
+
+  def to_parts(self, layout: Layout = "linear", *, global_scale: bool = False) -> dict[str, Tensor]:
+    """The rowwise copy as plain tensors by the names of ``from_parts``, which undoes it.
+
+    ``GroupedTensor.from_parts(q.format, **q.to_parts(layout), layout=layout, dtype=q.dtype)`` has
+    the bytes of ``q``, prepacked ones in the order of the layout contract. Tensors that lie in
+    another order than asked for are fresh, the others are those that this one holds.
+
+    Args:
+      layout: of the scales. Those of the tail of a capacity buffer are zeros in ``"linear"``.
+      global_scale: the second level of NVFP4 as ``global_scale`` instead of ``amax``.
+
+    Raises:
+      ValueError: groups that have ``shapes``, no rowwise copy, or scales that have no such layout.
+    """
+    held = self.unpack().rowwise
+    if held is None or self._shapes is not None:
+      raise ValueError(f"to_parts is of the rowwise copy of ragged and uniform tensors, got {self!r}")
+    return split_parts(self.format, self.shape, self._offs, held, layout, global_scale)
+
   # ------------------------------------------------------------------ what it holds
 
   @property
@@ -231,6 +302,12 @@ class GroupedTensor(Tensor):
     over parameters take them from the dtype.
     """
     return sum(t.nbytes for t in self._inner().values())
+
+  def _stable_hash_for_caching(self) -> str:
+    # What PyTorch's cache of compiled graphs asks for: all that a graph depends on, in any process.
+    inner = [(name, t.dtype, t.device, *map(str, (*t.shape, *t.stride()))) for name, t in self._inner().items()]
+    facts = (tuple(map(str, self.shape)), self.dtype, self.format.text, self.prepacked, self._shapes)
+    return hashlib.blake2b(repr((facts, self.requires_grad, inner)).encode(), digest_size=16).hexdigest()
 
   @property
   def data(self) -> GroupedTensor:  # type: ignore[override]
@@ -528,7 +605,6 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild])
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def assemble(
   shape: Sequence[int],
   dtype: torch.dtype,

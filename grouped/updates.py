@@ -12,8 +12,6 @@ from torch import Tensor
 if TYPE_CHECKING:
   from grouped.tensor import GroupedTensor
 
-__all__ = ["adds_update", "snapshot", "warn_if_lost"]
-
 #: In-place ops by which optimizers and averages update parameters; their second argument is the
 #: update, or where a lerp goes. Weight decay (``mul_``) is left out: it is meant to be small.
 _UPDATES = frozenset(
@@ -22,8 +20,8 @@ _UPDATES = frozenset(
 #: Factors of the update among their arguments.
 _FACTORS = ("alpha", "value", "scalars", "weight", "weights", "lr")
 _ADVICE = (
-  "Keep a copy of the weights in fp32, let the optimizer update that, and quantize it with "
-  "grouped.quantize(master, fmt, out=weight)."
+  "Keep a copy of the weights in fp32, as grouped.optim.AdamW does, or let an optimizer of yours update it and "
+  "quantize it with grouped.quantize(master, fmt, out=weight)."
 )
 
 

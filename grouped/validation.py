@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
   from grouped.members import QuantizedCopy
 
-__all__ = ["check_format", "check_is_tensor", "check_parts", "saved_format", "version"]
-
 
 def check_format(name: str, fmt: object) -> None:
   """Raise ``TypeError`` unless ``fmt`` is a format record."""

@@ -6,19 +6,6 @@ import dataclasses
 import itertools
 import random
 
-__all__ = [
-  "DECODE_TOKENS",
-  "HEADLINE",
-  "MODELS",
-  "PRODUCTS",
-  "ROUTINGS",
-  "TRAINING_ROWS",
-  "GroupedShape",
-  "Model",
-  "ends_of",
-  "split_rows",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Model:

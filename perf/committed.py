@@ -14,8 +14,6 @@ if TYPE_CHECKING:
   from perf.run import Choice
   from perf.suites.base import Options
 
-__all__ = ["RENEW", "check", "main", "record_of", "renewed"]
-
 #: How to accept other counts.
 RENEW = "python -m perf run counts --renew"
 

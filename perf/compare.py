@@ -14,8 +14,6 @@ if TYPE_CHECKING:
   import argparse
   from collections.abc import Iterable, Sequence
 
-__all__ = ["BETWEEN", "SIGMAS", "VERDICTS", "Change", "add_arguments", "compare", "main", "print_changes"]
-
 #: A difference of fewer standard errors than this may be noise.
 SIGMAS = 3.0
 #: Standard deviation of a median from one run to the next, relative to it, by kind: GPUs run the

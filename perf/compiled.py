@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.runtime.spec import KernelSpec
 
-__all__ = ["Compiled", "compile_for_emulator"]
-
 
 @dataclasses.dataclass
 class Compiled:

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
   from torch import Tensor
 
-__all__ = ["Contender", "Task", "relative_error", "unchecked"]
-
 
 @dataclasses.dataclass
 class Contender:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import struct
 
-__all__ = ["Resources", "read_resources"]
-
 # Attributes of .nv.info whose value is (symbol, number).
 _REGISTERS, _FRAME_SIZE = 0x2F, 0x11
 _SIZED = 4

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Environment", "commit", "environment", "gpu_uuid", "now", "package_version"]
-
 _QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit"
 
 

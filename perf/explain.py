@@ -28,8 +28,6 @@ if TYPE_CHECKING:
   from perf.planner.model import Model
   from perf.planner.work import Kernel
 
-__all__ = ["Plan", "Time", "add_arguments", "main", "plan", "refusal"]
-
 _GIB = 2.0**30
 
 

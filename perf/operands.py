@@ -13,8 +13,6 @@ from perf.contender import relative_error
 if TYPE_CHECKING:
   from collections.abc import Iterator
 
-__all__ = ["Operands"]
-
 #: Seed of one set of operands from that of another.
 _SEED_STEP = 1000
 

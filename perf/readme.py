@@ -20,8 +20,6 @@ if TYPE_CHECKING:
   import argparse
   from collections.abc import Sequence
 
-__all__ = ["README", "add_arguments", "main", "render", "replace_tables"]
-
 README = Path(__file__).parent.parent / "README.md"
 _BLOCK = re.compile(
   r"(?P<start><!-- perf table: (?P<name>[\w-]+) -->\n)(?P<body>.*?)"

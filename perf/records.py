@@ -22,21 +22,6 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
   from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = [
-  "ENOUGH_RUNS",
-  "KINDS",
-  "ORIGINS",
-  "RESULTS",
-  "SCHEMA",
-  "Record",
-  "Writer",
-  "latest",
-  "load",
-  "pooled",
-  "read",
-  "write",
-]
-
 #: Version of the form; a reader refuses any other.
 SCHEMA = 1
 #: What ran: a GPU, the reference backend on a CPU, or the emulator. They never share a table.
@@ -217,8 +202,10 @@ def _line(record: Record) -> str:
 
 def _open(path: Path, mode: str) -> IO[str]:
   """A file of records; one whose name ends in ``.xz`` is compressed."""
-  opener: Any = lzma.open if path.suffix == ".xz" else open
-  file: IO[str] = opener(path, mode, encoding="utf-8")
+  if path.suffix != ".xz":
+    return path.open(mode, encoding="utf-8")
+  opener: Any = lzma.open
+  file: IO[str] = opener(path, mode, preset=9 | lzma.PRESET_EXTREME if "w" in mode else None, encoding="utf-8")
   return file
 
 

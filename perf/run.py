@@ -30,8 +30,6 @@ if TYPE_CHECKING:
   from perf.environment import Environment
   from perf.measure import Meter
 
-__all__ = ["Choice", "Report", "add_arguments", "main", "measure_suite", "measure_task"]
-
 _LOG_SECONDS = 30.0
 #: What else is a time of all of a task's work.
 _EAGER = "eager time"

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
   from perf.records import Record
 
-__all__ = ["TABLES", "Cell", "Column", "Row", "Table", "matches"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Cell:

@@ -20,35 +20,6 @@ if TYPE_CHECKING:
   #: A plain operand, or the buffers of one direction of a quantized one, codes first.
   Operand: TypeAlias = "Tensor | Sequence[Tensor]"
 
-__all__ = [
-  "BUILT",
-  "DTYPES",
-  "Graphs",
-  "NVFP4_TEXTS",
-  "SENTINEL",
-  "SPLITS",
-  "assert_all_same",
-  "assert_same_buffers",
-  "assert_same_bytes",
-  "dequantize_arguments",
-  "dtype_ulp",
-  "each",
-  "end_rows",
-  "ends",
-  "has_compiler",
-  "k_grouped_arguments",
-  "m_grouped_arguments",
-  "many_groups",
-  "needs_compiler",
-  "offsets",
-  "ops",
-  "poisoned",
-  "quantized",
-  "sample",
-  "saved",
-  "weird_values",
-]
-
 ops = torch.ops.cute_kernels
 
 #: Dtypes of plain operands, by the names that kernels have for them.

@@ -7,9 +7,6 @@ import io
 import itertools
 import json
 import math
-import runpy
-import sys
-import warnings
 
 import pytest
 import torch
@@ -18,10 +15,9 @@ import cute_kernels
 import grouped
 from grouped.demo import __main__ as command
 from grouped.demo import report
-from grouped.demo import train as training
 from grouped.demo.data import Corpus, load_corpus, sample_batch, unigram_entropy
 from grouped.demo.model import LanguageModel, ModelConfig
-from grouped.demo.train import ExpertLoad, Run, TrainConfig
+from grouped.demo.train import ExpertLoad, TrainConfig
 from tests.helpers import each
 
 RECIPES = ("BF16", "NVFP4", "NVFP4RowScaled")
@@ -124,28 +120,6 @@ def test_a_seed_fixes_the_losses(everything, tmp_path):
   assert other["runs"][0]["start_loss"] != run["start_loss"]
 
 
-def test_batches_come_from_the_seed_alone(monkeypatch):
-  seen = []
-  corpus = load_corpus()
-
-  def record(*arguments):
-    inputs, targets = sample_batch(*arguments)
-    seen.append(inputs)
-    return inputs, targets
-
-  monkeypatch.setattr(training, "sample_batch", record)
-
-  def batches(recipe, seed):
-    seen.clear()
-    training.train(recipe, corpus, SMALL, TrainConfig(steps=2, batch=1, seed=seed))
-    return torch.stack(seen)
-
-  first, same, other = batches("BF16", 0), batches("NVFP4", 0), batches("BF16", 1)
-  assert torch.equal(first, same)
-  # The held-out batch comes first and is the same for all seeds.
-  assert (first == other).all(-1).flatten().tolist() == [True, False, False]
-
-
 def assert_refused(capsys, message, *arguments):
   with pytest.raises(SystemExit) as stop:
     command.main([*TINY, *arguments])
@@ -200,16 +174,6 @@ def test_interrupted(tmp_path, monkeypatch):
   assert (tmp_path / "loss.png").exists()
 
 
-def test_interrupted_twice(monkeypatch):
-  def interrupt(*_):
-    raise KeyboardInterrupt
-
-  monkeypatch.setattr(training, "_evaluate", interrupt)
-  run = training.train("BF16", load_corpus(), SMALL, TrainConfig(steps=2, batch=1))
-  assert run == Run("BF16", interrupted=True)
-  assert report.table([run]).splitlines()[-1].count("n/a") == 9
-
-
 def test_unsupported_recipe(tmp_path, monkeypatch, capsys):
   def refuse(*_):
     raise cute_kernels.UnsupportedError("no kernel of it")
@@ -230,22 +194,6 @@ def test_without_matplotlib(tmp_path, monkeypatch, capsys):
   advice = "pip install 'grouped-kernels[demo]'"
   assert advice in capsys.readouterr().err
   assert_refused(capsys, advice, "--out", str(tmp_path), "--plot", "always")
-
-
-def test_without_tqdm(tmp_path, monkeypatch, capsys):
-  monkeypatch.setitem(sys.modules, "tqdm", None)
-  _, _, results = run_demo(tmp_path, "--recipe", "BF16", "--plot", "never")
-  expected = f"BF16 3/3 loss {results['runs'][0]['losses'][-1]:.3f}\n"
-  assert capsys.readouterr().err.endswith(expected)
-
-
-def test_runs_as_a_module(monkeypatch, capsys):
-  monkeypatch.setattr(sys, "argv", ["grouped.demo", "--help"])
-  with pytest.raises(SystemExit) as stop, warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that the module is imported already
-    runpy.run_module("grouped.demo", run_name="__main__", alter_sys=True)
-  assert stop.value.code == 0
-  assert "--recipe" in capsys.readouterr().out
 
 
 def test_unigram_entropy():

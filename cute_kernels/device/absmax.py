@@ -16,8 +16,6 @@ from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits
 if TYPE_CHECKING:
   from collections.abc import Sequence
 
-__all__ = ["absmax_packed", "absmax_pairs", "absmax_words", "fmax", "split_absmax", "unpack_absmax", "warp_max"]
-
 _PACKED = {"bfloat16": "bf16x2", "float16": "f16x2"}
 
 

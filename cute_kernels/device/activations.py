@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.activations import Activation
 
-__all__ = ["activated"]
-
 #: The exponent's bias and one less for a 2 elsewhere, in the low bits of a number that rounds.
 _ROUNDS = Numbers.MAGIC + 126
 #: Beyond them 1 + e^-x is infinite, or 1.

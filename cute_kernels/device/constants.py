@@ -1,6 +1,4 @@
 """Numbers that are the same on every GPU; importing them needs no CuTe DSL."""
 
-__all__ = ["WARP_SIZE"]
-
 #: Threads of a warp.
 WARP_SIZE = 32

@@ -11,8 +11,6 @@ from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits
 if TYPE_CHECKING:
   from collections.abc import Sequence
 
-__all__ = ["decode_e2m1", "decode_e4m3_pair", "pack_words", "unpack_pair", "unpack_words"]
-
 _BF16_TWO_TO_126 = 0x7E807E80  # a pair
 _CVT_PAIR = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}
 

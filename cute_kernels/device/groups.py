@@ -14,8 +14,6 @@ from cutlass import Boolean, Int32, cute
 
 from cute_kernels.layout.slots import TILE_ROWS
 
-__all__ = ["Grouping", "group_end", "group_start", "next_item"]
-
 
 @cute.jit
 def group_end(offs: cute.Tensor, group: Int32, num_rows: Int32) -> Int32:

@@ -16,8 +16,6 @@ from cute_kernels.device.ptx import asm
 if TYPE_CHECKING:
   from collections.abc import Sequence
 
-__all__ = ["CHUNK", "transform_words", "undo"]
-
 #: Rows that are mixed with each other.
 CHUNK = 16
 _HALF = CHUNK // 2

@@ -15,21 +15,6 @@ from cute_kernels.device.ptx import asm, asm_volatile, select
 if TYPE_CHECKING:
   from collections.abc import Sequence
 
-__all__ = [
-  "bulk_load",
-  "load_global",
-  "load_global_if",
-  "load_shared",
-  "store_global",
-  "store_global_half",
-  "store_global_past_l1",
-  "store_shared",
-  "store_shared_byte",
-  "store_shared_half",
-  "transpose_four",
-  "wait_each",
-]
-
 
 def _words_at(address: Int32 | Int64, words: int, space: cute.AddressSpace) -> cute.Tensor:
   pointer = cute.make_ptr(Uint32, address, space, assumed_align=4 * words)

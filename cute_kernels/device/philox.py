@@ -12,8 +12,6 @@ from cutlass import Int64, Uint32, cute
 
 from cute_kernels.device.ptx import asm
 
-__all__ = ["DRAWN", "Seed", "draw_block", "seed_of"]
-
 #: Elements of a block.
 DRAWN = 16
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

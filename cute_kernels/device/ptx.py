@@ -14,8 +14,6 @@ from cutlass._mlir.dialects import arith, llvm
 if TYPE_CHECKING:
   from collections.abc import Sequence
 
-__all__ = ["asm", "asm_volatile", "bits_as_f32", "f32_as_bits", "in_place", "select"]
-
 _CONSTRAINTS = {Float32: "f", Int32: "r", Uint32: "r", Int64: "l", Uint64: "l", Uint16: "h"}
 
 
@@ -62,6 +60,16 @@ def asm_volatile(text: str, operands: Sequence[Any]) -> None:
     is_align_stack=False,
     asm_dialect=llvm.AsmDialect.AD_ATT,
   )
+
+
+def mul_rn(a: Float32, b: Float32) -> Float32:
+  """``a * b``, which is never contracted."""
+  return asm("mul.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
+
+
+def add_rn(a: Float32, b: Float32) -> Float32:
+  """``a + b``, likewise."""
+  return asm("add.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
 
 
 def in_place(value: Int32) -> Int32:

@@ -8,12 +8,10 @@ from cute_kernels.emulator.lower_alu import ALU
 from cute_kernels.emulator.lower_memory import MEMORY
 from cute_kernels.emulator.lower_sync import SYNC
 from cute_kernels.emulator.lower_tensor import TENSOR
-from cute_kernels.emulator.opcode import NotModelledError, Opcode
+from cute_kernels.emulator.opcode import Opcode
 
 if TYPE_CHECKING:
   from cute_kernels.emulator.program import KernelBuilder
-
-__all__ = ["NotModelledError", "lower"]
 
 _LOWERINGS = ALU | MEMORY | SYNC | TENSOR
 

@@ -14,28 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 
-from cute_kernels.records import Record, check_choice, check_flags, read
+from cute_kernels.records import Record, check_choice, read
 
 if TYPE_CHECKING:
   from collections.abc import Mapping
-
-__all__ = [
-  "E2M1",
-  "E4M3",
-  "E5M2",
-  "E8M0",
-  "F32",
-  "FP8_ELEMENTS",
-  "RECORDS",
-  "BlockScale",
-  "ElementType",
-  "Format",
-  "SecondLevel",
-  "as_block",
-  "check_choice",
-  "check_flags",
-  "parse",
-]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from cute_kernels.formats.base import FP8_ELEMENTS, ElementType, Format, SecondLevel, check_choice, record
-
-__all__ = ["FP8"]
+from cute_kernels.formats.base import FP8_ELEMENTS, ElementType, Format, SecondLevel, record
+from cute_kernels.records import check_choice
 
 
 @record

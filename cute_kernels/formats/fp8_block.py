@@ -7,19 +7,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from cute_kernels.formats.base import (
-  F32,
-  FP8_ELEMENTS,
-  BlockScale,
-  ElementType,
-  Format,
-  as_block,
-  check_choice,
-  check_flags,
-  record,
-)
-
-__all__ = ["FP8Block"]
+from cute_kernels.formats.base import F32, FP8_ELEMENTS, BlockScale, ElementType, Format, as_block, record
+from cute_kernels.records import check_choice, check_flags
 
 
 @record

@@ -7,18 +7,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from cute_kernels.formats.base import (
-  E8M0,
-  FP8_ELEMENTS,
-  BlockScale,
-  ElementType,
-  Format,
-  as_block,
-  check_choice,
-  record,
-)
-
-__all__ = ["MXFP8"]
+from cute_kernels.formats.base import E8M0, FP8_ELEMENTS, BlockScale, ElementType, Format, as_block, record
+from cute_kernels.records import check_choice
 
 
 @record

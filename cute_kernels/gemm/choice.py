@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT", bound="GemmConfig")
 
-__all__ = ["choose_config"]
-
 
 def choose_config(base: ConfigT, problem: GemmProblem, num_sms: int, tile: TileShape | None = None) -> ConfigT:
   """The configuration with the tile that suits a problem best.

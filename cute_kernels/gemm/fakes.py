@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Int32, cute
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 
+from cute_kernels.device.launch import DSL_TYPES, compact
 from cute_kernels.gemm.problem import N_ALIGN, GemmArguments
-from cute_kernels.gemm.views import DSL_TYPES, codes_type
+from cute_kernels.gemm.views import codes_type
 from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES
 from cute_kernels.layout.slots import TILE_ROWS
 
@@ -20,12 +21,9 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.operands import OperandKind
   from cute_kernels.gemm.problem import GemmConfig
 
-__all__ = ["FakeArguments", "fake_stream"]
-
 
 def _compact(dtype: Any, *shape: Any, align: int = PITCH_ALIGNMENT) -> Any:
-  order = tuple(reversed(range(len(shape))))
-  return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+  return compact(dtype, *shape, align=align)
 
 
 def _pitched(dtype: Any, *shape: Any) -> Any:
@@ -103,7 +101,6 @@ class FakeArguments:
     return _compact(cutlass.Float32, self.groups, align=4)
 
   def out(self) -> Any:
-    """The output."""
     dtype = DSL_TYPES[self.config.out_dtype]
     if self.is_k_grouped:
       return _pitched(dtype, self.groups, self.m, self.n)
@@ -134,8 +131,3 @@ class FakeArguments:
       out=self.out(),
       num_sms=Int32(1),
     )
-
-
-def fake_stream() -> Any:
-  """The stream, which follows the arguments."""
-  return make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.problem import GemmConfig
   from cute_kernels.gemm.scheduler import TileReader
 
-__all__ = ["LoadWarp", "StageLoad", "TmaSource"]
-
 
 class TmaSource(NamedTuple):
   """A tensor in global memory that TMA reads tiles of.
@@ -90,7 +88,6 @@ class LoadWarp:
   in; ``mcast_mask``, who receives them; and ``is_scale``, whether it holds block scales.
 
   Args:
-    config: the kernel's configuration.
     operand_m: loads of operand M: elements, then block scales if it has any.
     operand_n: loads of operand N.
     tiles: the tile records.

@@ -17,8 +17,6 @@ from cute_kernels.formats import FP8, MXFP8, NVFP4, BlockScale, Format, FP8Block
 from cute_kernels.formats.base import FP8_ELEMENTS
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_COLS
 
-__all__ = ["DTYPE_BYTES", "OPERANDS", "OperandKind", "Tcgen05Kind", "operand_of"]
-
 #: Bytes of one element, by the dtype names that configurations use.
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: Bytes of K that one instruction contracts.
@@ -94,7 +92,6 @@ class OperandKind:
 
   @property
   def bits(self) -> int:
-    """Bits of one element."""
     return DTYPE_BYTES[self.name] * 8 if self.fmt is None else self.fmt.element.bits
 
   @property

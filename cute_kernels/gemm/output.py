@@ -14,8 +14,6 @@ from cutlass import Float32, Int32, Int64, cute
 
 from cute_kernels.gemm.problem import GemmConfig
 
-__all__ = ["VECTOR_BYTES", "EpilogueTensors", "out_offset", "vector_at"]
-
 #: Bytes that a thread stores at once.
 VECTOR_BYTES = 16
 

@@ -30,18 +30,6 @@ from cute_kernels.capability import Support
 from cute_kernels.gemm.operands import DTYPE_BYTES, OPERANDS, OperandKind
 from cute_kernels.layout.shapes import ceil_div
 
-__all__ = [
-  "N_ALIGN",
-  "RAGGED_ROWS",
-  "Extents",
-  "GemmArguments",
-  "GemmConfig",
-  "GemmGrouping",
-  "GemmProblem",
-  "RowPart",
-  "TileShape",
-]
-
 #: N of every output must be a multiple of this: 16 bytes of the narrowest output type.
 N_ALIGN = 8
 #: Rows of a buffer whose groups bound K, at most: TMA addresses them in a mode of this extent.

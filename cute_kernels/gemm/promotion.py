@@ -5,8 +5,6 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32, cute
 
-__all__ = ["scale_at"]
-
 
 def scale_at(scales: cute.Tensor, row: Int32, block: Int32, group: Int32 | None) -> Float32:
   """One scale of (rows or squares, blocks along K, groups), see ``views``.

@@ -24,8 +24,6 @@ from cute_kernels.layout.slots import TILE_ROWS, slot_tile
 if TYPE_CHECKING:
   from cute_kernels.gemm.problem import Extents, GemmConfig
 
-__all__ = ["TILE_WORDS", "TileReader", "TileScheduler", "WorkTile"]
-
 #: Words of a tile record.
 TILE_WORDS = 8
 
@@ -92,7 +90,6 @@ class TileScheduler:
   """The scheduler warp.
 
   Args:
-    config: the kernel's configuration.
     ring: the ring of tile records.
     buffer: its (stages * 8,) int32 in shared memory.
     offs: (G,) int32 end rows.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.problem import GemmConfig, GemmGrouping
   from cute_kernels.runtime.spec import KernelSpec
 
-__all__ = ["CONFIGS", "kernel_specs"]
-
 #: FP8 products of the recipes: operands A and B, and what their configurations say.
 _FP8_FPROP_DGRAD: tuple[tuple[str, str, dict[str, bool]], ...] = (
   ("mxfp8", "mxfp8", {}),

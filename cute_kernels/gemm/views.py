@@ -16,24 +16,6 @@ from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_C
 if TYPE_CHECKING:
   from cute_kernels.gemm.operands import OperandKind
 
-__all__ = [
-  "DSL_TYPES",
-  "codes_type",
-  "codes_view",
-  "element_type",
-  "matrix_view",
-  "output_view",
-  "ragged_rows_view",
-  "row_scales_view",
-  "scale_type",
-  "scale_words_view",
-  "scales_view",
-  "squares_view",
-]
-
-#: DSL types by the dtype names that configurations use.
-DSL_TYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
-
 
 def element_type(kind: OperandKind) -> Any:
   """The DSL's type of an operand's elements."""

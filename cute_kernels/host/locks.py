@@ -11,8 +11,6 @@ if TYPE_CHECKING:
   from collections.abc import Callable
   from types import TracebackType
 
-__all__ = ["ForkSafeLock"]
-
 _locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
 
 

@@ -6,8 +6,6 @@ import os
 import warnings
 from pathlib import Path
 
-__all__ = ["boolean", "cache_root", "kernel_cache_is_on", "warn_once"]
-
 _BOOLEANS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 _warned: set[str] = set()
 

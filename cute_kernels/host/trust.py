@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
   from pathlib import Path
 
-__all__ = ["FILE_MODE", "distrust", "make_folder", "open_folder", "read_file", "write_file"]
-
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ROOT = 0
 #: Of files and of folders that are made here, less what the umask takes. They are readable by all:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.formats import ElementType, Format
 
-__all__ = ["BufferSpec", "MemberPart", "buffers", "code_pitch", "member_parts"]
-
 
 class BufferSpec(NamedTuple):
   """One tensor that an op writes.

@@ -17,8 +17,6 @@ from cute_kernels.layout.shapes import PIECE_K
 if TYPE_CHECKING:
   from torch import Tensor
 
-__all__ = ["DECODED_SCALE", "in_pieces"]
-
 #: By the dtype that values are decoded to.
 DECODED_SCALE = {"float16": 2.0**-14, "bfloat16": 2.0**-7}
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
   from torch import Tensor
 
-__all__ = ["PREPACKED_BITS", "prepack", "unpack"]
-
 #: Where a prepacked word has bit s and bits eem of code t = 0 .. 3 in its low half; code t + 4 is
 #: alike in the high half. To get them to bit 15 and bits 11 to 9, where fp16 has them, takes left
 #: shifts alone: by one distance for t = 0 and 3, and for t = 1 and 2 by two distances at once, as

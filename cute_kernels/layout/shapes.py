@@ -9,19 +9,6 @@ Every function takes and returns plain ints, or ``torch.SymInt`` under ``torch.c
 
 from __future__ import annotations
 
-__all__ = [
-  "MEMBER_ALIGNMENT",
-  "PIECE_K",
-  "PITCH_ALIGNMENT",
-  "SF_TILE_BYTES",
-  "SF_TILE_COLS",
-  "SF_TILE_ROWS",
-  "SF_TILE_WORDS",
-  "ceil_div",
-  "round_up",
-  "scale_tiles",
-]
-
 #: Elements of K in the pieces in which kernels decode codes that they do not multiply as they are;
 #: those for sm_90a change the order of NVFP4 products within one.
 PIECE_K = 128

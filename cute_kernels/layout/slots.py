@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from cute_kernels.layout.shapes import ceil_div
 
-__all__ = ["TILE_ROWS", "most_rows", "num_slot_tiles", "slot_tile", "uniform_tiles"]
-
 #: Rows of one slot tile; every group starts on a multiple of this in slot order.
 TILE_ROWS = 128
 

@@ -10,31 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
-from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cute_kernels.activations import parse_activation
 from cute_kernels.device.activations import activated
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.groups import group_end
+from cute_kernels.device.launch import DSL_TYPES, GridKernel, compact, env_stream
 from cute_kernels.device.memory import load_global_if, store_global, store_global_half
-from cute_kernels.device.ptx import asm, f32_as_bits
+from cute_kernels.device.ptx import add_rn, f32_as_bits, mul_rn
 from cute_kernels.quantize.config import DTYPE_BYTES
-from cute_kernels.quantize.fakes import dsl_dtype, env_stream
 
 if TYPE_CHECKING:
   from cute_kernels.moe.config import ActivateConfig
 
-__all__ = ["ActivateKernel"]
-
 _WARPS = 8
-_CTAS_PER_SM = 8
 #: Columns of the result that a lane takes at a time.
 _RUN = 8
 
 
-class ActivateKernel:
+class ActivateKernel(GridKernel):
   """Activates rows, see the module."""
+
+  ctas_per_sm, num_threads = 8, _WARPS * WARP_SIZE
 
   def __init__(self, config: ActivateConfig):
     self.config = config
@@ -52,42 +50,21 @@ class ActivateKernel:
       wide = cute.sym_int(divisibility=2 * multiple)
 
     def matrix(cols: Any) -> Any:
-      dtype, align = dsl_dtype(config.dtype), min(16, multiple * DTYPE_BYTES[config.dtype])
-      return make_fake_compact_tensor(dtype, (rows, cols), stride_order=(1, 0), assumed_align=align)
-
-    def vector(dtype: Any, extent: Any) -> Any:
-      return make_fake_compact_tensor(dtype, (extent,), assumed_align=4)
+      align = min(16, multiple * DTYPE_BYTES[config.dtype])
+      return compact(DSL_TYPES[config.dtype], rows, cols, align=align)
 
     weighted = config.weighted
     return (
       matrix(wide),
       matrix(narrow) if config.gradient else None,
-      vector(Int32, cute.sym_int()) if config.ragged else None,
-      vector(Float32, pairs) if weighted else None,
-      vector(Int32, rows) if weighted else None,
+      compact(Int32, cute.sym_int(), align=4) if config.ragged else None,
+      compact(Float32, pairs, align=4) if weighted else None,
+      compact(Int32, rows, align=4) if weighted else None,
       matrix(wide if config.gradient else narrow),
       matrix(narrow) if weighted else None,
-      vector(Float32, pairs) if weighted else None,
+      compact(Float32, pairs, align=4) if weighted else None,
       Int32(1),
       env_stream(),
-    )
-
-  @cute.jit
-  def __call__(
-    self,
-    x: cute.Tensor,
-    grad: cute.Tensor | None,
-    offs: cute.Tensor | None,
-    weight: cute.Tensor | None,
-    pair: cute.Tensor | None,
-    out: cute.Tensor,
-    scaled: cute.Tensor | None,
-    dweight: cute.Tensor | None,
-    num_sms: Int32,
-    stream: Any,
-  ) -> None:
-    self.kernel(x, grad, offs, weight, pair, out, scaled, dweight).launch(
-      grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[_WARPS * WARP_SIZE, 1, 1], stream=stream
     )
 
   @cute.kernel
@@ -130,17 +107,17 @@ class ActivateKernel:
             a = activated(self.act, False, self.config.arch, inputs)[0]
             a = self.rounded(a)
             for i in cutlass.range_constexpr(_RUN):
-              total = _add(total, _mul(g[i], a[i]))
-            a = [_mul(p, number) for number in a]
+              total = add_rn(total, mul_rn(g[i], a[i]))
+            a = [mul_rn(p, number) for number in a]
             self.store(scaled, row, column, a, column, cols)
-            g = [_mul(p, number) for number in g]
+            g = [mul_rn(p, number) for number in g]
           made = activated(self.act, True, self.config.arch, [*inputs, g])
           self.store_gradient(out, row, column, made, cols)
         column += WARP_SIZE * _RUN
       if cutlass.const_expr(weight is not None):
         for i in cutlass.range_constexpr(5):
           lanes = WARP_SIZE >> (i + 1)
-          total = _add(total, cute.arch.shuffle_sync_bfly(total, lanes))
+          total = add_rn(total, cute.arch.shuffle_sync_bfly(total, lanes))
         if lane == 0:
           if at >= 0 and at < weight.shape[0]:
             dweight[at] = total
@@ -197,11 +174,3 @@ class ActivateKernel:
   def rounded(self, numbers: list[Float32]) -> list[Float32]:
     """Numbers as the dtype of the rows holds them."""
     return unpack_words(pack_words(numbers, self.config.dtype), self.config.dtype)
-
-
-def _mul(a: Float32, b: Float32) -> Float32:
-  return asm("mul.rn.f32 $0, $1, $2;", [Float32], [a, b])
-
-
-def _add(a: Float32, b: Float32) -> Float32:
-  return asm("add.rn.f32 $0, $1, $2;", [Float32], [a, b])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-__all__ = ["ActivateConfig", "CombineConfig", "GatherConfig", "RoutingConfig"]
-
 #: Pairs of a token and an expert that one CTA sorts before a cluster of them is faster.
 _ONE_CTA = 4096
 

@@ -14,21 +14,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Int32, Int64, cute
-from cutlass.cute.runtime import make_fake_compact_tensor
+from cutlass import Int32, cute
 
 from cute_kernels.device.constants import WARP_SIZE
+from cute_kernels.device.launch import DSL_TYPES, compact, env_stream
 from cute_kernels.device.ptx import asm, asm_volatile
-from cute_kernels.quantize.fakes import env_stream
 
 if TYPE_CHECKING:
   from cute_kernels.moe.config import RoutingConfig
 
-__all__ = ["RoutingKernel"]
-
 #: Experts that are counted at a time, if there is a thread for each.
 _WINDOW = 512
-_DSL_INTS = {"int32": Int32, "int64": Int64}
 
 
 class RoutingKernel:
@@ -43,10 +39,8 @@ class RoutingKernel:
   def fake_args(config: RoutingConfig) -> tuple[Any, ...]:
     """Stand-ins for (expert_ids, offs, token, pair, row, top_k, stream)."""
     pairs = cute.sym_int()
-    ids = make_fake_compact_tensor(_DSL_INTS[config.ids], (pairs,))
-    offs = make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4)
-    vectors = [make_fake_compact_tensor(Int32, (pairs,), assumed_align=4) for _ in range(3)]
-    return (ids, offs, *vectors, Int32(1), env_stream())
+    ids, offs = compact(DSL_TYPES[config.ids], pairs), compact(Int32, cute.sym_int(), align=4)
+    return (ids, offs, *(compact(Int32, pairs, align=4) for _ in range(3)), Int32(1), env_stream())
 
   @cute.jit
   def __call__(

@@ -9,32 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Float32, Int16, Int32, Int64, cute
-from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.convert import pack_words, unpack_words
+from cute_kernels.device.launch import DSL_TYPES, GridKernel, compact, env_stream
 from cute_kernels.device.memory import load_global_if, store_global, store_global_half
-from cute_kernels.device.ptx import asm
+from cute_kernels.device.ptx import add_rn, mul_rn
 from cute_kernels.quantize.config import DTYPE_BYTES
-from cute_kernels.quantize.fakes import dsl_dtype, env_stream
 
 if TYPE_CHECKING:
   from cute_kernels.moe.config import CombineConfig, GatherConfig
 
-__all__ = ["CombineKernel", "GatherKernel"]
-
 _WARPS = 8
-_CTAS_PER_SM = 8
+_THREADS = _WARPS * WARP_SIZE
 #: Loads of a lane at a time.
 _LOADS = 4
 
 
-def _matrix(dtype: Any, rows: Any, cols: Any, align: int) -> Any:
-  return make_fake_compact_tensor(dtype, (rows, cols), stride_order=(1, 0), assumed_align=align)
-
-
-class GatherKernel:
+class GatherKernel(GridKernel):
   """``out[r] = x[index[r]]``, zeros where the index is none of x's rows."""
+
+  ctas_per_sm, num_threads = 8, _THREADS
 
   def __init__(self, config: GatherConfig):
     self.width = config.width
@@ -45,15 +40,9 @@ class GatherKernel:
     element, width = (Int16 if config.width == 2 else Int32), config.width
     rows = cute.sym_int()
     cols = cute.sym_int(divisibility=max(1, width // 4))
-    x = _matrix(element, cute.sym_int(), cols, width)
-    index = make_fake_compact_tensor(Int32, (rows,), assumed_align=4)
-    return (x, index, _matrix(element, rows, cols, width), Int32(1), env_stream())
-
-  @cute.jit
-  def __call__(self, x: cute.Tensor, index: cute.Tensor, out: cute.Tensor, num_sms: Int32, stream: Any) -> None:
-    self.kernel(x, index, out).launch(
-      grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[_WARPS * WARP_SIZE, 1, 1], stream=stream
-    )
+    x = compact(element, cute.sym_int(), cols, align=width)
+    index = compact(Int32, rows, align=4)
+    return (x, index, compact(element, rows, cols, align=width), Int32(1), env_stream())
 
   @cute.kernel
   def kernel(self, x: cute.Tensor, index: cute.Tensor, out: cute.Tensor) -> None:
@@ -84,8 +73,10 @@ class GatherKernel:
       item += step
 
 
-class CombineKernel:
+class CombineKernel(GridKernel):
   """``y[t] = sum over k of weight[t, k] * h[row[t, k]]``, in fp32 and in the order of k."""
+
+  ctas_per_sm, num_threads = 8, _THREADS
 
   def __init__(self, config: CombineConfig):
     self.config = config
@@ -98,22 +89,14 @@ class CombineKernel:
     width = 16 // DTYPE_BYTES[config.dtype] if config.vectorized else 1
     cols = cute.sym_int(divisibility=width)
     sizes = [width * DTYPE_BYTES[dtype] for dtype in (config.dtype, config.out)]
-    weight = _matrix(Float32, tokens, top_k, 4) if config.weighted else None
+    weight = compact(Float32, tokens, top_k, align=4) if config.weighted else None
     return (
-      _matrix(dsl_dtype(config.dtype), cute.sym_int(), cols, sizes[0]),
-      _matrix(Int32, tokens, top_k, 4),
+      compact(DSL_TYPES[config.dtype], cute.sym_int(), cols, align=sizes[0]),
+      compact(Int32, tokens, top_k, align=4),
       weight,
-      _matrix(dsl_dtype(config.out), tokens, cols, min(sizes[1], 32)),
+      compact(DSL_TYPES[config.out], tokens, cols, align=min(sizes[1], 32)),
       Int32(1),
       env_stream(),
-    )
-
-  @cute.jit
-  def __call__(
-    self, h: cute.Tensor, row: cute.Tensor, weight: cute.Tensor | None, y: cute.Tensor, num_sms: Int32, stream: Any
-  ) -> None:
-    self.kernel(h, row, weight, y).launch(
-      grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[_WARPS * WARP_SIZE, 1, 1], stream=stream
     )
 
   @cute.kernel
@@ -171,12 +154,11 @@ class CombineKernel:
       for c in cutlass.range_constexpr(self.width):
         number = numbers[c]
         if cutlass.const_expr(self.config.weighted):
-          number = asm("mul.rn.f32 $0, $1, $2;", [Float32], [number, weights[i]])
-        sums[c] = asm("add.rn.f32 $0, $1, $2;", [Float32], [sums[c], number])
+          number = mul_rn(number, weights[i])
+        sums[c] = add_rn(sums[c], number)
 
   @cute.jit
   def store(self, y: cute.Tensor, sums: cute.Tensor, t: Int32, column: Int32) -> None:
-    """Write a lane's sums."""
     if cutlass.const_expr(self.width == 1):
       y[t, column] = sums[0].to(y.element_type)
     else:

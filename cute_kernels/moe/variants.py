@@ -10,13 +10,10 @@ from cute_kernels.moe.config import ActivateConfig, CombineConfig, GatherConfig,
 if TYPE_CHECKING:
   from collections.abc import Iterator
 
-__all__ = ["kernel_specs"]
-
 Config = ActivateConfig | CombineConfig | GatherConfig | RoutingConfig
 
 
 def kernel_specs(arch: str) -> Iterator[Config]:
-  """Configurations of the kernels for ``"sm_90a"`` or ``"sm_100a"``."""
   if support("compute_routing", None, arch):
     for ids in ("int32", "int64"):
       yield from (RoutingConfig(ids, ctas) for ctas in (1, RoutingConfig.ctas))

@@ -8,8 +8,6 @@ if TYPE_CHECKING:
   import torch
   from torch import Tensor
 
-__all__ = ["ALIGNMENT", "aligned", "dense", "dtype_name", "readable"]
-
 #: Bytes to which the quantizers' vector accesses ask their operands to be aligned.
 ALIGNMENT = 32
 

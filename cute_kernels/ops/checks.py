@@ -15,18 +15,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.formats import Format
 
-__all__ = [
-  "INPUT_DTYPES",
-  "check_copy",
-  "check_dtype",
-  "check_input",
-  "check_multiple",
-  "check_offs",
-  "check_seed",
-  "check_tensor",
-  "same_device",
-]
-
 #: Dtypes of plain operands.
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

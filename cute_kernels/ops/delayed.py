@@ -10,19 +10,17 @@ from torch import Tensor
 
 from cute_kernels import reference
 from cute_kernels.formats import Format, parse
-from cute_kernels.formats.base import check_choice
 from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.ops.checks import check_tensor, same_device
 from cute_kernels.ops.launch import quantize as launch_quantize
 from cute_kernels.ops.registry import Op, register_inplace
+from cute_kernels.records import check_choice
 
 if TYPE_CHECKING:
   from collections.abc import Sequence
 
   from cute_kernels.ops.registry import Runner
   from cute_kernels.runtime.launch import Launcher
-
-__all__ = ["ALGORITHMS", "DelayedScalingUpdate", "check_margin"]
 
 #: What the scale follows from: the largest amax of the history, or the last one.
 ALGORITHMS = ("max", "most_recent")

@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
   from collections.abc import Callable, Iterable
 
-__all__ = ["not_differentiable", "refuse_derivatives", "register_autograd"]
-
 
 def refuse_derivatives(op: str, tensors: Iterable[tuple[str, object]], remedy: str) -> None:
   """Raise where writing into a given tensor would lose a derivative, as torch's functions do.

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
   from cute_kernels.runtime.backend import Backend
   from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["GroupedGemm", "KGroupedGemm", "MGrouped", "MGroupedGemm", "MGroupedQuantizeGemm"]
-
 _FP32 = (torch.float32,)
 
 
@@ -582,7 +580,7 @@ class KGroupedGemm(GroupedGemm):
       return self.a.shape[0]
     return most_rows(self._slots() // TILE_ROWS, self.offs.shape[0])
 
-  def _cols(self, side: str) -> int:
+  def width(self, side: str) -> int:
     """N or K."""
     fmt, codes = getattr(self, f"{side}_record"), getattr(self, side)
     transposed = fmt is not None and fmt.columnwise == "transposed"
@@ -609,7 +607,7 @@ class KGroupedGemm(GroupedGemm):
         )
       check_tensor("b", self.b, ndim=(2,))
       for side in "ab":
-        fmt, shape = getattr(self, f"{side}_record"), (self.num_rows, self._cols(side))
+        fmt, shape = getattr(self, f"{side}_record"), (self.num_rows, self.width(side))
         copy = (getattr(self, side), getattr(self, f"{side}_scales"))
         check_copy(side, f"{side}_scales", copy, fmt, shape, groups, columnwise=True)
     check_vectors(groups, 0, None, self.alpha)
@@ -623,7 +621,7 @@ class KGroupedGemm(GroupedGemm):
     check_transforms(self.a_record, self.b_record)
 
   def outputs(self) -> list[BufferSpec]:
-    shape = (self.offs.shape[0], self._cols("a"), self._cols("b"))
+    shape = (self.offs.shape[0], self.width("a"), self.width("b"))
     return [BufferSpec(shape, self.result_dtype)]
 
   def kernels(self, launch: Launcher) -> Runner:

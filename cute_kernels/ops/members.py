@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
   from torch import Tensor
 
-__all__ = ["check_shapes", "element_offsets", "member_views", "pairs"]
-
 
 def pairs(shapes: Sequence[int]) -> list[tuple[int, int]]:
   """(m, n) of each member."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
   from cute_kernels.ops.registry import Runner
   from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["ComputeRouting", "MoeActivate", "MoeActivateGradient", "MoeCombine", "MoeGather"]
-
 _INT32, _FP32 = (torch.int32,), (torch.float32,)
 
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
   from cute_kernels.formats import Format
 
-__all__ = ["ACCUMULATIONS", "check_accumulation", "check_pair", "check_transforms", "is_w4a8"]
-
 #: Sums in one accumulator; or in a fresh one every 128 of K, each added to an fp32 sum.
 ACCUMULATIONS = ("fast", "split")
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.activations import Activation
 
-__all__ = ["check_prologue", "elements_of", "grad_columns", "input_columns", "result_columns", "result_shape"]
-
 
 def result_columns(columns: int, activation: str | None, grad: Tensor | None) -> int:
   """Columns of the elements that an input of ``columns`` ones becomes."""

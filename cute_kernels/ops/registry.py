@@ -36,13 +36,12 @@ if TYPE_CHECKING:
   from cute_kernels.runtime.backend import Backend
   from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["Allocator", "Op", "forget_plans", "is_observed", "register", "register_inplace"]
-
 #: How Inductor's code allocates on the current device: 0.8 us on the host of an H200, where
 #: ``torch.empty_strided`` takes 1.4 and ``torch.empty`` 2.3. Unlike them it leaves the memory as it
 #: is in deterministic mode, too.
 _empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
+_profiler_enabled = torch._C._autograd._profiler_enabled
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _LIBRARY = torch.library.Library("cute_kernels", "DEF")
 _SCHEMA_TYPES = {
@@ -407,13 +406,13 @@ def register_inplace(cls: type[Op]) -> type[Op]:
 
 
 def _define(name: str, schema: str, implementation: Callable[..., Any], meta: Callable[..., Any]) -> None:
-  _keep_dynamo_out(implementation)
+  keep_dynamo_out(implementation)
   _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
   _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
   torch.library.register_fake(f"cute_kernels::{name}", meta, lib=_LIBRARY)
 
 
-def _keep_dynamo_out(function: Any) -> None:
+def keep_dynamo_out(function: Any) -> None:
   """Have the code of an op run as it is where Dynamo left the frame that calls it to Python.
 
   Else it would trace that code, checks, caches and launches, down to the compiler of kernels.
@@ -429,8 +428,8 @@ def _invoker(cls: type[Op]) -> Callable[..., Any]:
   """The op without the dispatcher, whose Python boundary costs more than a launch.
 
   Calls that something else must see go through the dispatcher after all: traced and compiled
-  ones, tensor subclasses, dispatch modes, transforms, forward-mode AD, and operands that require
-  gradients or have no data.
+  ones, tensor subclasses, dispatch modes, transforms, forward-mode AD, profiled ones, and operands
+  that require gradients or have no data.
   """
   dispatched = getattr(torch.ops.cute_kernels, cls.name).default
 
@@ -464,6 +463,8 @@ def is_observed(args: Sequence[Any], plain: frozenset[type] = _PLAIN) -> bool:
     or torch._C._len_torch_dispatch_stack()
     or torch._C._functorch.peek_interpreter_stack()
     or forward_ad._current_level >= 0
+    # The dispatcher is what names an op to a profiler.
+    or _profiler_enabled()
   ):
     return True
   return _any_watched(args, plain, torch.is_grad_enabled())

@@ -16,13 +16,12 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from cute_kernels.device.absmax import absmax_packed, fmax, unpack_absmax, warp_max
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping
+from cute_kernels.device.launch import env_stream
 from cute_kernels.device.memory import load_global, load_global_if
 from cute_kernels.device.ptx import f32_as_bits
 from cute_kernels.quantize.config import DTYPE_BYTES, AmaxConfig
 from cute_kernels.quantize.elements import ElementMaker, maker_of
-from cute_kernels.quantize.fakes import FakeBuffers, env_stream
-
-__all__ = ["AmaxKernels", "AmaxReducer"]
+from cute_kernels.quantize.fakes import FakeBuffers
 
 _LOAD_BYTES = 32
 _UNROLL = 4
@@ -191,7 +190,7 @@ class AmaxReducer(AmaxKernels):
 
   @staticmethod
   def fake_args(config: AmaxConfig) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of ``__call__``."""
+    """Stand-ins for the arguments of ``launch_amax``."""
     fake = FakeBuffers(config.dtype, config.grouping)
     return (
       fake.x(config.prologue),
@@ -204,14 +203,5 @@ class AmaxReducer(AmaxKernels):
     )
 
   @cute.jit
-  def __call__(
-    self,
-    x: cute.Tensor,
-    grad: cute.Tensor | None,
-    offs: cute.Tensor | None,
-    row_amax: cute.Tensor | None,
-    group_amax: cute.Tensor | None,
-    num_sms: Int32,
-    stream: Any,
-  ) -> None:
-    self.launch_amax(x, grad, offs, row_amax, group_amax, num_sms, stream)
+  def __call__(self, *args: Any) -> None:
+    self.launch_amax(*args)

@@ -17,8 +17,6 @@ from cute_kernels.device.hadamard import CHUNK, transform_words
 from cute_kernels.device.memory import load_global_if
 from cute_kernels.quantize.amax import AmaxKernels
 
-__all__ = ["ChunkAmaxKernels"]
-
 _WARPS, _CTAS_PER_SM = 8, 2
 _LANE_COLS = 8
 _STRIP = WARP_SIZE * _LANE_COLS

@@ -18,19 +18,6 @@ from cute_kernels.quantize.prologue import DTYPE_BYTES, Prologue
 if TYPE_CHECKING:
   from typing_extensions import Self
 
-__all__ = [
-  "AmaxConfig",
-  "DbiasConfig",
-  "DelayedConfig",
-  "DequantizeConfig",
-  "OffsetsConfig",
-  "Prologue",
-  "QuantizeProblem",
-  "RowsConfig",
-  "TileConfig",
-  "ValuesConfig",
-]
-
 Grouping = Literal["ragged", "uniform"]
 #: K is a multiple of this whatever the format: 32 bytes of 16-bit input, which lanes load at once.
 K_MULTIPLE = 16
@@ -184,7 +171,6 @@ class RowsConfig:
     return config
 
   def can_implement(self, problem: QuantizeProblem) -> Support:
-    """Whether the kernel takes ``problem``."""
     if self.rows_per_warp > 1 and self.warps_per_row > 1:
       return Support(False, "only a team of one warp holds several rows")
     fmt = parse(self.format)
@@ -218,7 +204,6 @@ class ValuesConfig(RowsConfig):
   teams: ClassVar[tuple[tuple[int, int], ...]] = RowsConfig.teams[1:]
 
   def can_implement(self, problem: QuantizeProblem) -> Support:
-    """Whether the kernel takes ``problem``."""
     if (self.arch, self.grouping) != ("sm_90a", "ragged"):
       return Support(False, "values are for ragged operands on sm_90a")
     if parse(self.format).element.per_byte == 1:
@@ -289,12 +274,10 @@ class TileConfig:
 
   @property
   def is_stochastic(self) -> bool:
-    """Whether codes are rounded by random bytes."""
     return parse(self.format).is_stochastic
 
   @property
   def is_bytes(self) -> bool:
-    """Whether a code is a byte."""
     return parse(self.format).element.bits == 8
 
   @property

@@ -22,32 +22,30 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
-from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.convert import unpack_words
 from cute_kernels.device.groups import group_end, group_start
+from cute_kernels.device.launch import DSL_TYPES, GridKernel, compact, env_stream
 from cute_kernels.device.memory import load_global_if, load_shared, store_global, store_shared
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.config import DTYPE_BYTES, DbiasConfig
 from cute_kernels.quantize.elements import ElementMaker
-from cute_kernels.quantize.fakes import dsl_dtype, env_stream
 
 if TYPE_CHECKING:
   from collections.abc import Sequence
 
-__all__ = ["DbiasReducer"]
-
 _WARPS = 4
-_CTAS_PER_SM = 4
 #: Rows that a lane loads before it adds any: of the input, and of what an activation takes, which
 #: is so much code that it is in a loop.
 _BATCH, _BATCH_MADE = 16, 4
 
 
-class DbiasReducer:
+class DbiasReducer(GridKernel):
   """Column sums of ragged groups, see the module."""
+
+  ctas_per_sm, num_threads = 4, _WARPS * WARP_SIZE
 
   def __init__(self, config: DbiasConfig):
     self.dtype = config.dtype
@@ -64,7 +62,6 @@ class DbiasReducer:
 
   @staticmethod
   def fake_args(config: DbiasConfig) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of ``__call__``."""
     element = DTYPE_BYTES[config.dtype]
     rows, groups = cute.sym_int(), cute.sym_int()
     cols = cute.sym_int(divisibility=config.columns_per_lane)
@@ -72,29 +69,18 @@ class DbiasReducer:
     if config.prologue is not None and config.prologue.record.is_gated:
       wide, half = cute.sym_int(), cute.sym_int(divisibility=config.columns_per_lane)
       wide, half = (wide, None) if config.prologue.halves else (cols, half)
-    align = config.columns_per_lane * element
-    order = (1, 0)
 
     def plain(width: Any) -> Any:
-      dtype = dsl_dtype(config.dtype)
-      return make_fake_compact_tensor(dtype, (rows, width), stride_order=order, assumed_align=align)
+      return compact(DSL_TYPES[config.dtype], rows, width, align=config.columns_per_lane * element)
 
     takes_grad = config.prologue is not None and config.prologue.is_gradient
     return (
       plain(wide),
       plain(half) if takes_grad else None,
-      make_fake_compact_tensor(Int32, (groups,), assumed_align=4),
-      make_fake_compact_tensor(Float32, (groups, cols), stride_order=order, assumed_align=4),
+      compact(Int32, groups, align=4),
+      compact(Float32, groups, cols, align=4),
       Int32(1),
       env_stream(),
-    )
-
-  @cute.jit
-  def __call__(
-    self, dy: cute.Tensor, grad: cute.Tensor | None, offs: cute.Tensor, dbias: cute.Tensor, num_sms: Int32, stream: Any
-  ) -> None:
-    self.kernel(dy, grad, offs, dbias).launch(
-      grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[_WARPS * WARP_SIZE, 1, 1], stream=stream
     )
 
   @cute.kernel

@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
-from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cute_kernels.device.absmax import fmax, warp_max
 from cute_kernels.device.constants import WARP_SIZE
+from cute_kernels.device.launch import compact, env_stream
 from cute_kernels.device.ptx import asm
-from cute_kernels.quantize.fakes import env_stream
 
 if TYPE_CHECKING:
   from cute_kernels.quantize.config import DelayedConfig
-
-__all__ = ["DelayedKernel"]
 
 _THREADS = 256
 _WARPS = _THREADS // WARP_SIZE
@@ -54,8 +51,8 @@ class DelayedKernel:
   def fake_args(config: DelayedConfig) -> tuple[Any, ...]:
     """Stand-ins for (amax_history, scale, amax, largest, stream)."""
     slots = cute.sym_int()
-    history = make_fake_compact_tensor(Float32, (cute.sym_int(), slots), stride_order=(1, 0))
-    vectors = [make_fake_compact_tensor(Float32, (slots,), assumed_align=4) for _ in range(2)]
+    history = compact(Float32, cute.sym_int(), slots)
+    vectors = [compact(Float32, slots, align=4) for _ in range(2)]
     amax = vectors[1] if config.takes_amax else None
     return (history, vectors[0], amax, Float32(1.0), env_stream())
 

@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from cute_kernels.device.codecs import codec_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping, next_item
+from cute_kernels.device.launch import GridKernel, env_stream
 from cute_kernels.device.memory import load_global, load_global_if, store_global
 from cute_kernels.device.ptx import asm, bits_as_f32
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
@@ -33,13 +34,9 @@ from cute_kernels.quantize.dequantize_columns import (
   SlotTile,
   store_row,
 )
-from cute_kernels.quantize.fakes import FakeBuffers, env_stream
-
-__all__ = ["Dequantizer"]
+from cute_kernels.quantize.fakes import FakeBuffers
 
 _WARPS = 8
-#: As many as an SM holds for certain: the kernels take 66 to 128 registers.
-_CTAS_PER_SM = 2
 _ROW_STRIP = WARP_SIZE * LANE_COLS
 #: 16-byte rows of a scale tile: each has the scales of this many rows.
 _QUARTERS = 4
@@ -76,8 +73,12 @@ class RowPlaces(NamedTuple):
   count: Int32
 
 
-class Dequantizer:
+class Dequantizer(GridKernel):
   """One direction of a quantized tensor, see the module."""
+
+  #: As many as an SM holds for certain: the kernels take 66 to 128 registers.
+  ctas_per_sm = 2
+  num_threads = _WARPS * WARP_SIZE
 
   def __init__(self, config: DequantizeConfig):
     self.config = config
@@ -96,22 +97,6 @@ class Dequantizer:
     codes, scales = copy or (fake.codes(), fake.scales())
     level = fake.level(per_row=config.row_level)
     return (codes, scales, level, fake.offs(), fake.x(), Int32(0), Int32(1), env_stream())
-
-  @cute.jit
-  def __call__(
-    self,
-    codes: cute.Tensor,
-    scales: cute.Tensor | None,
-    level: cute.Tensor | None,
-    offs: cute.Tensor | None,
-    out: cute.Tensor,
-    fresh: Int32,
-    num_sms: Int32,
-    stream: Any,
-  ) -> None:
-    self.kernel(codes, scales, level, offs, out, fresh).launch(
-      grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[_WARPS * WARP_SIZE, 1, 1], stream=stream
-    )
 
   @cute.kernel
   def kernel(
@@ -160,11 +145,11 @@ class Dequantizer:
     """Write zeros to the rows from ``first`` on."""
     row_bytes = Int64(out.shape[1]) * self.element
     stop = out.iterator.toint() + out.shape[0] * row_bytes
-    thread = cute.arch.block_idx()[0] * (_WARPS * WARP_SIZE) + cute.arch.thread_idx()[0]
+    thread = cute.arch.block_idx()[0] * self.num_threads + cute.arch.thread_idx()[0]
     at = out.iterator.toint() + first * row_bytes + thread * 16
     while at < stop:
       store_global(at, [Uint32(0)] * 4)
-      at += cute.arch.grid_dim()[0] * (_WARPS * WARP_SIZE * 16)
+      at += cute.arch.grid_dim()[0] * (self.num_threads * 16)
 
   # ------------------------------------------------------------------ rowwise
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
   from cute_kernels.device.codecs import Codec
   from cute_kernels.quantize.config import DequantizeConfig
 
-__all__ = ["COLUMN_STRIP", "LANE_COLS", "QUARTER_ROWS", "ColumnDecoder", "Copy", "SlotTile", "store_row"]
-
 #: Columns of a lane, and the rows that it writes at a time, or half of them; rows of a lane;
 #: columns of a warp.
 LANE_COLS, QUARTER_ROWS, COLUMN_STRIP = 8, 32, 64

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.quantize.prologue import Prologue
 
-__all__ = ["ElementMaker", "maker_of"]
-
 
 class ElementMaker:
   """Makes elements of ``dtype`` as ``prologue`` says.

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float16, Float32, Int32, Int64, Uint8, cute
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass import Float8E4M3FN, Float8E5M2, Float16, Float32, Int32, Int64, Uint8, cute
+from cutlass.cute.runtime import make_fake_tensor
 
+from cute_kernels.device.launch import DSL_TYPES, compact
 from cute_kernels.formats import parse
 from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, scale_tiles
 from cute_kernels.layout.slots import TILE_ROWS
@@ -19,30 +20,16 @@ from cute_kernels.quantize.levels import LEVEL_RESULTS
 if TYPE_CHECKING:
   from cute_kernels.quantize.prologue import Prologue
 
-__all__ = ["FakeBuffers", "dsl_dtype", "env_stream"]
-
 #: 32-byte vector stores; torch aligns its allocations to 64 bytes or more.
 _ALIGN = 32
 
 
-_DSL_DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
 #: The type of a buffer of codes, by element.
 _CODE_DTYPES = {"e2m1": Uint8, "e4m3": Float8E4M3FN, "e5m2": Float8E5M2}
 
 
-def dsl_dtype(name: str) -> Any:
-  """The DSL type of a dtype name."""
-  return _DSL_DTYPES[name]
-
-
-def env_stream() -> Any:
-  """The stream that is current when the compiled function is called."""
-  return make_fake_stream(use_tvm_ffi_env_stream=True)
-
-
 def _compact(dtype: Any, *shape: Any) -> Any:
-  order = tuple(reversed(range(len(shape))))
-  return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=_ALIGN)
+  return compact(dtype, *shape, align=_ALIGN)
 
 
 class FakeBuffers:
@@ -82,13 +69,13 @@ class FakeBuffers:
 
   def _plain(self, dtype: str, cols: Any) -> Any:
     lead = (self.groups, self.rows_each) if self.uniform else (self.rows,)
-    return _compact(dsl_dtype(dtype), *lead, cols)
+    return _compact(DSL_TYPES[dtype], *lead, cols)
 
   def offs(self) -> Any:
     """(G,) int32, or None."""
     if self.uniform:
       return None
-    return make_fake_compact_tensor(Int32, (self.groups,), assumed_align=4)
+    return compact(Int32, self.groups, align=4)
 
   def level(self, per_row: bool = False) -> Any:
     """(G,) fp32, or one a row; None if the format has no second level."""
@@ -96,11 +83,11 @@ class FakeBuffers:
       return None
     # Uniform groups have G * N rows; no symbol says that.
     extent = (cute.sym_int() if self.uniform else self.rows) if per_row else self.groups
-    return make_fake_compact_tensor(Float32, (extent,), assumed_align=4)
+    return compact(Float32, extent, align=4)
 
   def seed(self) -> Any:
     """(2,) int64."""
-    return make_fake_compact_tensor(Int64, (2,), assumed_align=8)
+    return compact(Int64, 2, align=8)
 
   def results(self) -> tuple[Any, ...]:
     """(G,) fp32 scale_inv, scale and amax, None each where the format does not keep it.

@@ -10,8 +10,6 @@ from cutlass import Int32, cute
 if TYPE_CHECKING:
   from cute_kernels.device.codecs import Codec
 
-__all__ = ["LEVEL_RESULTS", "LevelWriter"]
-
 #: What the second level of some format keeps besides amaxes, in the order of kernels' arguments.
 LEVEL_RESULTS = ("scale_inv", "scale")
 

@@ -9,37 +9,29 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Int32, Int64, cute
-from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.quantize.fakes import env_stream
+from cute_kernels.device.launch import DSL_TYPES, compact, env_stream
 
 if TYPE_CHECKING:
   from cute_kernels.quantize.config import OffsetsConfig
 
-__all__ = ["OffsetsKernel"]
-
 _WARPS = 32
 _THREADS = WARP_SIZE * _WARPS
-_DSL_INTS = {"int32": Int32, "int64": Int64}
 
 
 class OffsetsKernel:
   """Inclusive scan, ``_THREADS`` groups at a time with a carry."""
 
   def __init__(self, config: OffsetsConfig):
-    self.out = _DSL_INTS[config.out]
+    self.out = DSL_TYPES[config.out]
 
   @staticmethod
   def fake_args(config: OffsetsConfig) -> tuple[Any, ...]:
     """Stand-ins for (splits, out, multiplier, stream)."""
     groups = cute.sym_int()
-    return (
-      make_fake_compact_tensor(_DSL_INTS[config.splits], (groups,)),
-      make_fake_compact_tensor(_DSL_INTS[config.out], (groups,)),
-      Int64(1),
-      env_stream(),
-    )
+    splits, out = (compact(DSL_TYPES[name], groups) for name in (config.splits, config.out))
+    return (splits, out, Int64(1), env_stream())
 
   @cute.jit
   def __call__(self, splits: cute.Tensor, out: cute.Tensor, multiplier: Int64, stream: Any) -> None:

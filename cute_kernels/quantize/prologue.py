@@ -10,8 +10,6 @@ from cute_kernels.activations import parse_activation
 if TYPE_CHECKING:
   from cute_kernels.activations import Activation
 
-__all__ = ["DTYPE_BYTES", "Prologue"]
-
 #: Bytes of one element, by the dtype names that configurations use.
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 

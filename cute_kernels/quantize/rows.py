@@ -32,16 +32,15 @@ from cute_kernels.device.codecs import Level, codec_of
 from cute_kernels.device.codecs.bytes import ByteCodec
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping, next_item
+from cute_kernels.device.launch import env_stream
 from cute_kernels.device.memory import bulk_load, load_shared, store_global, store_shared, store_shared_byte, wait_each
 from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits, select
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.config import DTYPE_BYTES, K_MULTIPLE, RowsConfig
 from cute_kernels.quantize.elements import maker_of
-from cute_kernels.quantize.fakes import FakeBuffers, env_stream
+from cute_kernels.quantize.fakes import FakeBuffers
 from cute_kernels.quantize.levels import LevelWriter
-
-__all__ = ["Lane", "RowsQuantizer"]
 
 _PACKET_ROWS = 8
 _PACKETS = 16  # of a 128-row slot tile
@@ -154,7 +153,6 @@ class RowsQuantizer:
 
   @staticmethod
   def fake_args(config: RowsConfig) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of ``__call__``."""
     fake = FakeBuffers(config.dtype, config.grouping, config.format)
     inputs = (fake.x(config.prologue), fake.grad(config.prologue), fake.offs())
     output = (fake.level(config.computes_amax), fake.codes(), fake.scales())

@@ -12,16 +12,15 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from cute_kernels.device.codecs.nvfp4_fp16 import fp16_values, scales_as_fp16
+from cute_kernels.device.launch import env_stream
 from cute_kernels.device.memory import store_global, transpose_four
 from cute_kernels.device.ptx import select
 from cute_kernels.layout.shapes import PIECE_K
-from cute_kernels.quantize.fakes import FakeBuffers, env_stream
+from cute_kernels.quantize.fakes import FakeBuffers
 from cute_kernels.quantize.rows import Lane, RowsQuantizer
 
 if TYPE_CHECKING:
   from cute_kernels.quantize.config import ValuesConfig
-
-__all__ = ["RowValuesQuantizer"]
 
 
 class RowValuesQuantizer(RowsQuantizer):

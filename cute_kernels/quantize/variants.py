@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.quantize.config import Grouping
 
-__all__ = ["kernel_specs"]
-
 Config = AmaxConfig | DbiasConfig | DelayedConfig | DequantizeConfig | OffsetsConfig | RowsConfig | TileConfig
 
 #: What is quantized to, row by row and tile by tile.

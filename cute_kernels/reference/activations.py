@@ -81,8 +81,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.activations import Activation
 
-__all__ = ["activate", "activate_gradient", "exp", "sigmoid", "tanh"]
-
 
 def _polynomial(r: Tensor, coefficients: tuple[float, ...]) -> Tensor:
   """By Horner's rule, from the highest power down."""

@@ -11,21 +11,6 @@ from torch import Tensor
 
 from cute_kernels.formats import E2M1, E4M3, ElementType
 
-__all__ = [
-  "decode",
-  "decode_e4m3",
-  "encode",
-  "encode_e2m1",
-  "encode_e2m1_stochastic",
-  "encode_e4m3",
-  "encode_e8m0",
-  "f32",
-  "pack",
-  "pack_codes",
-  "round_e2m1",
-  "unpack_codes",
-]
-
 #: Magnitude of E2M1 codes 0..7; bit 3 is the sign.
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
   from cute_kernels.formats import Format
   from cute_kernels.reference.groups import Groups
 
-__all__ = ["by_name", "code_tiles", "rows_first", "slices", "tile_index", "tile_parts"]
-
 #: Elements that are converted at a time: bounds the memory, and stays in the cache.
 _CHUNK = 1 << 19
 

@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["delayed_scaling_update"]
-
 _FMAX = torch.finfo(torch.float32).max
 
 

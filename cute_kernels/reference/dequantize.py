@@ -20,8 +20,6 @@ if TYPE_CHECKING:
   from cute_kernels.formats import Format
   from cute_kernels.reference.groups import Groups
 
-__all__ = ["dequantize"]
-
 
 def dequantize(groups: Groups, fmt: Format, copy: Sequence[Tensor], columnwise: bool, out: Tensor) -> None:
   """Decode one direction into ``out``; rows of the tail are left as they are.

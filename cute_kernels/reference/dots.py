@@ -74,8 +74,6 @@ if TYPE_CHECKING:
   from cute_kernels.formats import ElementType
   from cute_kernels.reference.operands import Rows
 
-__all__ = ["Adder", "dot"]
-
 #: K of the partial sums of FP8 with a split accumulator.
 _SPLIT_K = 128
 #: Blocks of K that share an E8M0 scale.

@@ -39,8 +39,6 @@ from cute_kernels.reference.philox import philox4x32
 if TYPE_CHECKING:
   from torch import Tensor
 
-__all__ = ["BLOCK", "Draws", "GivenDraws", "KeyedDraws"]
-
 #: Elements that one call of the generator serves.
 BLOCK = 16
 _ROUNDS = 7

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.activations import Activation
 
-__all__ = ["Elements"]
-
 #: Elements that are made at a time where the caller does not say which.
 _CHUNK = 1 << 19
 

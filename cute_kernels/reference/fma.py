@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["fma", "rounded_sum", "two_sum"]
-
 
 def two_sum(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
   """``x + y`` rounded, and the rest: together exactly the sum (Knuth's TwoSum).

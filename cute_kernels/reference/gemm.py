@@ -26,8 +26,6 @@ if TYPE_CHECKING:
   from cute_kernels.reference.groups import Groups
   from cute_kernels.reference.operands import Operand
 
-__all__ = ["k_grouped_gemm", "m_grouped_gemm"]
-
 
 def _store(
   out: Tensor, acc: Tensor, factor: Tensor | None, alpha: Tensor | None, bias: Tensor | None, accumulate: bool

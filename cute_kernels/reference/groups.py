@@ -13,8 +13,6 @@ from cute_kernels.layout.slots import TILE_ROWS, num_slot_tiles, uniform_tiles
 if TYPE_CHECKING:
   from collections.abc import Sequence
 
-__all__ = ["Groups"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Groups:

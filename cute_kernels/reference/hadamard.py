@@ -21,8 +21,6 @@ import torch
 if TYPE_CHECKING:
   from torch import Tensor
 
-__all__ = ["CHUNK", "SIGN_MASK", "transform", "undo"]
-
 #: Elements that are mixed with each other.
 CHUNK = 16
 #: Bit i is set where s[i] is -1: TransformerEngine's signs.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.activations import Activation
 
-__all__ = ["activate", "activate_gradient", "combine", "compute_routing", "gather"]
-
 #: Neighbouring columns that one lane of a warp adds up, and lanes.
 _RUN, _LANES = 8, 32
 

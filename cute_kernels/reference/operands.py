@@ -15,8 +15,6 @@ from cute_kernels.reference.scales import linear_column_scales, linear_scales, t
 if TYPE_CHECKING:
   from cute_kernels.formats import BlockScale, Format
 
-__all__ = ["Operand", "Rows"]
-
 
 class Rows(NamedTuple):
   """Rows that a product contracts.

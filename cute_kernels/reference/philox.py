@@ -12,8 +12,6 @@ import torch
 if TYPE_CHECKING:
   from torch import Tensor
 
-__all__ = ["philox4x32"]
-
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
   from cute_kernels.reference.elements import Elements
   from cute_kernels.reference.groups import Groups
 
-__all__ = ["Given", "quantize"]
-
 
 class Given(NamedTuple):
   """What the caller gives beside the elements.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
   from cute_kernels.reference.elements import Elements
   from cute_kernels.reference.groups import Groups
 
-__all__ = ["absmax", "compute_offsets", "group_amax", "grouped_amax", "grouped_dbias"]
-
 
 def absmax(x: Tensor, dim: int = -1) -> Tensor:
   """Largest |x| along ``dim``, fp32; 0 for an empty slice.

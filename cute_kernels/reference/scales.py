@@ -20,16 +20,6 @@ from cute_kernels.layout.slots import TILE_ROWS
 if TYPE_CHECKING:
   from cute_kernels.formats import BlockScale, Format
 
-__all__ = [
-  "lay_scales",
-  "linear_column_scales",
-  "linear_row_scales",
-  "linear_scales",
-  "tile_scales",
-  "tile_view",
-  "untile_scales",
-]
-
 
 def tile_scales(linear: Tensor) -> Tensor:
   """Lay scale bytes (..., 128 R, C) out as 128x4 tiles (..., R, ceil(C / 4), 512)."""

@@ -65,8 +65,6 @@ from cute_kernels.reference.conversions import unpack_codes
 if TYPE_CHECKING:
   from collections.abc import Iterator
 
-__all__ = ["NAN_BITS", "TENSOR_CORES", "tensor_core_gemm"]
-
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Packed E2M1 codes, two a byte.
 _FP4 = torch.uint8

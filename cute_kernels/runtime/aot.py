@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.runtime.spec import KernelSpec
 
-__all__ = ["FAMILIES", "PrecompileError", "PrecompileResult", "declared_specs", "main", "precompile"]
-
 #: Modules that list the kernels of a family, each by ``kernel_specs(arch: str)``: an iterable of
 #: specs of kernels for ``"sm_90a"`` or ``"sm_100a"``. Listing needs no CuTe DSL.
 FAMILIES = ("cute_kernels.quantize.variants", "cute_kernels.gemm.variants", "cute_kernels.moe.variants")

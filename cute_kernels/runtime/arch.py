@@ -9,8 +9,6 @@ import torch
 
 from cute_kernels.capability import UnsupportedError
 
-__all__ = ["TARGETS", "Architecture", "architecture", "device_architecture"]
-
 #: Compiler target -> the kernels that run there, as ``capability.ARCHITECTURES`` names them.
 TARGETS = {"sm_90a": "sm_90a", "sm_100a": "sm_100a", "sm_103a": "sm_100a"}
 _EMULATED_PREFIX = "emulated:"

@@ -28,17 +28,6 @@ from cute_kernels.runtime.arch import device_architecture
 if TYPE_CHECKING:
   from collections.abc import Iterator
 
-__all__ = [
-  "BACKENDS",
-  "EMULATOR_OPTIONS",
-  "Backend",
-  "Choice",
-  "active_backend",
-  "backend",
-  "chosen_backend",
-  "resolve_backend",
-]
-
 _REFERENCE = "reference:"
 _EMULATED = "emulated:"
 BACKENDS = (

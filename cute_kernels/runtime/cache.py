@@ -38,8 +38,6 @@ if TYPE_CHECKING:
   from cute_kernels.runtime.arch import Architecture
   from cute_kernels.runtime.spec import KernelSpec
 
-__all__ = ["CacheKey", "DiskCache", "cache_key", "default_cache"]
-
 #: Bump when the meaning of an entry's files changes.
 _LAYOUT = 1
 #: A compilation takes seconds; a lock held for longer than this belongs to a stuck process.

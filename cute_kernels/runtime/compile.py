@@ -26,8 +26,6 @@ if TYPE_CHECKING:
   from cute_kernels.runtime.cache import CacheKey, DiskCache
   from cute_kernels.runtime.spec import KernelSpec
 
-__all__ = ["compile_kernel", "compile_to_disk", "forget_kernels", "is_on_disk"]
-
 _kernels: dict[tuple[KernelSpec, Architecture], Callable[..., object]] = {}
 # cute.compile may not run in two threads at once.
 _compile_lock = ForkSafeLock()

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from cute_kernels.capability import UnsupportedError
 
-__all__ = ["REQUIREMENTS", "Requirement", "dsl_unavailable", "installed_versions", "require_dsl"]
-
 _INSTALL_HINT = "pip install 'grouped-kernels[cutedsl]'"
 
 

@@ -29,8 +29,6 @@ from cute_kernels.host.settings import warn_once
 if TYPE_CHECKING:
   from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["EmulatedKernel", "load_emulated", "real_device"]
-
 # Two threads that call a new kernel must not both load it. It is taken before the compiler's lock
 # and the emulator's, never inside them.
 _load_lock = ForkSafeLock()

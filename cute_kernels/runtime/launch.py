@@ -16,8 +16,6 @@ if TYPE_CHECKING:
   from cute_kernels.runtime.backend import Backend
   from cute_kernels.runtime.spec import KernelSpec
 
-__all__ = ["Launcher", "launcher"]
-
 #: SMs of the emulated GPU unless the user says otherwise: enough for persistent CTAs to share work.
 EMULATED_SMS = 4
 

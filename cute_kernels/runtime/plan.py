@@ -15,8 +15,6 @@ from torch import Tensor
 if TYPE_CHECKING:
   from collections.abc import Hashable, Iterable
 
-__all__ = ["INERT", "PlanCache", "plan_key"]
-
 #: Types of arguments that are values: neither tensors nor lists of them.
 INERT = frozenset({type(None), bool, int, str, torch.dtype})
 

@@ -9,8 +9,6 @@ import importlib
 import re
 from typing import Any, Protocol
 
-__all__ = ["KernelSpec", "canonical_text", "resolve", "short_name"]
-
 
 class KernelSpec(Protocol):
   """One kernel variant: a frozen, hashable, picklable dataclass.

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
   from cute_kernels.runtime.arch import Architecture
   from cute_kernels.runtime.spec import KernelSpec
 
-__all__ = ["Answer", "Worker", "main"]
-
 #: What became of a kernel: what ``compile_to_disk`` returns, or the error as text.
 Answer = Union[bool, str, None]  # noqa: UP007  (evaluated by Python 3.10 too)
 

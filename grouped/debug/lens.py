@@ -17,8 +17,6 @@ from grouped.debug.statistics import MAXIMA, SUMS, Found, Probe, Step
 if TYPE_CHECKING:
   from collections.abc import Sequence
 
-__all__ = ["EAGER_ONLY", "LayerLens", "check_eager", "inspect"]
-
 EAGER_ONLY = (
   "grouped.debug.inspect looks at the operands of eager calls: what traces or transforms a layer would not see it look"
 )

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
   from grouped.debug.lens import LayerLens
 
-__all__ = ["ROLES", "Watched", "detect_nonfinite"]
-
 #: What is looked at in each layer, in the order of ``detect_nonfinite.report``.
 ROLES = ("input", "weight", "output", "grad_output")
 _GRAD_OUTPUT = ROLES.index("grad_output")

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
   from cute_kernels.formats import ElementType, Format
   from grouped.passes import Copies
 
-__all__ = ["MAXIMA", "SUMS", "Found", "Key", "Probe", "Step"]
-
 #: What is added up over the calls of a step, and what the largest is taken of.
 SUMS = ("rows", "signal", "noise", "saturated", "underflow", "nonfinite", "nonfinite_copy")
 MAXIMA = ("amax", "second_level")

@@ -7,8 +7,6 @@ import dataclasses
 import torch
 from torch import Tensor
 
-__all__ = ["Batch", "Corpus", "load_corpus", "sample_batch", "unigram_entropy"]
-
 #: Inputs and targets, both (batch, context) int64; the targets are the inputs' next bytes.
 Batch = tuple[Tensor, Tensor]
 _BLOCK, _EVERY = 4096, 10

@@ -14,8 +14,6 @@ import grouped
 if TYPE_CHECKING:
   from grouped.recipes import Recipe
 
-__all__ = ["Attention", "LanguageModel", "ModelConfig", "ModelOutput"]
-
 _NUM_BYTES = 256
 
 

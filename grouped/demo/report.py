@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
   from grouped.demo.train import Run
 
-__all__ = ["INSTALL", "can_plot", "make_progress", "table", "write_plot", "write_results"]
-
 #: What to run for the progress bar and the plot.
 INSTALL = "pip install 'grouped-kernels[demo]'"
 _BASELINE = "BF16"

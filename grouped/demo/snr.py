@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
   from grouped import debug
 
-__all__ = ["ROLES", "mean_db"]
-
 #: What enters the products of a grouped linear layer, and the lens's names of it.
 ROLES = {"weights": "weight", "activations": "input", "gradients": "grad_output"}
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
   from collections.abc import Callable, Iterator
   from pathlib import Path
 
-__all__ = ["ExpertLoad", "Run", "TrainConfig", "train"]
-
 _BALANCE_WEIGHT = 0.01
 _MAX_GRAD_NORM = 1.0
 _MOST_HELD_OUT_BATCHES = 8

@@ -21,8 +21,6 @@ from grouped.recipes import Recipe, check_recipe
 if TYPE_CHECKING:
   from torch import Tensor
 
-__all__ = ["GroupedExpertsConverter"]
-
 
 class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
   """A model converter: the products of ``GroupedExperts`` by ``grouped.linear``.

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
   Forward: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 
-__all__ = ["RECIPES", "prepare", "register"]
-
 #: Names of experts implementations, and the recipe of each.
 RECIPES: dict[str, Recipe] = {
   "grouped_bf16": recipes.BF16(),

@@ -11,8 +11,6 @@ from torch.autograd.function import once_differentiable
 from cute_kernels import ops
 from cute_kernels.activations import Activation, parse_activation
 
-__all__ = ["activate", "as_activation"]
-
 
 def as_activation(activation: object, interleaved: bool) -> Activation:
   """The record of an activation, from its name or itself.

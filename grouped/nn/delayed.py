@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
   from grouped.recipes import Recipe
 
-__all__ = ["DelayedScaling"]
-
 
 class DelayedScaling(nn.Module):
   """The scales of a grouped linear layer under ``FP8Delayed``, and the amaxes they follow from.

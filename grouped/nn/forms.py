@@ -9,8 +9,6 @@ from torch import Tensor
 
 from grouped.tensor import GroupedTensor
 
-__all__ = ["convert"]
-
 
 def convert(state_dict: dict[str, Any], key: str, num_groups: int, stacked: bool) -> None:
   """Turn the other form of a parameter into a layer's, in place.

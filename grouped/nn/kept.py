@@ -15,8 +15,6 @@ if TYPE_CHECKING:
   from grouped.passes import Copies
   from grouped.recipes import Recipe
 
-__all__ = ["KeptWeight", "can_keep", "is_static"]
-
 
 def can_keep(sources: Sequence[Tensor]) -> bool:
   """Whether a change of these weights would be seen, and a copy of them outlive this call.

@@ -19,13 +19,12 @@ from grouped.nn.wgrad import EAGER_ONLY, ParameterGradients, Wgrads
 from grouped.passes import Copies, Scaling, joined, quantize_weight
 from grouped.recipes import BF16, ROLES, FP8Delayed, Recipe, check_recipe
 from grouped.tensor import GroupedTensor
+from grouped.tracing import eager_only
 
 if TYPE_CHECKING:
   from collections.abc import Callable
 
   from grouped.offsets import Offsets
-
-__all__ = ["GroupedLinear"]
 
 
 class GroupedLinear(debug.Watched):
@@ -184,7 +183,7 @@ class GroupedLinear(debug.Watched):
       return seen
     return self._call(x, offs, is_first_microbatch)
 
-  @torch.compiler.disable(reason=debug.EAGER_ONLY)  # type: ignore[untyped-decorator]
+  @eager_only(debug.EAGER_ONLY)
   def _inspected(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
     """``forward`` inside ``grouped.debug.inspect``."""
     debug.check_eager()
@@ -196,7 +195,7 @@ class GroupedLinear(debug.Watched):
       return y
     return self._apply_to(x, offs, is_first_microbatch, None)
 
-  @torch.compiler.disable(reason=EAGER_ONLY)  # type: ignore[untyped-decorator]
+  @eager_only(EAGER_ONLY)
   def _train_apart(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
     """``forward`` where gradients of parameters do not go to autograd, or not at once."""
     return self._apply_to(x, offs, is_first_microbatch, self.sink(is_first_microbatch))

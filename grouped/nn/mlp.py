@@ -16,8 +16,6 @@ if TYPE_CHECKING:
   from grouped.offsets import Offsets
   from grouped.recipes import Recipe
 
-__all__ = ["GroupedMLP"]
-
 
 class GroupedMLP(nn.Module):
   """Experts: ``y = W2_g act(W1_g x)`` for the rows of group g.

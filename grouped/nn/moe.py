@@ -11,12 +11,11 @@ from grouped.autograd import rows_and_ends
 from grouped.experts import Routing, Style, compute_routing, experts
 from grouped.nn.mlp import GroupedMLP
 from grouped.nn.router import MoELosses, Router
+from grouped.tracing import eager_only
 
 if TYPE_CHECKING:
   from cute_kernels.activations import Activation
   from grouped.recipes import Recipe
-
-__all__ = ["MoE"]
 
 
 class MoE(nn.Module):
@@ -192,7 +191,7 @@ class MoE(nn.Module):
       raise ValueError(f"num_tokens must be a tensor of one element, got {num_tokens!r}")
     return num_tokens.view(1)
 
-  @torch.compiler.disable(reason="something looks at the experts, or takes their gradients")  # type: ignore[untyped-decorator]
+  @eager_only("something looks at the experts, or takes their gradients")
   def _run_eager(self, *arguments: Any) -> Tensor:
     return self._run(*arguments)
 

@@ -12,8 +12,6 @@ from cute_kernels import ops
 from cute_kernels.ops.derivatives import register_autograd
 from cute_kernels.records import check_choice
 
-__all__ = ["Choice", "MoELosses", "Router"]
-
 SCORES = ("softmax", "sigmoid")
 #: Added to sums of sigmoids before a division by them, as DeepSeek-V3 does; no softmax shows it.
 _TINY = 1e-20

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
   from grouped.passes import LinearCall, WgradOperands
 
-__all__ = ["EAGER_ONLY", "ParameterGradients", "StoredGradients", "Wgrads"]
-
 EAGER_ONLY = (
   "a layer with fuse_wgrad_accumulation or delay_wgrad trains in eager mode only: it writes "
   "gradients where no trace and no transform sees it"

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
   from perf.records import Record
 
-__all__ = ["badge", "speedups"]
-
 _SIDES = (("ours", "nvfp4:row_scaled x nvfp4"), ("torch", "bfloat16"))
 _SVG = """\
 <svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img">

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
   from collections.abc import Iterable
   from pathlib import Path
 
-__all__ = ["QUANTITIES", "read_numerics"]
-
 #: Version of the form that is read.
 _SCHEMA = 1
 #: Lists with a number for each expert that the page shows.

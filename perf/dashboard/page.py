@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
   from perf.records import Record
 
-__all__ = ["ASSETS", "page"]
-
 ASSETS = Path(__file__).parent / "assets"
 #: In the order in which they need each other.
 _NAMES = "dom data filters canvas plot tables plots views numerics main"

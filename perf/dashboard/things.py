@@ -15,8 +15,6 @@ from perf.records import Record, latest
 if TYPE_CHECKING:
   from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["PUBLISHED", "commits_of", "history_of", "kernel_of", "payload", "roofs_of"]
-
 #: Rates of data sheets, dense: memory in TB/s, products in TFLOP/s. A name is looked for in that of
 #: the GPU, the longest first.
 PUBLISHED = {

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
   from perf.contender import Contender
   from perf.environment import Environment
 
-__all__ = ["Measurement", "Meter", "of_times", "spread_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:

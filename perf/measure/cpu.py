@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
   from perf.contender import Contender
 
-__all__ = ["CpuMeter"]
-
 _REPEATS, _QUICK_REPEATS = 7, 2
 _LEAST_SECONDS = 0.02
 
@@ -50,7 +48,6 @@ class CpuMeter(Meter):
 
 
 def _seconds(run: Callable[[], Any], calls: int) -> float:
-  """Seconds a call."""
   start = time.perf_counter()
   for _ in range(calls):
     run()

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
   from perf.contender import Contender
 
-__all__ = ["COUNTS", "EmulatorMeter", "claim", "count", "installed"]
-
 #: What is kept of ``emulator.stats``: its name there, by ours. Instructions are of PTX: a division
 #: counts as one, and is about ten in machine code. A wait counts once, however long it lasts.
 COUNTS = {

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
   from perf.contender import Contender
 
-__all__ = ["PROTOCOLS", "GpuMeter"]
-
 #: At the clock to which its power limit brings a busy GPU, and at that of one that was idle.
 PROTOCOLS = ("sustained", "burst")
 _REPLAYS, _QUICK_REPLAYS = 7, 3

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
   from perf.contender import Contender
 
-__all__ = ["HostMeter"]
-
 _ROUNDS, _CALLS = 25, 100
 _QUICK_ROUNDS, _QUICK_CALLS = 3, 10
 #: What stands for a GPU without one.

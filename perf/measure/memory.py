@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
   from grouped import recipes
 
-__all__ = ["Saved", "Sizes", "bytes_of_step", "measure", "saved_by"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:

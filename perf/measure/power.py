@@ -9,8 +9,6 @@ from typing import Any
 
 from perf.environment import gpu_uuid
 
-__all__ = ["PowerMeter"]
-
 _SECONDS = 0.005
 #: NVML's number of the clock of the SMs.
 _NVML_CLOCK_SM = 1

@@ -15,8 +15,6 @@ from perf.measure.base import Measurement, of_times
 if TYPE_CHECKING:
   from collections.abc import Callable
 
-__all__ = ["details_of"]
-
 _REPEATS, _SECONDS = 5, 0.05
 
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
   from perf.suites.layer import LayerWork
   from perf.suites.quantize import Input, Quantization
 
-__all__ = ["NOISE", "Peer", "W4A16Peer", "linear_nvfp4", "padded_rows", "row_scales", "unpadded_rows"]
-
 #: Relative errors of products and of values that are more than quantization, by format. Normal
 #: numbers give 0.095 (NVFP4 values), 0.13 (their products), 0.027 and 0.038 (FP8); what is wrong
 #: gives 1 and more.

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
   from perf.contender import Contender
   from perf.operands import Operands
 
-__all__ = ["PEER"]
-
 _ROW_MULTIPLE = 16
 _FORMATS: tuple[Format, ...] = (NVFP4(), MXFP8())
 _MODULE = "blackwell.kernel.moe.torch_scaled_grouped_mm"

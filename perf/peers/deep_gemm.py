@@ -17,8 +17,6 @@ if TYPE_CHECKING:
   from perf.contender import Contender
   from perf.operands import Operands
 
-__all__ = ["PEER"]
-
 _BLOCK = 128
 #: Mean rows of an expert below which its masked layout is the faster one.
 _MASKED_BELOW = 64

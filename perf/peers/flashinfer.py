@@ -29,8 +29,6 @@ if TYPE_CHECKING:
   from perf.operands import Operands
   from perf.suites.quantize import Input, Quantization
 
-__all__ = ["PEER"]
-
 _LARGEST = 6.0 * 448.0
 _BLACKWELL = 10
 _PACKAGES = ("", ".quantization", ".quantization.kernels", ".jit", ".cute_dsl")

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
   from perf.operands import Operands
 
-__all__ = ["PEER"]
-
 
 class Humming(W4A16Peer):
   """Its grouped contiguous product, with the tiles that its heuristics choose."""
@@ -28,7 +26,6 @@ class Humming(W4A16Peer):
   distribution = "humming-kernels"
 
   def prepare(self, work: Operands) -> Callable[[], Tensor]:
-    """Its own arrangement of the weights."""
     library = importlib.import_module("humming.layer")
     layer = library.HummingLayer(
       shape_n=work.shape.n,

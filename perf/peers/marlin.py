@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
   from perf.operands import Operands
 
-__all__ = ["PEER"]
-
 _UTILS = "vllm.model_executor.layers.quantization.utils"
 _ALIGN = "vllm.model_executor.layers.fused_moe.moe_align_block_size"
 _BLOCKS = (8, 16, 32, 48, 64)
@@ -33,7 +31,6 @@ class Marlin(W4A16Peer):
   distribution = "vllm"
 
   def prepare(self, work: Operands) -> Callable[[], Tensor]:
-    """Its own arrangement of the weights."""
     ops = importlib.import_module("vllm._custom_ops")
     types = importlib.import_module("vllm.scalar_type").scalar_types
     marlin = importlib.import_module(f"{_UTILS}.marlin_utils")

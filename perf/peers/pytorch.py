@@ -21,8 +21,6 @@ if TYPE_CHECKING:
   from perf.suites.layer import LayerWork, Step
   from perf.suites.quantize import Input, Quantization
 
-__all__ = ["PEER", "grouped_mlp", "nvfp4_values", "plain_layer"]
-
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP8_MAX = 448.0
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
   from perf.operands import Operands
   from perf.suites.layer import LayerWork
 
-__all__ = ["PEER"]
-
 
 class Quack(Peer):
   """Tuned by its own autotuner on the first call of a shape, which takes half a minute."""
@@ -31,8 +29,6 @@ class Quack(Peer):
   capabilities = (9, 10)
 
   def products(self, work: Operands) -> Iterator[Contender]:
-    """All three products."""
-
     def prepare() -> Any:
       multiply = _interface().gemm
       ends = _starts(work.offs)
@@ -72,7 +68,6 @@ class _Mlp:
     self._gemm = _interface()
 
   def run(self) -> tuple[Tensor, ...]:
-    """Output and gradients."""
     gemm, work = self._gemm, self._work
     rows = {"cu_seqlens_m": self._ends}
     before, hidden = gemm.gemm_gated(

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
   from perf.suites.layer import LayerWork, Step
   from perf.suites.quantize import Input, Quantization
 
-__all__ = ["PEER"]
-
 _TRAINING = "torchao.prototype.moe_training"
 _FORMATS = "torchao.prototype.mx_formats"
 #: Functions of ``_TRAINING`` by the format that they quantize to, and who runs them.

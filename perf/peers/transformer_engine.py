@@ -21,8 +21,6 @@ if TYPE_CHECKING:
   from perf.suites.layer import LayerWork, Step
   from perf.suites.quantize import Input, Quantization
 
-__all__ = ["PEER"]
-
 _PYTORCH = "transformer_engine.pytorch"
 _RECIPES = "transformer_engine.common.recipe"
 #: Recipes by our name: their class, who runs them, and to what rows of a group are padded.

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.formats import Format
 
-__all__ = ["GPUS", "Gpu", "Range", "Tiles", "gpu_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Range:

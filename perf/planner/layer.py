@@ -18,8 +18,6 @@ if TYPE_CHECKING:
   from grouped.recipes import Recipe
   from perf.planner.gpus import Gpu
 
-__all__ = ["Layer", "memory", "missing_kernels", "passes", "step_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Layer:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
   from perf.planner.gpus import Gpu
   from perf.planner.work import Kernel
 
-__all__ = ["Model", "Observation", "errors", "fit"]
-
 #: What is assumed, by the beginning of a coefficient's name, the longest first. ``launch`` and
 #: ``fill`` are microseconds, ``decode`` instructions an element, ``overlap`` is q - 1.
 _ASSUMED = {

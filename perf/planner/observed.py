@@ -20,8 +20,6 @@ if TYPE_CHECKING:
   from perf.planner.work import Kernel
   from perf.records import Record
 
-__all__ = ["FITTED", "fitted", "kernels_of", "ours", "published"]
-
 #: The GPU whose records the model is fitted to.
 FITTED = "H200"
 #: Contenders of a suite that are what the package does now, not a design that was tried.

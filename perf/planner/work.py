@@ -22,8 +22,6 @@ if TYPE_CHECKING:
   from perf.planner.gpus import Gpu
   from perf.records import Record
 
-__all__ = ["Counts", "Kernel", "Product", "gate", "product", "quantization", "stream"]
-
 _BF16 = 2.0
 #: Tiles an SM from which waves even out.
 _FEW_WAVES = 4.0

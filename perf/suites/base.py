@@ -18,8 +18,6 @@ if TYPE_CHECKING:
   from perf.measure import Meter
   from perf.peers.base import Peer
 
-__all__ = ["Options", "Suite", "default_meters", "element_bytes"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:

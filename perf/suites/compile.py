@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.runtime.spec import KernelSpec
 
-__all__ = ["SUITE"]
-
 _REPEATS = 3
 
 

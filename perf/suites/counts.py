@@ -27,8 +27,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.problem import TileShape
   from perf.measure import Meter
 
-__all__ = ["NUM_SMS", "ROUTINGS", "SUITE"]
-
 #: SMs of the emulated GPU.
 NUM_SMS = 8
 _ARCHES = ("sm_90a", "sm_100a")

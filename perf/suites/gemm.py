@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
   from perf.measure import Meter
 
-__all__ = ["PAIRS", "SUITE", "Pair", "ours", "task"]
-
 #: Rounding to bf16 is 1.7e-3; the sums are of exact products in fp32.
 _BOUND = 4e-3
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
   from perf.measure import Meter
 
-__all__ = ["SUITE"]
-
 _BY_ROW, _SQUARE = "nvfp4:row_scaled", "nvfp4:block=16x16"
 _ENDS, _COLS, _WIDTH = (80, 128, 128, 256), 2048, 1024
 #: A case, and who is called for it in which format.

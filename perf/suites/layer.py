@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
   from perf.measure import Meter
 
-__all__ = ["LAYERS", "PASSES", "SUITE", "LayerWork", "Pass", "Step", "recipes"]
-
 LAYERS = ("linear", "mlp")
 PASSES = ("forward", "forward+backward")
 _TOKENS = (128, 512, 2048)
@@ -87,7 +85,6 @@ class Step:
     return y
 
   def results(self) -> list[Tensor]:
-    """Output and gradients of the last pass."""
     y = self.run().detach()
     if self.dy is None:
       return [y]
@@ -140,7 +137,6 @@ class LayerWork:
 
   @property
   def flops(self) -> float:
-    """Useful operations."""
     elements = sum(w[0].numel() for w in self.weights)
     return 2.0 * self.rows * elements * (3 if self.backward else 1)
 

@@ -19,8 +19,6 @@ from perf.suites.layer import recipes
 if TYPE_CHECKING:
   from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["SUITE"]
-
 _TOKENS = 512
 
 

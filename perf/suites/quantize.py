@@ -22,18 +22,6 @@ if TYPE_CHECKING:
 
   from perf.measure import Meter
 
-__all__ = [
-  "DIRECTIONS",
-  "FORMATS",
-  "SUITE",
-  "Input",
-  "Quantization",
-  "given",
-  "named_buffers",
-  "quantize_task",
-  "tasks_of",
-]
-
 FORMATS = (
   "nvfp4",
   "nvfp4:row_scaled",
@@ -125,7 +113,6 @@ class Quantization:
 
   @property
   def case(self) -> dict[str, str]:
-    """As ``Record.case``."""
     amax = "given" if self.gives_amax else "computed"
     op = f"{self.prologue}+quantize" if self.prologue else "quantize"
     return {"op": op, "directions": self.directions, "amax": amax}

@@ -348,16 +348,6 @@ def test_a_damaged_library_is_built_anew(built, damage):
     assert library.read_bytes() == good
 
 
-def test_a_library_is_this_user_s_whatever_the_umask(built):
-  before = os.umask(0)
-  try:
-    library = compilation.build.__wrapped__()
-  finally:
-    os.umask(before)
-  for path in (library, library.with_suffix(".sha256"), library.parent):
-    assert not path.stat().st_mode & 0o022
-
-
 def test_a_failed_build_says_why(monkeypatch, tmp_path):
   (tmp_path / "machine.h").write_text("this is no C++")
   monkeypatch.setattr(compilation, "_SOURCES", tmp_path)

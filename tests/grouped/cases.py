@@ -15,21 +15,6 @@ from grouped import recipes
 if TYPE_CHECKING:
   from cute_kernels.formats import Format
 
-__all__ = [
-  "ALL_RECIPES",
-  "EVERY_FORMAT",
-  "FP8_RECIPES",
-  "FORMATS",
-  "RECIPES",
-  "WEIGHT_FORMAT",
-  "OpCounter",
-  "bytes_of",
-  "decode_member",
-  "parameter",
-  "weight",
-  "weights_quantized",
-]
-
 RECIPES = {"bf16": recipes.BF16(), "nvfp4": recipes.NVFP4(), "row-scaled": recipes.NVFP4RowScaled()}
 #: Recipes of FP8 codes; sizes are multiples of 32.
 FP8_RECIPES = {

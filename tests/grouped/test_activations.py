@@ -6,8 +6,7 @@ import torch
 import grouped
 from cute_kernels.activations import Activation
 from cute_kernels.reference.activations import activate, activate_gradient
-from tests.grouped.cases import bytes_of
-from tests.helpers import assert_all_same, assert_same_buffers, assert_same_bytes, each, ops, sample
+from tests.helpers import assert_all_same, assert_same_bytes, each, ops, sample
 
 OFFS = [10, 10, 37]
 FORMATS = {f.name: f for f in (grouped.NVFP4(), grouped.FP8(), grouped.MXFP8(), grouped.FP8Block())}
@@ -52,31 +51,6 @@ def test_into_a_tensor_that_there_is(fmt):
     for way in ("rowwise", "columnwise"):
       got, exact = (t.dequantize(direction=way)[:37] for t in (out, want))
       assert_same_bytes(got, exact)
-
-
-def test_groups_that_have_shapes_of_their_own(fmt):
-  shapes, flat = [(5, 64), (0, 32), (9, 128)], [5, 64, 0, 32, 9, 128]
-  elements = sum(m * n for m, n in shapes)
-  # Shapes are those of the result: forward x has twice as many columns.
-  for x, grad in ((sample(2 * elements + 3), None), (sample(elements), sample(elements // 2))):
-    options = {"activation": "swiglu", "grad": grad}
-    got = grouped.quantize(x, fmt, shapes=shapes, **options)
-    want = ops.grouped_quantize(x, fmt.text, **options, shapes=flat)
-    assert got.member_shapes == tuple(shapes)
-    assert_all_same(got.rowwise, want)
-    out = grouped.quantize(torch.zeros_like(got), fmt, shapes=shapes)
-    grouped.quantize(x, fmt, shapes=shapes, **options, out=out)
-    assert_all_same(out.rowwise, want)
-
-
-def test_parameters_of_the_clamped_one(fmt):
-  x = sample(40, 128)
-  act = Activation("clamped_swiglu", limit=0.5)
-  got = grouped.quantize(x, fmt, offs=OFFS, activation="clamped_swiglu:limit=0.5")
-  want = grouped.quantize(x, fmt, offs=OFFS, activation=act)
-  assert_same_buffers(bytes_of(got), bytes_of(want))
-  other = grouped.quantize(x, fmt, offs=OFFS, activation="clamped_swiglu")
-  assert not got.dequantize()[:37].equal(other.dequantize()[:37])
 
 
 def test_compiled_once_for_all_token_counts():

@@ -12,16 +12,7 @@ import grouped
 from grouped import recipes
 from grouped.nn import DelayedScaling, GroupedLinear, GroupedMLP
 from grouped.recipes import ROLES
-from tests.helpers import (
-  Graphs,
-  assert_all_same,
-  assert_same_buffers,
-  assert_same_bytes,
-  each,
-  needs_compiler,
-  sample,
-  saved,
-)
+from tests.helpers import Graphs, assert_all_same, assert_same_buffers, assert_same_bytes, each, sample, saved
 from tests.ops.test_delayed_update import by_column
 
 G, K, N = 3, 64, 48
@@ -269,27 +260,6 @@ def test_a_weight_that_is_quantized_already_has_its_own_scales():
   assert_same_bytes(layer.weight.rowwise.scale, want)
 
 
-@each("single", [True, False])
-def test_delayed_and_fused_gradients_of_weights(single):
-  plain, other = (layer_of(single_parameter=single) for _ in range(2))
-  apart = layer_of(single_parameter=single, fuse_wgrad_accumulation=True, delay_wgrad=True)
-  for name, p in apart.named_parameters():
-    if name.startswith("weight"):
-      p.main_grad = torch.zeros_like(p, dtype=torch.float32)
-  for x, dy in step_data(3):
-    want = run(plain, plain, x, dy)
-    got = run(other, other, x, dy)
-    assert_all_same(got, want)
-    leaf = x.clone().requires_grad_()
-    apart(leaf, OFFS).backward(dy)
-    assert_same_bytes(leaf.grad, want[1])
-    assert_same_state(apart, plain)
-    apart.backward_dw()
-    assert_same_state(apart, plain)
-  weights = [p for n, p in apart.named_parameters() if n.startswith("weight")]
-  assert all(p.main_grad.any() for p in weights if single)
-
-
 # Compiled code
 
 
@@ -318,16 +288,6 @@ def test_compiled_training_with_changing_token_counts(name, single):
         assert_same_bytes(p.grad, q.grad)
       assert_same_state(module, twin)
   assert len(frames) == 1
-
-
-@needs_compiler
-def test_inductor():
-  layer = layer_of()
-  twin = copy.deepcopy(layer)
-  compiled = torch.compile(layer, fullgraph=True)
-  for x, dy in step_data(3):
-    assert_all_same(run(compiled, layer, x, dy), run(twin, twin, x, dy))
-    assert_same_state(layer, twin)
 
 
 def test_compiled_microbatches_and_evaluation():

@@ -155,38 +155,6 @@ def test_plain_activations_and_their_gradients(trio, dtype):
   assert not y[137:].any() and not x.grad[137:].any() and (out[137:] == 7).all()
 
 
-def test_accumulation_that_does_not_apply():
-  splits = (20, 0, 12)
-  x, w, _ = tensors(splits)
-  a = grouped.quantize(x, MXFP8(), offs=end_rows(splits))
-  b = grouped.quantize(w, MXFP8())
-  with pytest.raises(ValueError, match="accumulation='fast' for mxfp8 and mxfp8"):
-    grouped.grouped_gemm(a, b, accumulation="fast")
-  with pytest.raises(ValueError, match="accumulation='split' for plain tensors and plain"):
-    grouped.grouped_gemm(x, w, offs=end_rows(splits), accumulation="split")
-  with pytest.raises(ValueError, match="accumulation='split' for plain tensors and fp8"):
-    b = grouped.quantize(w, grouped.FP8())
-    grouped.grouped_gemm(x, b, offs=end_rows(splits), accumulation="split")
-
-
-@each("dtype", [torch.bfloat16, torch.float32])
-@each("form", [list, torch.tensor])
-def test_plain_operands(dtype, form):
-  ends = [7, 7, 33]
-  x, w, dy = sample(36, K, dtype=dtype), sample(3, N, K, dtype=dtype), sample(36, N, dtype=dtype)
-  offs, f = form(ends), torch.float32
-  y = grouped.grouped_gemm(x, w, offs=offs, out_dtype=f)
-  dx = grouped.grouped_gemm(dy, w, offs=offs, transpose_b=True, out_dtype=f)
-  dw = grouped.grouped_gemm(dy, x, offs=offs, out_dtype=f)
-  for g, (start, end) in enumerate(spans((7, 0, 26))):
-    if start == end:
-      assert not dw[g].any()
-      continue
-    close(y[start:end], x[start:end].double() @ w[g].double().T)
-    close(dx[start:end], dy[start:end].double() @ w[g].double())
-    close(dw[g], dy[start:end].double().T @ x[start:end].double())
-
-
 def test_a_product_of_quantized_parameters_has_no_derivative():
   x, w, _ = operands()
   y = grouped.grouped_gemm(x, torch.nn.Parameter(w))

@@ -6,7 +6,7 @@ from torch import nn
 
 import grouped
 from grouped.nn import GroupedLinear
-from tests.grouped.cases import FP8_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
+from tests.grouped.cases import ALL_RECIPES, FP8_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
 from tests.helpers import SPLITS, assert_all_same, assert_same_bytes, each, end_rows, sample
 
 K, N, ENDS = 96, 160, [13, 13, 35]
@@ -100,10 +100,12 @@ def test_against_one_linear_per_expert(splits, recipe):
       assert not layer.weight.grad[g].any() and not layer.bias.grad[g].any()
 
 
-@each("recipe", EVERY_RECIPE)
+@each("recipe", EVERY_RECIPE | {"hadamard": ALL_RECIPES["hadamard"]})
 @each("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @each("parameters", [torch.bfloat16, torch.float32])
 def test_dtypes(recipe, dtype, parameters):
+  if recipe == ALL_RECIPES["hadamard"] and {dtype, parameters} != {torch.bfloat16}:
+    return  # Nothing else is transformed; decoded, a transform is undone in fp32.
   ends = [9, 20, 31]
   layer = layer_of(recipe, dtype=parameters)
   x, dy = torch.randn(31, K, dtype=dtype), torch.randn(31, N, dtype=dtype)

@@ -9,6 +9,7 @@ from torch import nn
 
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
+from grouped.recipes import FP8Delayed
 from tests.grouped.cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
 from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample
 
@@ -227,10 +228,10 @@ def gradients(layer):
 
 
 @each("fuse", [False, True])
-@each(("name", "form"), RECIPES_AND_FORMS)
+@each(("name", "form"), [*RECIPES_AND_FORMS, ("delayed scaling", "single")])
 def test_delayed_gradients_are_the_same(name, form, fuse):
   """Several microbatches wait; each call computes the oldest."""
-  recipe = ALL_RECIPES[name]
+  recipe = ALL_RECIPES.get(name, FP8Delayed(history_length=4))
   delayed, plain = (layer_of(recipe, form, fuse_wgrad_accumulation=fuse, delay_wgrad=delay) for delay in (True, False))
   for layer in (delayed, plain) if fuse else ():
     give_main_grads(layer, form)
@@ -247,6 +248,7 @@ def test_delayed_gradients_are_the_same(name, form, fuse):
     assert_same_buffers(gradients(delayed), want)
     if fuse:
       assert_same_bytes(main_grads(delayed), main_grads(plain))
+  assert_same_buffers(delayed.state_dict(), plain.state_dict())
   with pytest.raises(RuntimeError, match="backward_dw has nothing to compute"):
     delayed.backward_dw()
 

@@ -10,9 +10,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cute_kernels.activations import parse_activation
 from cute_kernels.device.activations import activated
-from cute_kernels.quantize.fakes import env_stream
-
-__all__ = ["ActivationConfig", "ActivationKernel"]
+from cute_kernels.device.launch import env_stream
 
 _THREADS, _EACH = 64, 2
 

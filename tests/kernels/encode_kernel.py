@@ -10,10 +10,8 @@ from cutlass import Float32, Uint32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cute_kernels.device.codecs import codec_of
+from cute_kernels.device.launch import env_stream
 from cute_kernels.quantize.config import DTYPE_BYTES
-from cute_kernels.quantize.fakes import env_stream
-
-__all__ = ["EncodeConfig", "EncodeKernel"]
 
 _THREADS = 64
 

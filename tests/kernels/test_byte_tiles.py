@@ -197,14 +197,6 @@ def test_any_order(text: str, mode: dict) -> None:
   check(TileConfig(text, "bfloat16", arch=arch), problem, num_sms=1, **mode)
 
 
-def test_results_do_not_depend_on_the_grid() -> None:
-  problem = ragged("odd rows, odd K")
-  for text in FORMATS:
-    config = TileConfig(text, "bfloat16", "ragged", True, True, arch="sm_90a")
-    want = expected(problem, FORMATS[text], True, True)
-    assert_same_buffers(quantize(config, problem, 1), want)
-
-
 @pytest.mark.parametrize("directions", ["rowwise", "both"])
 @pytest.mark.parametrize("text", SOME)
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -11,11 +11,10 @@ import pytest
 from cute_kernels.capability import UnsupportedError, support
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block
 from cute_kernels.gemm.choice import choose_config
-from cute_kernels.gemm.operands import OPERANDS, Tcgen05Kind, operand_of
+from cute_kernels.gemm.operands import OPERANDS, operand_of
 from cute_kernels.gemm.problem import GemmArguments, GemmConfig, GemmProblem
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.sm100.config import SM100_TILES, TMEM_COLUMNS, Sm100GemmConfig, Sm100Tile
-from cute_kernels.gemm.sm100.warp_schedule import WarpSchedule
 from cute_kernels.runtime.spec import resolve
 
 CONFIGS = [
@@ -65,20 +64,6 @@ def test_memory_of_every_tile_fits(config: Sm100GemmConfig) -> None:
   assert config.acc_overlap <= config.tile.n // 2
 
 
-def test_what_the_kinds_of_operands_say() -> None:
-  nvfp4, bf16 = OPERANDS["nvfp4"], OPERANDS["bfloat16"]
-  assert (nvfp4.instruction_k, nvfp4.k_blocks_of_scale_tile, nvfp4.k_align) == (64, 1, 16)
-  assert nvfp4.is_transposed and nvfp4.has_slots and not nvfp4.is_wgmma
-  assert nvfp4.level_factor == 1 / 2688
-  assert (bf16.instruction_k, bf16.k_align, bf16.tcgen05) == (16, 8, Tcgen05Kind("f16", 1))
-  assert not (bf16.is_transposed or bf16.has_slots or bf16.is_block_scaled)
-  # Four MMAs share a tile of MXFP8's scales. FP8 has slots and no scales.
-  mxfp8, fp8 = OPERANDS["mxfp8"], OPERANDS["fp8"]
-  assert (mxfp8.instruction_k, mxfp8.k_blocks_of_scale_tile) == (32, 4)
-  assert mxfp8.has_slots and not mxfp8.is_transposed and mxfp8.level_factor is None
-  assert (fp8.instruction_k, fp8.is_block_scaled, fp8.has_slots) == (32, False, True)
-
-
 def test_a_format_finds_its_kind_by_element_and_scale() -> None:
   for fmt in (NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))):
     assert operand_of(fmt) is OPERANDS["nvfp4"]
@@ -106,17 +91,6 @@ def test_arguments_are_named_as_the_kernel_names_them(cls: type[GemmConfig]) -> 
   pytest.importorskip("cutlass")
   parameters = inspect.signature(resolve(cls.kernel).__call__).parameters
   assert [*parameters] == ["self", *GemmArguments._fields, "stream"]
-
-
-def test_arrivals_count_every_warp_once() -> None:
-  one, two = WarpSchedule(1), WarpSchedule(2)
-  assert (one.num_threads, one.tile_consumer_arrivals) == (224, 6)
-  assert (one.acc_consumer_arrivals, two.acc_consumer_arrivals) == (4, 8)
-  roles = [*one.epilogue_warp_ids, one.mma_warp_id, one.load_warp_id, one.scheduler_warp_id]
-  assert sorted(roles) == list(range(one.num_threads // 32))
-  decoding = WarpSchedule(2, decodes=True)
-  assert (decoding.num_threads, decoding.tile_consumer_arrivals) == (512, 15)
-  assert (one.stage_arrivals, decoding.stage_arrivals, decoding.num_decode_warps) == (1, 9, 8)
 
 
 @pytest.mark.parametrize(

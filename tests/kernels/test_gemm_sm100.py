@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from cute_kernels import emulator
-from cute_kernels.gemm.choice import choose_config
-from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import assert_same_bytes
 from tests.kernels.gemm_support import (
-  NUM_SMS,
   SHAPES,
   WGRAD_SHAPES,
   Product,
@@ -164,16 +161,6 @@ def test_the_tail_can_be_zeroed(tile: Sm100Tile) -> None:
   check_zeroed_tails(config, modes=({}, MODES[1], MODES[-1]))
 
 
-@pytest.mark.parametrize("num_sms", [1, 3, 7])
-def test_bits_do_not_depend_on_the_grid(num_sms: int) -> None:
-  for product in (
-    m_grouped(FPROP, [100, 0, 128, 5, 200], 136, 64, tail=11),
-    m_grouped(TILED["128x128 partial"], [100, 0, 128, 5, 200], 136, 64, tail=11),
-    k_grouped(WGRAD, [100, 0, 128, 5], 136, 136),
-  ):
-    product.check(num_sms)
-
-
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
   # One or two CTAs, so that every ring of stages is gone through more than once.
@@ -210,12 +197,6 @@ def test_only_rows_of_groups_are_touched(config: Sm100GemmConfig) -> None:
   check_touched(run, [array_of(out)[:105]], tensors)
 
 
-def test_end_rows_past_the_buffer_are_clamped() -> None:
-  product = m_grouped(FPROP, [10, 20], 16, 32)
-  product.offs = torch.tensor([10, 2**31 - 1], dtype=torch.int32)
-  product.check()
-
-
 @pytest.mark.parametrize("config", [FPROP, TILED["swapped 128x64"]], ids=["direct", "swapped"])
 def test_offsets_past_2_to_the_31(config: Sm100GemmConfig) -> None:
   # Row 64 starts at element 2^31; only pages that are written become memory.
@@ -233,36 +214,3 @@ def test_infinite_and_nan_factors_stay_in_their_rows(config: Sm100GemmConfig) ->
   clean = [row for row in range(49) if row not in (3, 41)]
   assert_same_bytes(got[clean], want[clean])
   assert got[41].isnan().all() and not got[3].isfinite().any()
-
-
-def chosen_for(sizes: list[int], n: int, k: int, num_sms: int) -> Sm100GemmConfig:
-  """Row-scaled fprop with the tile that the ops choose; group sizes are not theirs to know."""
-  problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", len(sizes), sum(sizes), n, k=k)
-  return choose_config(FPROP, problem, num_sms)
-
-
-def mma_work(sizes: list[int]) -> float:
-  """MMA work of the tile chosen for N = K = 2048, over the useful work; K does not matter."""
-  config, n, k = chosen_for(sizes, 2048, 2048, 8), 256, 64
-  product = m_grouped(config, sizes, n, k)
-  emulator.reset_stats()
-  product.run(2)
-  return emulator.stats()["mma_flops"] / (2 * sum(sizes) * n * k)
-
-
-def test_balanced_groups_multiply_nothing_but_their_rows() -> None:
-  assert mma_work([256] * 8) == 1.0
-
-
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
-def test_ragged_groups_multiply_little_but_their_rows(seed: int | None) -> None:
-  sizes = [37, 150, 299, 1, 80, 212, 5, 266]
-  if seed is not None:
-    sizes = torch.randint(1, 301, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
-  assert mma_work(sizes) <= 1.25
-
-
-def test_a_slice_of_deepseek_v3() -> None:
-  sizes, n, k = [37, 150, 299, 0, 80, 212, 5, 266], 512, 7168
-  product = m_grouped(chosen_for(sizes, n, k, NUM_SMS), sizes, n, k)
-  product.check()

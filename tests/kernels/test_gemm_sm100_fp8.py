@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import pytest
 import torch
 
 from cute_kernels import emulator
-from cute_kernels.gemm.choice import choose_config
-from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import assert_same_bytes
 from tests.kernels.gemm_support import (
@@ -167,20 +164,3 @@ def test_offsets_past_2_to_the_31(name: str) -> None:
   out = torch.empty_strided(product.before.shape, (2**25, 1), dtype=product.before.dtype)
   product.run_into(out)
   assert_same_bytes(out.contiguous(), product.expected())
-
-
-def mma_work(sizes: list[int]) -> float:
-  """MMA work of the tile chosen for N = K = 2048, over the useful work; K does not matter."""
-  problem = GemmProblem("mxfp8", "m_grouped", "bfloat16", len(sizes), sum(sizes), 2048, k=2048)
-  config = choose_config(M_GROUPED["mxfp8"], problem, 8)
-  product = m_grouped(dataclasses.replace(config, zero_tail=False), sizes, 256, 64)
-  emulator.reset_stats()
-  product.run(2)
-  return emulator.stats()["mma_flops"] / (2 * sum(sizes) * 256 * 64)
-
-
-@pytest.mark.parametrize(
-  "sizes, most", [([256] * 8, 1.0), ([37, 150, 299, 1, 80, 212, 5, 266], 1.1), ([700, 90, 333, 512], 1.1)]
-)
-def test_groups_multiply_little_but_their_rows(sizes: list[int], most: float) -> None:
-  assert mma_work(sizes) <= most

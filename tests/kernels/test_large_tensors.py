@@ -227,44 +227,6 @@ def test_dequantize(name: str, direction: str, uniform: bool) -> None:
   assert_same_bytes(out.flatten(0, -2)[before : before + ROWS], want, any_nan=True)
 
 
-VERY_LONG = 2**28
-
-
-def test_dbias_of_very_long_rows() -> None:
-  big, x = sparse(ROWS, VERY_LONG), random_input((ROWS, 64), torch.bfloat16)
-  big[:, -64:] = x
-  out = sparse(1, VERY_LONG, dtype=torch.float32)
-  run_ctas(DbiasConfig("bfloat16"), VERY_LONG // 64 - 4, 2**24, big, None, ends(ROWS), out, 1)
-  assert_same_bytes(out[:, -64:], ops.grouped_dbias(x, ends(ROWS)), any_nan=True)
-
-
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
-def test_dequantize_very_long_rows(columnwise: bool) -> None:
-  x = random_input((ROWS, 256), torch.bfloat16)
-  copy = quantized(x, False, columnwise)
-  out, want = sparse(ROWS, VERY_LONG), dequantized(copy, False, columnwise)
-  codes, scales, amax = copy
-  if columnwise:
-    # A warp has 64 columns of all rows.
-    big_codes = sparse(VERY_LONG, 64, dtype=torch.uint8)
-    big_codes[-256:] = codes[:, :64]
-    big_scales = sparse(VERY_LONG // 128, 2, 512, dtype=torch.uint8)
-    big_scales[-2:] = scales[:, :2]
-    items, part, width = [VERY_LONG // 64 - 1], slice(None), 64
-  else:
-    # A warp has 256 columns of the rows from 24 on in each 32.
-    big_codes = sparse(ROWS, VERY_LONG // 2, dtype=torch.uint8)
-    big_codes[:, -128:] = codes
-    big_scales = sparse(1, VERY_LONG // 64, 512, dtype=torch.uint8)
-    big_scales[:, -4:] = scales[:1]
-    items, part, width = [VERY_LONG // 256 * i - 1 for i in (1, 4)], slice(24, ROWS), 256
-  config = DequantizeConfig("nvfp4", "bfloat16", columnwise=columnwise)
-  for item in items:
-    arguments = (big_codes, big_scales, amax, ends(ROWS), out, 0, 1)
-    run_ctas(config, item // 8 - 1, 2**23, *arguments)
-  assert_same_bytes(out[part, -width:], want[part, -width:], any_nan=True)
-
-
 def test_a_tail_of_zeros() -> None:
   before, cols = SHAPES["long rows"]
   before -= 128

@@ -159,13 +159,6 @@ def test_several_rows_a_warp(dtype: str, rows: int) -> None:
     check_rows(config, Problem(x, offs))
 
 
-@pytest.mark.parametrize("warps", [4, 8, 16])
-def test_rows_of_larger_teams(warps: int) -> None:
-  config = Rows(warps_per_row=warps)
-  x = random_input((40, config.max_cols - 16), torch.bfloat16)
-  check_rows(config, Problem(x, ends(3, 38)))
-
-
 def test_rows_up_to_16384() -> None:
   for dtype in ("bfloat16", "float32"):
     config = Rows(dtype=dtype, warps_per_row=8 if dtype == "bfloat16" else 16)
@@ -308,16 +301,3 @@ def test_bad_offsets_stay_in_the_buffer() -> None:
   with watching(x, falling.offs, *out.values()):
     compiled(two_phase)(x, None, falling.offs, out["amax"], *copies, *NO_TILE_RESULTS, 2)
     compiled(rows)(x, None, falling.offs, out["amax"], *copies[1:3], *NO_RESULTS, 2)
-
-
-def test_results_do_not_depend_on_the_grid() -> None:
-  problem = ragged("odd rows, K past a scale tile")
-  config = tiles(columnwise=True, compute_amax=True)
-  want = expected(problem, NVFP4(), True, True)
-  for num_sms in (1, 7):
-    out = problem.buffers(NVFP4(), True, True)
-    names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
-    copies = [out[name] for name in names]
-    compiled(config)(*problem.inputs, None, *copies, *NO_TILE_RESULTS, num_sms)
-    out["amax"] = out["amax_t"]
-    assert_same_buffers(out, want)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.library import opcheck
 
-import cute_kernels
 import grouped
 from cute_kernels.formats import parse
 from cute_kernels.layout.buffers import buffers, member_parts
@@ -227,29 +226,6 @@ def test_it_is_saved_compiled_and_read_by_members():
 def test_errors(fmt, change, error, match):
   with pytest.raises(error, match=match):
     grouped.quantize(sample(8, 32), fmt, offs=[4, 8], **change)
-
-
-@each("backend", ["reference", "reference:sm_90a", "reference:sm_100a"])
-def test_products_are_those_of_current_scaling_with_its_own_scales(backend):
-  """Of both operands, and of one beside one with current scaling."""
-  e5m2, offs = FP8(torch.float8_e5m2), [13, 13, 35]
-  values = {"x": (sample(40, 64), FP8()), "w": (sample(3, 48, 64), FP8())}
-  values["dy"] = (sample(40, 48), e5m2)
-  current, delayed = {}, {}
-  for name, (value, fmt) in values.items():
-    options = {"columnwise": True, "offs": None if name == "w" else offs}
-    current[name] = grouped.quantize(value, fmt, **options)
-    scale = current[name].rowwise.scale
-    delayed[name] = grouped.quantize(value, FORMATS[fmt.dtype], scale=scale, **options)
-  with cute_kernels.backend(backend):
-    for a, b in ((delayed, delayed), (delayed, current), (current, delayed)):
-      for left, right, options in (
-        ("x", "w", {}),
-        ("dy", "w", {"transpose_b": True}),
-        ("dy", "x", {"out_dtype": torch.float32}),
-      ):
-        want = grouped.grouped_gemm(current[left], current[right], **options)
-        assert_same_bytes(grouped.grouped_gemm(a[left], b[right], **options), want)
 
 
 def test_the_fused_product_has_no_scale_to_give():

@@ -142,21 +142,6 @@ def test_time_against_tokens(browser, made):
   assert all(browser.drawn("tokens")[:3])
 
 
-def test_rooflines(browser, made):
-  browser.open(made, "#/roofline")
-  ours = [r for r in CURRENT if (r.contender, r.suite) == ("ours", "gemm")]
-  wanted = sorted([r.flops / r.bytes, r.tflops] for r in ours)
-  found = browser.points("roofline", f"ours · {NVFP4}")
-  assert [pytest.approx(point) for point in wanted] == found
-  assert browser.points("roofline", "bf16 700 TFLOP/s, measured")[0] == [175, 700]
-  memory = browser.points("roofline", "memory 4 TB/s, measured")
-  assert all(y == pytest.approx(4.0 * x) for x, y in memory) and memory[-1][1] == 1979
-  (quantize,) = (r for r in CURRENT if (r.suite, r.kind) == ("quantize", "gpu"))
-  assert browser.points("bandwidth", "ours · nvfp4") == [[3.0, pytest.approx(quantize.tbs)]]
-  assert "15 % of a copy" in browser.texts("#bandwidth table")[0]
-  assert all(browser.drawn("roofline")) and all(browser.drawn("bandwidth"))
-
-
 def test_history_marks_regressions(browser, made):
   browser.open(made, "#/history")
   series = f"{PAGE}.plots.get('history').series"
@@ -216,18 +201,6 @@ def test_filters(browser, made):
   assert shown() == 3
   assert browser.evaluate("document.getElementById('filter-suite').value") == "gemm"
   assert browser.evaluate("document.querySelector('nav a').hash.includes('contender=torch')")
-
-
-def test_times_and_counts_share_no_table(browser, pages):
-  browser.open(pages / "committed.html", "#/")
-  found, place = set(), ""
-  for tag, text in browser.all("main h2, main h3", "[e.tagName, e.textContent]"):
-    place = text if tag == "H2" else place
-    found |= {(place, text)} if tag == "H3" else set()
-  titles = {"gpu": "GPU times: ", "cpu": "CPU: ", "emulator": "Emulator counts: "}
-  wanted = {(titles[r.kind] + (r.gpu or r.machine), r.suite) for r in all_committed()}
-  assert found == wanted
-  assert len(browser.texts(".suite")) == len(found)
 
 
 def test_the_page_of_a_kernel_has_its_counts(browser, made):
@@ -297,16 +270,6 @@ def test_the_keyboard_reaches_everything(browser, made):
   assert browser.evaluate("location.hash").startswith("#/case/")
   assert browser.evaluate(f"{active}.tagName") == "H1"
   assert "128 tokens an expert" in browser.texts("h1")[0]
-
-
-def test_the_legend_hides_series(browser, made):
-  browser.open(made, "#/tokens")
-  browser.evaluate("document.querySelector('.legend button').focus()")
-  browser.press("Space")
-  assert browser.evaluate("document.activeElement.getAttribute('aria-pressed')") == "false"
-  assert browser.drawn("tokens")[0] is False
-  browser.press("Enter")
-  assert all(browser.drawn("tokens"))
 
 
 def test_a_screen_reader_finds_its_way(browser, made):

@@ -14,7 +14,7 @@ from grouped.nn import GroupedMLP
 from grouped.nn.activation import activate
 from perf import explain
 from perf.__main__ import main
-from perf.planner import gpus, layer, model, observed, work
+from perf.planner import layer, observed, work
 from perf.planner.gpus import GPUS
 from perf.planner.work import Counts, Kernel
 from perf.records import RESULTS, latest, load, write
@@ -65,23 +65,6 @@ def test_published_times_on_a_b200(records, fitted):
   assert inside > 0.75 * len(seen) > 20
 
 
-def test_a_fit_finds_the_coefficients_that_made_the_times():
-  units = [(1e9, 1e12), (4e9, 1e11), (1e8, 5e12), (1e6, 1e9), (3e9, 3e12), (1e7, 1e12)]
-  kernels = [
-    Kernel("", "product", b * s, f, f * s, "bfloat16", "multiply bfloat16", waves=3 * s)
-    for b, f in units
-    for s in (1, 2, 5)
-  ]
-  true = {"launch product": 3.0, "memory product": 1.2, "overlap product": 2.5}
-  true |= {"multiply bfloat16": 0.9, "fill product": 1.0}
-  blank = [model.Observation([k], 1.0, H200, "") for k in kernels]
-  times = [math.exp(e) for e in model.errors(true, blank)]
-  seen = [dataclasses.replace(o, microseconds=t) for o, t in zip(blank, times, strict=True)]
-  found = model.fit(seen)
-  assert found.error < 0.02
-  assert found.values["multiply bfloat16"] == pytest.approx(0.9, rel=0.05)
-
-
 def test_times_follow_the_formula(fitted):
   names = ("launch product", "memory product", "overlap product", "multiply fp8, fp8")
   values = dict(zip(names, (2.0, 1.0, 1.0, 1.0), strict=True)) | {"fill product": 1.0}
@@ -110,42 +93,6 @@ def test_times_follow_the_formula(fitted):
   # What no record knows has a range.
   low, high = found.range(decoded, H200)
   assert low < found.time(decoded, H200)[0] < high
-
-
-def test_records_replace_what_is_assumed(records):
-  # As if there were none of our own products of FP8 yet.
-  records = [r for r in records if not (r.contender.startswith("ours") and "fp8" in r.format.lower())]
-  fitted = observed.fitted(records)
-  kernel = work.product(work.Product("fprop", [512] * 32, 4096, 7168, *[parse("fp8_block")] * 2), H200)[-1]
-  assert not fitted.is_known(kernel)
-  expected, _ = fitted.time(kernel, H200)
-  like = next(r for r in records if r.format == "fp8 1x128 x 128x128")
-  new = [
-    dataclasses.replace(
-      like,
-      contender="ours",
-      format="fp8_block x fp8_block:block=128x128",
-      case={**like.case, "rows": tokens * like.case["experts"]},
-      value=like.value * tokens / 64,
-      commit="abc",
-    )
-    for tokens in range(512, 4096, 256)
-  ]
-  found = observed.fitted([*records, *new])
-  assert found.is_known(kernel)
-  assert found.time(kernel, H200)[0] > 1.3 * expected
-
-
-def test_bytes_are_those_of_the_suite(records):
-  seen = 0
-  for record in latest(records):
-    is_plain = record.contender == "ours" and record.format == "bfloat16"
-    if record.suite == "gemm" and is_plain and record.bytes:
-      (kernel,) = observed.kernels_of(record, Counts(records, "sm_90a"))
-      assert kernel.bytes == pytest.approx(record.bytes, rel=1e-6)
-      assert kernel.useful == pytest.approx(record.flops)
-      seen += 1
-  assert seen > 20
 
 
 def test_padding_on_blackwell_is_what_the_emulator_counts(records):
@@ -231,19 +178,6 @@ def test_memory_is_that_of_the_suite(records):
   assert found["quantized"] == pytest.approx(2 * 0.5625 * elements, rel=1e-3)
 
 
-def test_more_work_takes_longer(fitted, records):
-  counts = Counts(records, "sm_90a")
-
-  def step(rows, name="NVFP4", gpu=H200):
-    sizes = layer.Layer((rows,) * 8, 1024, 512)
-    kernels = layer.step_of(layer.passes(sizes, recipes()[name], gpu, counts))
-    return sum(fitted.time(kernel, gpu)[0] for kernel in kernels)
-
-  times = [step(rows) for rows in (1, 16, 64, 256, 1024, 4096)]
-  assert times == sorted(times)
-  assert step(512, gpu=GPUS["H100"]) > step(512)
-
-
 def test_it_prints_a_plan(capsys):
   assert main(["explain", *SIZES, "--recipe", "BF16,NVFP4", "--ep", "2"]) == 0
   text = capsys.readouterr().out
@@ -292,9 +226,3 @@ def test_records_are_needed(tmp_path, capsys):
   write(tmp_path / "none.jsonl", [])
   assert main(["explain", *SIZES, "--records", str(tmp_path)]) == 2
   assert "records must have times of ours on an H200, got 0" in capsys.readouterr().err
-
-
-def test_rates_of_gpus():
-  assert gpus.gpu_of("NVIDIA H100 80GB HBM3") is GPUS["H100"]
-  found = [gpus.Range(2.0, 8.0).at(where) for where in (-1, 0)]
-  assert found == pytest.approx([2, 4])

@@ -1,6 +1,5 @@
 """Peers: what they are given and how their results are read, where that can be wrong."""
 
-import contextlib
 import sys
 import types
 
@@ -8,12 +7,11 @@ import pytest
 import torch
 
 import grouped
-from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.reference.scales import tile_scales
 from perf.cases import GroupedShape
 from perf.measure import meter_of
 from perf.operands import Operands
-from perf.peers import PEERS, all_peers, deep_gemm, pytorch, quack, transformer_engine
+from perf.peers import PEERS, all_peers, pytorch, quack
 from perf.peers.base import NOISE, linear_nvfp4, padded_rows, row_scales, unpadded_rows
 from perf.suites import layer
 from perf.suites.quantize import Input, Quantization
@@ -119,52 +117,6 @@ def test_weights_for_other_libraries_are_ours():
   assert torch.allclose(values, want, rtol=1e-6)
 
 
-def fake_deep_gemm(install, *, layout_is_right=True):
-  """DeepGEMM 2.6.1's bf16 calls: contiguous rows with owners, masked ones with counts."""
-  seen = []
-
-  def contiguous(a, b, d, layout):
-    assert layout.dtype == torch.int32 and layout.shape == (len(a),) and len(a) % 128 == 0
-    for start in range(0, len(a), 128):
-      owners = set(layout[start : start + 128].tolist()) - {-1}
-      assert len(owners) <= 1, "a block has one expert"
-      part = slice(start, start + 128)
-      for owner in owners:
-        group = owner if layout_is_right else 0
-        d[part] = (a[part].float() @ b[group].float().T).to(d.dtype)
-    seen.append("contiguous")
-
-  def masked(a, b, d, masked_m, expected_m):
-    assert masked_m.dtype == torch.int32 and isinstance(expected_m, int)
-    for group, rows in enumerate(masked_m.tolist()):
-      d[group, :rows] = (a[group, :rows].float() @ b[group].float().T).to(d.dtype)
-      d[group, rows:] = float("nan")
-    seen.append("masked")
-
-  install(
-    "deep_gemm",
-    m_grouped_bf16_gemm_nt_contiguous=contiguous,
-    m_grouped_bf16_gemm_nt_masked=masked,
-    get_theoretical_mk_alignment_for_contiguous_layout=lambda: 128,
-    set_mk_alignment_for_contiguous_layout=lambda n: None,
-  )
-  return seen
-
-
-@each("below", [0, 1000])
-def test_deep_gemm_layouts(install, monkeypatch, below):
-  monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: (9, 0))
-  monkeypatch.setattr(deep_gemm, "_MASKED_BELOW", below)
-  seen = fake_deep_gemm(install)
-  plain, _ = deep_gemm.PEER({}).products(product())
-  assert error_of(plain) <= plain.bound
-  assert set(seen) == {"masked" if below else "contiguous"} and seen[0] in plain.note
-  if not below:
-    fake_deep_gemm(install, layout_is_right=False)
-    wrong, _ = deep_gemm.PEER({}).products(product())
-    assert error_of(wrong) > 0.5
-
-
 def swiglu(pre):
   gate, value = pre.unflatten(-1, (-1, 2)).unbind(-1)
   return torch.nn.functional.silu(gate.float()) * value.float()
@@ -214,59 +166,6 @@ def test_quack_mlp(install, passes):
   assert error_of(contender) <= contender.bound
   linear = layer.LayerWork("linear", layer._TINY, 40, "17 0 22 1", passes, CPU)
   assert not list(quack.PEER({}).layers(linear))
-
-
-def fake_te(install):
-  """TransformerEngine 2's GroupedLinear and padding: a weight an expert, sizes on the host."""
-
-  class GroupedLinear(torch.nn.Module):
-    def __init__(self, num_gemms, in_features, out_features, bias, params_dtype, device):
-      super().__init__()
-      self.num_gemms = num_gemms
-      for group in range(num_gemms):
-        weight = torch.empty(out_features, in_features, dtype=params_dtype, device=device)
-        self.register_parameter(f"weight{group}", torch.nn.Parameter(weight))
-
-    def forward(self, inp, m_splits):
-      assert sum(m_splits) == len(inp)
-      weights = [getattr(self, f"weight{g}") for g in range(self.num_gemms)]
-      parts = zip(inp.split(m_splits), weights, strict=True)
-      return torch.cat([rows @ weight.T for rows, weight in parts])
-
-  def padding(num_gemms, align_size):
-    def pad(inp, m_splits):
-      sizes = [ceil_div(n, align_size) * align_size for n in m_splits]
-      return padded_rows(inp, m_splits, align_size)[0], sizes
-
-    return pad
-
-  def unpadding(num_gemms, align_size):
-    return lambda inp, m_splits: unpadded_rows(inp, m_splits, align_size)
-
-  install("transformer_engine")
-  install("transformer_engine.common")
-  names = ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")
-  install("transformer_engine.common.recipe", **dict.fromkeys(names, object))
-  install(
-    "transformer_engine.pytorch",
-    GroupedLinear=GroupedLinear,
-    Fp8Padding=padding,
-    Fp8Unpadding=unpadding,
-    autocast=lambda enabled, recipe: contextlib.nullcontext(),
-  )
-
-
-@pytest.mark.parametrize("name", layer.LAYERS)
-@pytest.mark.parametrize("passes", layer.PASSES)
-def test_transformer_engine_layers(install, monkeypatch, name, passes):
-  monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: (9, 0))
-  fake_te(install)
-  work = layer.LayerWork(name, layer._TINY, 40, "17 0 22 1", passes, CPU)
-  found = list(transformer_engine.PEER({}).layers(work))
-  assert [c.format for c in found] == ["BF16", "FP8 current", "FP8Block"]
-  for contender in found:
-    # The fake computes in bf16, whatever the recipe: rows, order and gradients must be right.
-    assert error_of(contender) < 0.012 and not contender.capturable
 
 
 def test_torchao_quantizers():

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
   from torch import Tensor
 
-__all__ = ["Member", "dot_blocks", "dot_fp64", "dot_sixteen", "member"]
-
 #: Codes are multiples of this.
 _UNIT = Fraction(1, 2**16)
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)

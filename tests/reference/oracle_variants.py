@@ -171,19 +171,3 @@ class SquareFourOverSix(FourOverSix):
   """The same of square blocks."""
 
   is_square = True
-
-
-__all__ = [
-  "FourOverSix",
-  "Hadamard",
-  "SquareFourOverSix",
-  "Stochastic",
-  "StochasticHadamard",
-  "block_bytes",
-  "butterflies",
-  "hadamard16",
-  "philox4x32",
-  "round_bf16",
-  "round_e2m1_stochastic",
-  "undo_hadamard",
-]

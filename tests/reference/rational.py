@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-__all__ = ["fp32", "fraction"]
-
 
 def fraction(value: float) -> Fraction:
   """A finite number, exact."""

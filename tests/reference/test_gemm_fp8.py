@@ -9,7 +9,6 @@ from cute_kernels.formats import parse
 from cute_kernels.reference.scales import tile_view
 from tests.helpers import (
   DTYPES,
-  SPLITS,
   assert_same_bytes,
   dequantize_arguments,
   each,
@@ -26,7 +25,6 @@ from tests.helpers import (
 )
 from tests.reference import fp8_oracle
 from tests.reference.oracle import RCP_2688
-from tests.reference.test_gemm import SPLITS_OF_GEMM, assert_within_bound
 
 F32 = torch.float32
 #: Formats of A and B (m_grouped), by what they are there to catch.
@@ -174,36 +172,6 @@ def scaled(acc, factor, alpha=None):
   if alpha is not None:
     factor = alpha if factor is None else factor * alpha
   return acc if factor is None else acc * factor
-
-
-def check_against_fp64(case):
-  a, b = case.decoded()
-  got = case.run()
-  for g, (start, end) in enumerate(spans(case.splits)):
-    want, size = a[start:end] @ b[g].T, a[start:end].abs() @ b[g].T.abs()
-    assert_within_bound(got[start:end], want, size, case.depth)
-  assert not got[sum(case.splits) :].any()
-
-
-@each_kind
-@each_way
-@each("splits", SPLITS_OF_GEMM)
-def test_every_split_against_fp64(pair, transpose_b, splits):
-  check_against_fp64(Product(pair, splits, transpose_b=transpose_b))
-
-
-@each_pair
-@each("splits", SPLITS_OF_GEMM)
-def test_wgrad_against_fp64(pair, splits):
-  case = Wgrad(pair, splits)
-  got = case.run()
-  a, b = case.decoded()
-  for g, (start, end) in enumerate(spans(splits)):
-    want = a[start:end].T @ b[start:end]
-    size = a[start:end].T.abs() @ b[start:end].abs()
-    assert_within_bound(got[g], want, size, max(1, end - start))
-    if start == end:
-      assert_same_bytes(got[g], torch.zeros_like(got[g]))
 
 
 @each_way
@@ -394,16 +362,3 @@ def test_delayed_scales_meet_current_ones():
   for g, rows, a, b in case.members():
     assert a.level == 1 / scale[g].numpy()
     assert_same_bytes(got[rows], scaled(*acc_and_factor(a, b)))
-
-
-@each("splits", SPLITS)
-def test_all_of_a_step_on_one_split(splits):
-  """Views that are not contiguous give the bits of dense operands."""
-  for pair in KINDS.values():
-    case = Product(pair, splits)
-    want = case.run()
-    wide = torch.zeros(len(case.a[0]), 2 * case.a[0].shape[1], dtype=torch.uint8)
-    view = wide[:, ::2]
-    view.copy_(case.a[0].view(torch.uint8))
-    case.a = [view.view(case.a[0].dtype), *case.a[1:]]
-    assert_same_bytes(case.run(), want)

@@ -119,19 +119,6 @@ def test_codes_are_multiplied_as_those_of_plain_nvfp4(text, backend):
     assert_same_bytes(got, want)
 
 
-@pytest.mark.parametrize("core", ["sm_90a", "sm_100a"])
-def test_four_over_six_as_tensor_cores_add(core):
-  a, w = copy_of(BOUNDS[256], sum(SPLITS), K), copy_of(SQUARES, 3, N, K)
-  a[2], w[2] = torch.full((3,), 1536.0), torch.full((3,), 1536.0)
-  ones = [a[0], a[1], torch.full((3,), 2688.0)], [w[0], w[1], torch.full((3,), 2688.0)]
-  with cute_kernels.backend(f"reference:{core}"):
-    texts = {"a_format": BOUNDS[256], "b_format": SQUARES}
-    got = ops.m_grouped_gemm(*m_grouped_arguments(a, w, OFFS, out_dtype=F32, **texts))
-    want = ops.m_grouped_gemm(*m_grouped_arguments(*ones, OFFS, out_dtype=F32))
-  assert factor(np.float32(1536), 256) == factor(np.float32(2688), 448)
-  assert_same_bytes(got, want)
-
-
 def test_w4a16_reads_variants():
   x = sample(sum(SPLITS), K)
   for text in (TRANSFORMED, STOCHASTIC, BOUNDS[256], BOUNDS[448], SQUARES):

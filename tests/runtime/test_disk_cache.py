@@ -3,13 +3,10 @@
 import dataclasses
 import enum
 import json
-import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 import filelock  # noqa: F401  (a user without privileges may not be able to import it)
@@ -101,13 +98,6 @@ def test_a_json_file_of_another_form_is_a_miss(stored, text):
   assert stored.load(KEY) is None
 
 
-def test_an_entry_of_another_form_with_the_right_key_is_a_miss(stored):
-  path = stored.root / f"{KEY.name}.json"
-  for files in (None, 1, ["o"]):
-    path.write_text(json.dumps({"key": KEY.facts, "files": files}))
-    assert stored.load(KEY) is None
-
-
 def test_an_entry_names_no_files_elsewhere(stored, tmp_path):
   """The file beside the folder has the right hash; it is not part of the entry all the same."""
   meta = stored.root / f"{KEY.name}.json"
@@ -151,12 +141,6 @@ def test_an_entry_of_another_key_is_a_miss(stored):
   for suffix in ("json", *FILES):
     shutil.copy(stored.root / f"{KEY.name}.{suffix}", stored.root / f"{other.name}.{suffix}")
   assert stored.load(other) is None
-
-
-def test_a_damaged_entry_is_replaced(stored):
-  damage(stored.root / f"{KEY.name}.o", "truncated")
-  assert stored.store(KEY, FILES)
-  assert stored.load(KEY) == FILES
 
 
 def test_a_writer_that_dies_leaves_a_miss(disk, monkeypatch):
@@ -216,51 +200,12 @@ def test_no_home_folder_means_no_cache(monkeypatch):
 # Locks
 
 
-def hold_lock_and_die(root):
-  code = "import os, sys, filelock\nfilelock.FileLock(sys.argv[1]).acquire()\nos.kill(os.getpid(), 9)"
-  path = str(root / f"{KEY.name}.lock")
-  return subprocess.run([sys.executable, "-c", code, path]).returncode
-
-
-def test_the_lock_of_a_dead_process_is_free(disk):
-  disk.root.mkdir()
-  assert hold_lock_and_die(disk.root) == -9
-  assert (disk.root / f"{KEY.name}.lock").exists()
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    with disk.lock(KEY):
-      pass
-
-
 def test_a_lock_that_is_never_released_is_passed_by(disk, monkeypatch):
   monkeypatch.setattr(cache, "_LOCK_TIMEOUT_S", 0.05)
   entered = False
   with disk.lock(KEY), pytest.warns(RuntimeWarning, match="was held for"), disk.lock(KEY):
     entered = True
   assert entered
-
-
-def build_under_lock(root, log, start):
-  disk = DiskCache(root)
-  start.wait()
-  with disk.lock(KEY):
-    if disk.load(KEY) is None:
-      with log.open("a") as lines:
-        lines.write("compiled\n")
-      disk.store(KEY, FILES)
-
-
-def test_processes_that_start_together_build_once(disk, tmp_path):
-  context = multiprocessing.get_context("fork")
-  start, log = context.Barrier(4), tmp_path / "log"
-  processes = [context.Process(target=build_under_lock, args=(disk.root, log, start)) for _ in range(4)]
-  for process in processes:
-    process.start()
-  for process in processes:
-    process.join()
-    assert process.exitcode == 0
-  assert log.read_text() == "compiled\n"
-  assert disk.load(KEY) == FILES
 
 
 # Keys

@@ -9,7 +9,7 @@ from cute_kernels import capability, support
 from cute_kernels.capability import ARCHITECTURES, OPS, UnsupportedError, markdown_table, require
 from cute_kernels.formats import FP8, MXFP8, NVFP4, RECORDS, FP8Block
 from cute_kernels.ops import registry
-from tests.helpers import each, ends, k_grouped_arguments, m_grouped_arguments, ops
+from tests.helpers import each, ends, m_grouped_arguments, ops
 
 FORMATS = (
   None,
@@ -125,25 +125,6 @@ def copies():
   return ragged[:3], ragged[3:], weight[:3], weight[3:]
 
 
-#: Whether a columnwise copy is written or read, and the call.
-CALLS = {
-  "quantize rows": (False, lambda *copies: quantize(True, False)),
-  "quantize columns": (True, lambda *copies: quantize(False, True)),
-  "quantize both": (True, lambda *copies: quantize(True, True)),
-  "dequantize rows": (False, lambda a, a_t, b, b_t: dequantize(a, False)),
-  "dequantize columns": (True, lambda a, a_t, b, b_t: dequantize(a_t, True)),
-  "fprop": (False, lambda a, a_t, b, b_t: multiply(a, b, False)),
-  "dgrad": (True, lambda a, a_t, b, b_t: multiply(a, b_t, True)),
-  "w4a16 fprop": (False, lambda a, a_t, b, b_t: multiply(torch.ones(8, 32).half(), b, False)),
-  "w4a16 dgrad": (True, lambda a, a_t, b, b_t: multiply(torch.ones(8, 32).half(), b_t, True)),
-  "quantizing fprop": (False, lambda a, a_t, b, b_t: quantizing(b, False)),
-  "quantizing dgrad": (True, lambda a, a_t, b, b_t: quantizing(b_t, True)),
-  "wgrad": (True, lambda a, a_t, b, b_t: ops.k_grouped_gemm(*k_grouped_arguments(a_t, a_t, OFFS))),
-  "plain dgrad": (False, lambda *copies: plain_dgrad()),
-  "plain wgrad": (False, lambda *copies: ops.k_grouped_gemm(ONES, ONES, OFFS)),
-}
-
-
 def quantize(rowwise, columnwise):
   return ops.grouped_quantize(ONES, "nvfp4", OFFS, None, rowwise, columnwise)
 
@@ -158,21 +139,6 @@ def multiply(a, b, transpose_b):
 
 def quantizing(b, transpose_b):
   return ops.m_grouped_quantize_gemm(ONES, b[0], OFFS, b[1:], "nvfp4", "nvfp4", transpose_b=transpose_b)
-
-
-def plain_dgrad():
-  return ops.m_grouped_gemm(ONES, torch.ones(2, 32, 32), OFFS, transpose_b=True)
-
-
-@each(("uses_columnwise", "call"), CALLS)
-def test_ops_tell_the_table_of_columnwise_copies(uses_columnwise, call, request):
-  held = copies()
-  request.getfixturevalue("rowwise_only")
-  if uses_columnwise:
-    with pytest.raises(UnsupportedError, match="for the columnwise copy yet"):
-      call(*held)
-  else:
-    call(*held)
 
 
 def test_prepacked_weights():

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.formats import Format
 
-__all__ = ["Codec", "Level"]
-
 #: What the codes of a row or of a group are relative to: DSL scalars that only the codec reads, so
 #: that a skeleton can carry them through loops.
 Level = tuple["Float32", ...]

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.device.codecs.pairs import Pair
 
-__all__ = ["ByteCodec"]
-
 #: Codes of a word; rows of which two words of codes of a column are.
 _PER_WORD, _EIGHT = 4, 8
 
@@ -47,7 +45,6 @@ class ByteCodec(Codec):
     return ()
 
   def zero_level(self) -> Level:
-    """Zeros, see ``Codec``."""
     return ()
 
   def block_scales(self, a: Float32, b: Float32, level: Level) -> tuple[Uint16 | None, Float32, Float32]:

@@ -12,8 +12,6 @@ from cutlass import Float32, Uint32
 from cute_kernels.device.codecs.bytes import ByteCodec
 from cute_kernels.device.ptx import asm, bits_as_f32
 
-__all__ = ["FP8Codec"]
-
 _FMAX_BITS = 0x7F7FFFFF
 
 
@@ -54,11 +52,9 @@ class FP8Codec(ByteCodec):
     return Level(*asm(text, [Float32, Float32], [amax, limit, fmax]))
 
   def zero_level(self) -> Level:
-    """Zeros, see ``Codec``."""
     return Level(Float32(0.0), Float32(0.0))
 
   def level_results(self, level: Level) -> tuple[Float32, ...]:
-    """``scale_inv`` and ``scale``."""
     return tuple(getattr(level, name) for name in self.level_names)
 
   def block_scale(self, a: Float32, level: Level) -> tuple[None, Float32]:

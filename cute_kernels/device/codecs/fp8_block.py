@@ -23,8 +23,6 @@ if TYPE_CHECKING:
   from cute_kernels.device.codecs.base import Level
   from cute_kernels.formats import FP8Block
 
-__all__ = ["FP8BlockCodec"]
-
 _MANTISSA, _BIAS = 23, 127
 #: The largest number of each dtype of inputs: what an infinite quotient becomes.
 _LARGEST_BITS = {"bfloat16": 0x7F7F0000, "float16": 0x477FE000, "float32": 0x7F7FFFFF}

@@ -15,8 +15,6 @@ from cute_kernels.device.ptx import asm, bits_as_f32
 if TYPE_CHECKING:
   from cute_kernels.device.codecs.base import Level
 
-__all__ = ["MXFP8Codec"]
-
 #: A mantissa that is not zero carries into the exponent; of subnormals only those above 2^-127 do,
 #: whose bits are 0x400000. 2^-127 is what the smallest factor and scale are.
 _SCALE = """{
@@ -53,6 +51,5 @@ class MXFP8Codec(ByteCodec):
     return byte, bits_as_f32(factor)
 
   def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:
-    """E8M0 scales as numbers, see ``Codec``."""
     low, high = (bits_as_f32(asm(_DECODE, [Uint32], [word])) for word in (pair, pair >> 8))
     return low, high

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
   from cute_kernels.device.codecs.pairs import Pair
   from cute_kernels.formats import NVFP4
 
-__all__ = ["NVFP4Codec"]
-
 _FMAX_BITS = 0x7F7FFFFF
 _ADD = "add.rn.f32 $0, $1, $2;"
 _RCP_ELEMENT_MAX_BITS = 0x3E2AAAAB  # fl(1/6)
@@ -88,7 +86,6 @@ class NVFP4Codec(Codec):
     return Level(s_dec, mult)
 
   def zero_level(self) -> Level | FourOverSixLevel:
-    """Zeros, see ``Codec``."""
     if self.chooses_scales:
       return FourOverSixLevel(*[Float32(0.0)] * 4, Int32(0))
     return Level(Float32(0.0), Float32(0.0))
@@ -120,7 +117,6 @@ class NVFP4Codec(Codec):
     return asm(text, [Uint16, Float32, Float32], [a, b, level.s_dec, level.mult, fmax])
 
   def scale_bytes(self, a: Float32, b: Float32, level: Level) -> Uint16:
-    """The scale bytes of ``block_scales`` alone."""
     text = """{
             .reg .f32 p, q;
             mul.rn.f32 p, $1, $3;
@@ -130,7 +126,6 @@ class NVFP4Codec(Codec):
     return asm(text, [Uint16], [a, b, level.mult])
 
   def encode_factor(self, index: Uint32, level: Level) -> Float32:
-    """The encode factor of ``block_scales`` that belongs to scale byte ``index``."""
     text = """{
             .reg .f32 q;
             .reg .b32 h;
@@ -146,7 +141,6 @@ class NVFP4Codec(Codec):
     return asm(text, [Float32], [index, level.s_dec, bits_as_f32(Uint32(_FMAX_BITS))])
 
   def encode_row(self, words: Sequence[Uint32], factor: Float32) -> list[Uint32]:
-    """Two words of codes of sixteen elements that follow each other, see ``Codec``."""
     half = len(words) // 2
     parts = (words[:half], words[half:])
     if self.arch == "sm_90a":
@@ -171,12 +165,10 @@ class NVFP4Codec(Codec):
     return codes
 
   def choose_row(self, words: Sequence[Uint32], a: Float32, level: Level) -> Float32:
-    """See ``Codec``."""
     of = candidates(a, level)
     return better(self._row_errors(words, of, level), of)
 
   def choose_columns(self, words: Sequence[Uint32], a: Sequence[Float32], level: Level) -> list[Float32]:
-    """See ``Codec``."""
     of = [candidates(x, level) for x in a]
     columns = zip(*(unpack_words([word], self.dtype) for word in words), strict=True)
     made = [self.encode_columns(words, [pair[k].factor for pair in of]) for k in range(2)]
@@ -185,7 +177,6 @@ class NVFP4Codec(Codec):
     ]
 
   def choose_square(self, words: Sequence[Uint32], a: Float32, level: Level) -> Float32:
-    """See ``Codec``."""
     of = candidates(a, level)
     errors = self._row_errors(words, of, level)
     for distance in (8, 4, 2, 1):
@@ -201,7 +192,6 @@ class NVFP4Codec(Codec):
     return error(self.decode(codes), numbers, candidate.scale, level, self.fmt)
 
   def round_row(self, words: Sequence[Uint32], factor: Float32, draws: Sequence[Uint32]) -> list[Uint32]:
-    """Two words of codes of sixteen elements that follow each other, see ``Codec``."""
     half = len(words) // 2
     parts = ((words[:half], draws[:2]), (words[half:], draws[2:]))
     how, places = (self.dtype, self.arch), _row_places(half)
@@ -210,7 +200,6 @@ class NVFP4Codec(Codec):
   def round_columns(
     self, words: Sequence[Uint32], factors: Sequence[Float32], draws: Sequence[Sequence[Uint32]], twist: Int32 | int = 0
   ) -> list[list[Uint32]]:
-    """Two words of codes a column, see ``Codec``."""
     parts = (words[:_HALF_BLOCK], words[_HALF_BLOCK:])
     how, codes = (self.dtype, self.arch, twist), []
     for c, factor in enumerate(factors):
@@ -220,11 +209,9 @@ class NVFP4Codec(Codec):
     return codes
 
   def decode(self, words: Sequence[Uint32]) -> list[Float32]:
-    """E2M1 codes as numbers, see ``Codec``."""
     return [number for word in words for number in decode_e2m1(word)]
 
   def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:
-    """E4M3 scales as numbers, see ``Codec``."""
     return decode_e4m3_pair(pair)
 
   def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.formats import NVFP4
 
-__all__ = ["Candidate", "FourOverSixLevel", "better", "candidates", "error", "is_far"]
-
 #: Amaxes between which the two instructions give the quotient.
 _NEAR = (2.0**-50, 2.0**100)
 

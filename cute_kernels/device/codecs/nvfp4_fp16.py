@@ -10,8 +10,6 @@ from cutlass import Uint32
 
 from cute_kernels.device.ptx import asm
 
-__all__ = ["fp16_values", "high_bytes", "scales_as_fp16", "times_scale", "two_halves"]
-
 #: Codes in the low nibbles of four bytes, and in the high ones, to bytes ``s 000 eem 0``: the high
 #: bytes of fp16. Left shifts are multiplications, which use another unit than the logic.
 _EVEN_CODES = """{

@@ -30,8 +30,6 @@ from cute_kernels.device.ptx import asm
 if TYPE_CHECKING:
   from collections.abc import Sequence
 
-__all__ = ["encode"]
-
 _REGISTERS = """
     .reg .f32 x0, x1;
     .reg .b16 half0, half1;

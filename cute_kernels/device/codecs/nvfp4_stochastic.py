@@ -24,8 +24,6 @@ from cute_kernels.device.ptx import asm
 if TYPE_CHECKING:
   from collections.abc import Sequence
 
-__all__ = ["encode"]
-
 _REGISTERS = """
     .reg .b32 x0, x1, p0, p1, even, odd, high, drawn;
     .reg .b16 half0, half1;

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["REGISTERS", "Pair", "column_pairs", "row_pairs"]
-
 REGISTERS = """.reg .b32 lo, hi;
         .reg .b16 h0, h1, h2, h3;
         .reg .b64 p, f;"""

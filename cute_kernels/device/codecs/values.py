@@ -21,8 +21,6 @@ if TYPE_CHECKING:
   from cute_kernels.device.codecs.base import Codec
   from cute_kernels.formats import Format
 
-__all__ = ["ByteValues", "NibbleValues", "values_of"]
-
 #: An E4M3 scale of a word as a pair of fp16; or times 2^112 as a pair of bf16.
 _SCALE = """{{
     .reg .b16 low, high;

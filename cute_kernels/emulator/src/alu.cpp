@@ -12,8 +12,7 @@ static void move(Warp& w, const Instruction& in, u32 mask) {
 static void convert_address(Warp& w, const Instruction& in, u32 mask) {
   const u64 window = in.space == SHARED ? SHARED_WINDOW : in.space == LOCAL ? LOCAL_WINDOW : 0;
   const bool from_generic = in.sub;
-  each_lane(w, in, mask,
-            [=](u64 a) { return from_generic ? a - window : a + window; });
+  each_lane(w, in, mask, [=](u64 a) { return from_generic ? a - window : a + window; });
 }
 
 // mov.bN d, {a, b, ...}.
@@ -25,8 +24,7 @@ static void pack(Warp& w, const Instruction& in, u32 mask) {
   for (int i = 0; i < parts.count; i++) {
     u64 scratch[32];
     const Source s = source(w, element(parts, i), scratch);
-    FOR_LANES (lane, mask)
-      packed[lane] |= zero_extend(s[lane], bits) << (i * bits);
+    FOR_LANES (lane, mask) packed[lane] |= zero_extend(s[lane], bits) << (i * bits);
   }
   FOR_LANES (lane, mask) d[lane] = packed[lane];
 }
@@ -38,16 +36,13 @@ static void unpack(Warp& w, const Instruction& in, u32 mask) {
   FOR_LANES (lane, mask) packed[lane] = s[lane];  // a part may be the source
   for (int i = 0; i < parts.count; i++)
     if (u64* d = target(w, element(parts, i)))
-      FOR_LANES (lane, mask)
-        d[lane] = zero_extend(packed[lane] >> (i * bits), bits);
+      FOR_LANES (lane, mask) d[lane] = zero_extend(packed[lane] >> (i * bits), bits);
 }
 
 static void select(Warp& w, const Instruction& in, u32 mask) {
   const int bits = type_bits(in.type);
   const bool negated = operand(in, 3).negated;
-  each_lane(w, in, mask, [=](u64 a, u64 b, u64 p) {
-    return zero_extend(((p & 1) ^ negated) ? a : b, bits);
-  });
+  each_lane(w, in, mask, [=](u64 a, u64 b, u64 p) { return zero_extend(((p & 1) ^ negated) ? a : b, bits); });
 }
 static void map_to_rank(Warp& w, const Instruction& in, u32 mask) {
   const u32 ranks = machine.cluster_size();
@@ -56,9 +51,7 @@ static void map_to_rank(Warp& w, const Instruction& in, u32 mask) {
     return (a & ~0xff000000ull) | (u64)(u32)rank << 24;
   });
 }
-static bool is_packed_float(u8 type) {
-  return type == T_F16X2 || type == T_BF16X2 || type == T_F32X2;
-}
+static bool is_packed_float(u8 type) { return type == T_F16X2 || type == T_BF16X2 || type == T_F32X2; }
 
 Status execute_alu(Warp& w, const Instruction& in, u32 mask) {
   switch (in.op) {

@@ -36,11 +36,10 @@ std::string position() {
   if (m.instruction < all.data() || m.instruction >= all.data() + all.size()) return "";
   char where[160] = "";
   if (m.warp)
-    snprintf(where, sizeof where, "CTA (%u,%u,%u) warp %d, ", m.warp->cta->x, m.warp->cta->y,
-             m.warp->cta->z, m.warp->id);
-  return "\n  in kernel " + m.program->name + "\n  " + where + "PTX line " +
-         std::to_string(m.instruction->line) + ": " +
-         m.program->text[m.instruction - all.data()].substr(0, 1000);
+    snprintf(where, sizeof where, "CTA (%u,%u,%u) warp %d, ", m.warp->cta->x, m.warp->cta->y, m.warp->cta->z,
+             m.warp->id);
+  return "\n  in kernel " + m.program->name + "\n  " + where + "PTX line " + std::to_string(m.instruction->line) +
+         ": " + m.program->text[m.instruction - all.data()].substr(0, 1000);
 }
 
 // Takes what a fork left of a launch in another thread out of sight: it may be in any state.
@@ -73,10 +72,9 @@ const char* emu_statistics() { return STATISTICS(X); }
 #undef X
 void emu_configure(const Config* c) { machine.config = *c; }
 
-void emu_add_program(const char* key, const char* name, const Instruction* instructions,
-                     u32 num_instructions, const Operand* operands, u32 num_operands,
-                     const char* text, const u32* param_offset, const u32* param_size,
-                     u32 num_params, u32 param_bytes, u32 num_regs, u32 static_smem,
+void emu_add_program(const char* key, const char* name, const Instruction* instructions, u32 num_instructions,
+                     const Operand* operands, u32 num_operands, const char* text, const u32* param_offset,
+                     const u32* param_size, u32 num_params, u32 param_bytes, u32 num_regs, u32 static_smem,
                      u32 local_bytes) {
   auto p = std::make_unique<Program>();
   p->name = name;
@@ -105,9 +103,7 @@ void emu_clear_ranges() {
   machine.ranges.clear();
   machine.forget_last_range();
 }
-void emu_add_module_range(u64 address, u64 bytes) {
-  machine.module_ranges[address] = address + bytes;
-}
+void emu_add_module_range(u64 address, u64 bytes) { machine.module_ranges[address] = address + bytes; }
 
 const char* emu_last_error() { return last_error.c_str(); }
 void emu_set_error(const char* text) { last_error = text; }
@@ -120,8 +116,8 @@ void emu_forget_launch() {
   reset_machine();
 }
 
-int emu_launch(const char* key, const u32* grid, const u32* block, const u32* cluster,
-               int explicit_cluster, u32 dynamic_smem, void** args) {
+int emu_launch(const char* key, const u32* grid, const u32* block, const u32* cluster, int explicit_cluster,
+               u32 dynamic_smem, void** args) {
   try {
     auto it = programs.find(key);
     if (it == programs.end())
@@ -132,8 +128,7 @@ int emu_launch(const char* key, const u32* grid, const u32* block, const u32* cl
     Machine& m = machine;
     m.program = it->second.get();
     m.stats = Stats();
-    for (int i = 0; i < 3; i++)
-      m.grid[i] = grid[i], m.block[i] = block[i], m.cluster[i] = cluster[i];
+    for (int i = 0; i < 3; i++) m.grid[i] = grid[i], m.block[i] = block[i], m.cluster[i] = cluster[i];
     m.dynamic_smem = dynamic_smem;
     m.explicit_cluster = explicit_cluster;
     copy_params(*m.program, args);

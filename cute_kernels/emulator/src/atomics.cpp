@@ -31,9 +31,8 @@ static u64 result_of(const Instruction& in, u64 old, u64 value, u64 swap) {
   if (is_float(in.type) || in.type == T_F16X2 || in.type == T_BF16X2)
     fail("atomics on type %d are not modelled", in.type);
   const int bits = type_bits(in.type);
-  return zero_extend(integer_result(in.sub, in.type, zero_extend(old, bits),
-                                    zero_extend(value, bits), zero_extend(swap, bits)),
-                     bits);
+  return zero_extend(
+      integer_result(in.sub, in.type, zero_extend(old, bits), zero_extend(value, bits), zero_extend(swap, bits)), bits);
 }
 
 void atomics(Warp& w, const Instruction& in, u32 mask) {
@@ -52,8 +51,7 @@ void atomics(Warp& w, const Instruction& in, u32 mask) {
     memcpy(&old, p, bytes);
     const u64 r = result_of(in, old, value[lane], swap[lane]);
     memcpy(p, &r, bytes);
-    if (in.space == SHARED || is_shared_window(a))
-      note_generic_write_unraced(w, lane, shared_address(a), bytes);
+    if (in.space == SHARED || is_shared_window(a)) note_generic_write_unraced(w, lane, shared_address(a), bytes);
     if (d) d[lane] = old;
   }
   machine.stats.atomics += __builtin_popcount(mask);

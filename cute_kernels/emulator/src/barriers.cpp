@@ -12,8 +12,7 @@ static u32 threads_expected(const CTA* c, const NamedBarrier& b) {
 void barrier_settle(CTA* c, NamedBarrier& b) {
   const u32 expected = threads_expected(c, b);
   if (!b.arrived || b.arrived < expected) return;
-  if (b.arrived > expected)
-    fail("named barrier received %u threads, expected %u", b.arrived, expected);
+  if (b.arrived > expected) fail("named barrier received %u threads, expected %u", b.arrived, expected);
   b.arrived = b.expected = 0;
   b.generation++;
   race_complete(b.sync);
@@ -32,8 +31,7 @@ void cluster_barrier_settle(Cluster* cluster) {
 
 static void arrive(Warp& w, NamedBarrier& b, u32 id, u32 count) {
   if (count && b.arrived && b.expected && b.expected != count)
-    fail("named barrier %u: thread count %u differs from the %u of earlier arrivals", id, count,
-         b.expected);
+    fail("named barrier %u: thread count %u differs from the %u of earlier arrivals", id, count, b.expected);
   if (count) b.expected = count;
   b.arrived += 32;
   race_release(w, b.sync);
@@ -59,8 +57,7 @@ static Status named_barrier(Warp& w, const Instruction& in, u32 mask) {
   }
   if (b.generation == w.barrier_generation) {
     char why[64];
-    snprintf(why, sizeof why, "named barrier %u: %u of %u threads", id, b.arrived,
-             threads_expected(w.cta, b));
+    snprintf(why, sizeof why, "named barrier %u: %u of %u threads", id, b.arrived, threads_expected(w.cta, b));
     w.waits_for = why;
     return BLOCK;
   }
@@ -110,8 +107,7 @@ Status execute_sync(Warp& w, const Instruction& in, u32 mask) {
     case NANOSLEEP: return OK;
     case TRAP: fail("trap");
     case UNSUPPORTED:
-      fail("instruction not modelled: %s",
-           machine.program->text[&in - machine.program->instructions.data()].c_str());
+      fail("instruction not modelled: %s", machine.program->text[&in - machine.program->instructions.data()].c_str());
   }
   fail("instruction class %d", in.op);
 }

@@ -63,14 +63,11 @@ bool bit_manipulation(Warp& w, const Instruction& in, u32 mask) {
       const u32 table = in.sub;
       return set([=](u64 a, u64 b, u64 c) { return (u64)lut3(a, b, c, table); });
     }
-    case SHL:
-      return set(
-          [=](u64 a, u64 n) { return (u32)n >= (u32)bits ? 0 : zero_extend(a << (u32)n, bits); });
+    case SHL: return set([=](u64 a, u64 n) { return (u32)n >= (u32)bits ? 0 : zero_extend(a << (u32)n, bits); });
     case SHR:
       return set([=](u64 a, u64 n) -> u64 {
         const u32 amount = n;
-        if (with_sign)
-          return zero_extend(sign_extend(a, bits) >> std::min<u32>(amount, bits - 1), bits);
+        if (with_sign) return zero_extend(sign_extend(a, bits) >> std::min<u32>(amount, bits - 1), bits);
         return amount >= (u32)bits ? 0 : zero_extend(a, bits) >> amount;
       });
     case SHF: return set([&](u64 a, u64 b, u64 n) { return (u64)funnel_shift(in, a, b, n); });

@@ -11,8 +11,7 @@ CopyGroupPtr open_bulk_group(Warp& w, int lane) {
   return open;
 }
 
-void post_store(CTA* source, std::vector<CopyGroupPtr> groups,
-                std::function<void(std::vector<u8>&)> read,
+void post_store(CTA* source, std::vector<CopyGroupPtr> groups, std::function<void(std::vector<u8>&)> read,
                 std::function<void(const std::vector<u8>&)> write) {
   for (auto& g : groups) g->reads++, g->writes++;
   source->pending_reads++;
@@ -32,8 +31,8 @@ void post_store(CTA* source, std::vector<CopyGroupPtr> groups,
 
 static void need_16(u32 bytes, u64 from, u64 to, const char* what) {
   if (bytes % 16 || from % 16 || to % 16)
-    fail("%s of %u bytes from %#llx to %#llx: size and both addresses must be multiples of 16",
-         what, bytes, (unsigned long long)from, (unsigned long long)to);
+    fail("%s of %u bytes from %#llx to %#llx: size and both addresses must be multiples of 16", what, bytes,
+         (unsigned long long)from, (unsigned long long)to);
 }
 
 // Operands: destination, source, size, mbarrier, [CTA mask].
@@ -46,8 +45,7 @@ static void global_to_shared(Warp& w, const Instruction& in, u32 mask) {
     const u32 bytes = (u32)value_of(w, operand(in, 2), lane);
     const u32 barrier = shared_address(address_of(w, operand(in, 3), lane));
     need_16(bytes, from, to, "bulk load");
-    const u32 ranks =
-        multicast ? (u32)value_of(w, operand(in, 4), lane) & 0xffff : 1u << rank_of(to);
+    const u32 ranks = multicast ? (u32)value_of(w, operand(in, 4), lane) & 0xffff : 1u << rank_of(to);
     if (!ranks || ranks >> cluster->ctas.size())
       fail("bulk load to CTA mask %#x of a cluster of %zu", ranks, cluster->ctas.size());
     machine.stats.tma_load_bytes += bytes;
@@ -61,9 +59,8 @@ static void global_to_shared(Warp& w, const Instruction& in, u32 mask) {
         need_in_smem(d, offset, bytes, "bulk load");
         memcpy(d->smem.data() + offset, (const void*)from, bytes);
         note_async_write(d, offset, bytes, me);
-        mbarrier_complete(
-            cta_at(cluster, multicast ? rank : rank_of(barrier), "an mbarrier address"),
-            offset_of(barrier), bytes, me);
+        mbarrier_complete(cta_at(cluster, multicast ? rank : rank_of(barrier), "an mbarrier address"),
+                          offset_of(barrier), bytes, me);
       }
     });
   }
@@ -122,8 +119,7 @@ static Status wait(Warp& w, const Instruction& in, u32 mask) {
       for (size_t i = 0; i < waited; i++) known = std::max(known, groups[i]->clock);
     }
     // Groups that nobody has waited for stay, even if they happen to be complete.
-    for (size_t i = 0; i < waited && !groups.front()->reads && !groups.front()->writes; i++)
-      groups.pop_front();
+    for (size_t i = 0; i < waited && !groups.front()->reads && !groups.front()->writes; i++) groups.pop_front();
   }
   return OK;
 }

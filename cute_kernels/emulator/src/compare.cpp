@@ -38,8 +38,7 @@ static bool compare_integers(u8 comparison, T x, T y) {
 bool compare(const Instruction& in, u8 type, u64 a, u64 b) {
   if (is_float(type)) {
     double x = number_of(type, a), y = number_of(type, b);
-    if ((in.flags & F_FTZ) && type == T_F32)
-      x = flush_subnormal((float)x), y = flush_subnormal((float)y);
+    if ((in.flags & F_FTZ) && type == T_F32) x = flush_subnormal((float)x), y = flush_subnormal((float)y);
     return compare_floats(in.sub, x, y);
   }
   const int bits = type_bits(type);

@@ -19,16 +19,14 @@ static bool directed(u8 rounding) { return rounding == RZ || rounding == RM || r
 
 static u64 integer_to_integer(const Instruction& in, u8 to, u8 from, u64 v) {
   const int to_bits = type_bits(to), from_bits = type_bits(from);
-  const i128 x =
-      is_signed(from) ? (i128)sign_extend(v, from_bits) : (i128)zero_extend(v, from_bits);
+  const i128 x = is_signed(from) ? (i128)sign_extend(v, from_bits) : (i128)zero_extend(v, from_bits);
   if (in.flags & F_SAT) {
     const i128 low = is_signed(to) ? -((i128)1 << (to_bits - 1)) : 0;
     const i128 high = ((i128)1 << (is_signed(to) ? to_bits - 1 : to_bits)) - 1;
     return zero_extend((u64)std::min(high, std::max(low, x)), to_bits);
   }
   // A narrow signed result is sign-extended to the register it goes to.
-  return zero_extend((u64)sign_extend((u64)x, to_bits),
-                     is_signed(to) ? std::max(32, to_bits) : to_bits);
+  return zero_extend((u64)sign_extend((u64)x, to_bits), is_signed(to) ? std::max(32, to_bits) : to_bits);
 }
 
 static u64 integer_to_float(const Instruction& in, u8 to, u8 from, u64 v) {
@@ -65,16 +63,13 @@ static u64 float_to_integer(const Instruction& in, u8 to, double x) {
   const int bits = type_bits(to);
   if (x != x) return bits == 64 ? 1ull << 63 : 0;
   x = to_integral(x, in.rounding);
-  if (!is_signed(to))
-    return x >= std::ldexp(1.0, bits) ? zero_extend(~0ull, bits) : x < 0 ? 0 : (u64)x;
+  if (!is_signed(to)) return x >= std::ldexp(1.0, bits) ? zero_extend(~0ull, bits) : x < 0 ? 0 : (u64)x;
   const i128 low = -((i128)1 << (bits - 1)), high = ((i128)1 << (bits - 1)) - 1;
   const i128 r = x >= (double)high ? high : x <= (double)low ? low : (i128)x;
   return zero_extend((u64)r, std::max(32, bits));
 }
 
-static double relu(const Instruction& in, double x) {
-  return (in.flags & F_RELU) && !(x > 0) && x == x ? 0.0 : x;
-}
+static double relu(const Instruction& in, double x) { return (in.flags & F_RELU) && !(x > 0) && x == x ? 0.0 : x; }
 
 static u64 float_to_float(const Instruction& in, u8 to, double x) {
   const bool integral = in.rounding >= RNI && in.rounding <= RPI;
@@ -89,17 +84,14 @@ static u64 float_to_float(const Instruction& in, u8 to, double x) {
       return float_bits((in.flags & F_FTZ) ? flush_subnormal(r) : r);
     }
     case T_F16:
-    case T_BF16:
-      return round_to_16(to == T_F16, x, 0, integral ? (u8)RN : in.rounding,
-                         in.flags & F_SATFINITE);
+    case T_BF16: return round_to_16(to == T_F16, x, 0, integral ? (u8)RN : in.rounding, in.flags & F_SATFINITE);
   }
   fail("conversion to type %d is not modelled", to);
 }
 
 static u64 convert_scalar(const Instruction& in, u8 to, u8 from, u64 v) {
   const bool to_float = is_float(to);
-  if (!is_float(from))
-    return to_float ? integer_to_float(in, to, from, v) : integer_to_integer(in, to, from, v);
+  if (!is_float(from)) return to_float ? integer_to_float(in, to, from, v) : integer_to_integer(in, to, from, v);
   double x = number_of(from, v);
   if ((in.flags & F_FTZ) && from == T_F32) x = flush_subnormal((float)x);
   return to_float ? float_to_float(in, to, x) : float_to_integer(in, to, x);
@@ -130,8 +122,7 @@ static Packed packed_mini(u8 type) {
 // cvt.rs.satfinite.<mini>x4.f32 d, {a, b, e, f}, rbits.  a and e round by the low half of the
 // random bits, b and f by the high half; the PTX ISA gives the hardware's own assignment only as a
 // figure.
-static void convert_stochastic(Warp& w, const Instruction& in, u32 mask, u8 element_type,
-                               int bits) {
+static void convert_stochastic(Warp& w, const Instruction& in, u32 mask, u8 element_type, int bits) {
   const Operand& vector = operand(in, 1);
   u64 scratch[5][32];
   Source x[4];
@@ -142,8 +133,8 @@ static void convert_stochastic(Warp& w, const Instruction& in, u32 mask, u8 elem
     u64 r = 0;
     for (int i = 0; i < 4; i++) {
       const u32 slice = (i & 1) ? (u32)random[lane] >> 16 : random[lane] & 0xffff;
-      r = r << bits | encode_mini(relu(in, bits_float(x[i][lane])), element_type, RS,
-                                  in.flags & F_SATFINITE, slice / 65536.0);
+      r = r << bits |
+          encode_mini(relu(in, bits_float(x[i][lane])), element_type, RS, in.flags & F_SATFINITE, slice / 65536.0);
     }
     d[lane] = r;
   }
@@ -162,9 +153,7 @@ static void convert_to_mini(Warp& w, const Instruction& in, u32 mask, Packed to)
     });
   }
   if (in.type2 != T_F32) fail("conversion of type %d to a narrow float is not modelled", in.type2);
-  each_lane(w, in, mask, [&](u64 a, u64 b) {
-    return encode(bits_float(a)) << bits | encode(bits_float(b));
-  });
+  each_lane(w, in, mask, [&](u64 a, u64 b) { return encode(bits_float(a)) << bits | encode(bits_float(b)); });
 }
 
 static void convert_from_mini(Warp& w, const Instruction& in, u32 mask, u8 from) {
@@ -172,12 +161,8 @@ static void convert_from_mini(Warp& w, const Instruction& in, u32 mask, u8 from)
     fail("conversion of a narrow float to type %d is not modelled", in.type);
   const int bits = from == T_E2M1 ? 4 : 8;
   const u32 low_mask = (1u << bits) - 1;
-  auto decode = [&](u32 code) -> u64 {
-    return round_to_16(in.type == T_F16X2, relu(in, decode_mini(from, code)));
-  };
-  each_lane(w, in, mask, [&](u64 a) {
-    return decode(a & low_mask) | decode((a >> bits) & low_mask) << 16;
-  });
+  auto decode = [&](u32 code) -> u64 { return round_to_16(in.type == T_F16X2, relu(in, decode_mini(from, code))); };
+  each_lane(w, in, mask, [&](u64 a) { return decode(a & low_mask) | decode((a >> bits) & low_mask) << 16; });
 }
 
 void convert(Warp& w, const Instruction& in, u32 mask) {
@@ -191,6 +176,5 @@ void convert(Warp& w, const Instruction& in, u32 mask) {
       return convert_scalar(in, type, in.type2, b) | convert_scalar(in, type, in.type2, a) << 16;
     });
   }
-  each_lane(w, in, mask,
-            [&](u64 a) { return convert_scalar(in, in.type, in.type2, a); });
+  each_lane(w, in, mask, [&](u64 a) { return convert_scalar(in, in.type, in.type2, a); });
 }

@@ -37,10 +37,8 @@ size_t elf_bytes(const unsigned char* p) {
              5) != 0)
     return 0;
   const uint64_t programs = read_little_endian(p + 32, 8), sections = read_little_endian(p + 40, 8);
-  const uint64_t program_size = read_little_endian(p + 54, 2),
-                 num_programs = read_little_endian(p + 56, 2);
-  const uint64_t section_size = read_little_endian(p + 58, 2),
-                 num_sections = read_little_endian(p + 60, 2);
+  const uint64_t program_size = read_little_endian(p + 54, 2), num_programs = read_little_endian(p + 56, 2);
+  const uint64_t section_size = read_little_endian(p + 58, 2), num_sections = read_little_endian(p + 60, 2);
   uint64_t end = programs + program_size * num_programs;
   if (sections + section_size * num_sections > end) end = sections + section_size * num_sections;
   constexpr uint64_t NO_BITS = 8;
@@ -125,19 +123,17 @@ int _cudaLaunchKernelEx(const LaunchConfig* c, const void* kernel, void** args) 
     cluster[0] = dims.x, cluster[1] = dims.y, cluster[2] = dims.z;
     explicit_cluster = 1;
   }
-  return emu_launch(((const Kernel*)kernel)->key.c_str(), c->grid, c->block, cluster,
-                    explicit_cluster, (uint32_t)c->dynamic_smem, args);
+  return emu_launch(((const Kernel*)kernel)->key.c_str(), c->grid, c->block, cluster, explicit_cluster,
+                    (uint32_t)c->dynamic_smem, args);
 }
-int _cudaLaunchKernel(const void* kernel, uint64_t grid_xy, uint32_t grid_z, uint64_t block_xy,
-                      uint32_t block_z, void** args, size_t dynamic_smem, void*) {
+int _cudaLaunchKernel(const void* kernel, uint64_t grid_xy, uint32_t grid_z, uint64_t block_xy, uint32_t block_z,
+                      void** args, size_t dynamic_smem, void*) {
   const uint32_t grid[3] = {(uint32_t)grid_xy, (uint32_t)(grid_xy >> 32), grid_z};
   const uint32_t block[3] = {(uint32_t)block_xy, (uint32_t)(block_xy >> 32), block_z};
   const uint32_t cluster[3] = {1, 1, 1};
-  return emu_launch(((const Kernel*)kernel)->key.c_str(), grid, block, cluster, 0,
-                    (uint32_t)dynamic_smem, args);
+  return emu_launch(((const Kernel*)kernel)->key.c_str(), grid, block, cluster, 0, (uint32_t)dynamic_smem, args);
 }
-int _cudaLibraryLoadData(void** library, const void* code, void*, void*, unsigned, void*, void*,
-                         unsigned) {
+int _cudaLibraryLoadData(void** library, const void* code, void*, void*, unsigned, void*, void*, unsigned) {
   const std::string hash = hash_of(code);
   Library*& known = libraries[hash];
   if (!known) known = new Library{hash};
@@ -196,8 +192,7 @@ int cuda_dialect_unload_library_once(void*) { return 0; }
 void CuteDSLRT_TVMFFISetRaisedCudaError(void (*set)(const char*, const char**, int), int code) {
   raise_tvm_error(set, code);
 }
-void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(void (*set)(const char*, const char**, int),
-                                              int code) {
+void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(void (*set)(const char*, const char**, int), int code) {
   raise_tvm_error(set, code);
 }
 }

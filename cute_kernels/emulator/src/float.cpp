@@ -16,9 +16,7 @@ static T minmax(const Instruction& in, T a, T b, bool minimum) {
   if (a == 0 && b == 0) return std::signbit(a) == minimum ? a : b;  // -0 < +0
   return minimum ? std::min(a, b) : std::max(a, b);
 }
-float float_minmax(const Instruction& in, float a, float b, bool minimum) {
-  return minmax(in, a, b, minimum);
-}
+float float_minmax(const Instruction& in, float a, float b, bool minimum) { return minmax(in, a, b, minimum); }
 
 template <class T>
 static T arithmetic(const Instruction& in, T a, T b, T c) {
@@ -35,8 +33,7 @@ static T arithmetic(const Instruction& in, T a, T b, T c) {
     case MAX: {
       T r = minmax(in, a, b, in.op == MIN);
       if (in.num_operands == 4) r = minmax(in, r, c, in.op == MIN);
-      if (in.flags & F_XORSIGN)
-        r = std::copysign(r, std::signbit(a) != std::signbit(b) ? (T)-1 : (T)1);
+      if (in.flags & F_XORSIGN) r = std::copysign(r, std::signbit(a) != std::signbit(b) ? (T)-1 : (T)1);
       return r;
     }
     case RCP: return (T)1 / a;
@@ -71,19 +68,15 @@ static u32 single(const Instruction& in, u32 a_bits, u32 b_bits, u32 c_bits) {
   return r != r && !keeps_nan_bits(in.op) ? FLOAT_NAN : float_bits(r);
 }
 
-static double half_value(u8 type, u16 h) {
-  return type == T_F16 ? half_to_float(h) : bf16_to_float(h);
-}
+static double half_value(u8 type, u16 h) { return type == T_F16 ? half_to_float(h) : bf16_to_float(h); }
 static bool half_is_nan(u8 type, u16 h) { return (h & 0x7fff) > (type == T_F16 ? 0x7c00 : 0x7f80); }
 
 static u16 half(const Instruction& in, u8 type, u16 a, u16 b, u16 c) {
   if (in.rounding != RN) fail("16-bit arithmetic rounds to nearest; got rounding %d", in.rounding);
-  if (in.op == NEG || in.op == ABS)
-    return half_is_nan(type, a) ? 0x7fff : in.op == NEG ? a ^ 0x8000 : a & 0x7fff;
+  if (in.op == NEG || in.op == ABS) return half_is_nan(type, a) ? 0x7fff : in.op == NEG ? a ^ 0x8000 : a & 0x7fff;
   const bool ftz = (in.flags & F_FTZ) && type == T_F16;
   auto flush = [=](u16 h) -> u16 { return ftz && !(h & 0x7c00) ? h & 0x8000 : h; };
-  const double x = half_value(type, flush(a)), y = half_value(type, flush(b)),
-               z = half_value(type, flush(c));
+  const double x = half_value(type, flush(a)), y = half_value(type, flush(b)), z = half_value(type, flush(c));
   double r, residue = 0;
   auto exact_sum = [&](double p, double q) {  // r + residue == p + q
     r = p + q;
@@ -124,9 +117,8 @@ void float_arithmetic(Warp& w, const Instruction& in, u32 mask) {
       });
     }
     case T_F32X2:
-      return apply([&](u64 a, u64 b, u64 c) {
-        return single(in, a, b, c) | (u64)single(in, a >> 32, b >> 32, c >> 32) << 32;
-      });
+      return apply(
+          [&](u64 a, u64 b, u64 c) { return single(in, a, b, c) | (u64)single(in, a >> 32, b >> 32, c >> 32) << 32; });
   }
   fail("floating-point instruction on type %d is not modelled", in.type);
 }

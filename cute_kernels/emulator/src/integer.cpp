@@ -66,12 +66,8 @@ void integer_arithmetic(Warp& w, const Instruction& in, u32 mask) {
     case MIN:
     case MAX: return minmax(w, in, mask);
     case ABS:
-      return each_lane(w, in, mask, [=](u64 a) {
-        return zero_extend(sign_extend(a, bits) < 0 ? -a : a, bits);
-      });
-    case NEG:
-      return each_lane(w, in, mask,
-                       [=](u64 a) { return zero_extend(-a, bits); });
+      return each_lane(w, in, mask, [=](u64 a) { return zero_extend(sign_extend(a, bits) < 0 ? -a : a, bits); });
+    case NEG: return each_lane(w, in, mask, [=](u64 a) { return zero_extend(-a, bits); });
   }
   fail("integer instruction %d", in.op);
 }

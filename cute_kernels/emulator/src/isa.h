@@ -108,16 +108,7 @@ enum Comparison : u8 {
   CMP_NUM,
   CMP_NAN
 };
-enum Reduction : u8 {
-  ATOM_ADD,
-  ATOM_MIN,
-  ATOM_MAX,
-  ATOM_AND,
-  ATOM_OR,
-  ATOM_XOR,
-  ATOM_EXCH,
-  ATOM_CAS
-};
+enum Reduction : u8 { ATOM_ADD, ATOM_MIN, ATOM_MAX, ATOM_AND, ATOM_OR, ATOM_XOR, ATOM_EXCH, ATOM_CAS };
 
 struct Operand {
   u8 kind, negated;
@@ -168,7 +159,5 @@ inline int type_bits(u8 type) {
 inline u32 type_bytes(u8 type) { return (type_bits(type) + 7) / 8; }
 inline bool is_signed(u8 type) { return type >= T_S8 && type <= T_S64; }
 inline bool is_float(u8 type) { return type >= T_F16 && type <= T_TF32; }
-inline i64 sign_extend(u64 v, int bits) {
-  return bits >= 64 ? (i64)v : (i64)(v << (64 - bits)) >> (64 - bits);
-}
+inline i64 sign_extend(u64 v, int bits) { return bits >= 64 ? (i64)v : (i64)(v << (64 - bits)) >> (64 - bits); }
 inline u64 zero_extend(u64 v, int bits) { return bits >= 64 ? v : v & ((1ull << bits) - 1); }

@@ -69,8 +69,7 @@ std::unique_ptr<Cluster> Machine::make_cluster(u64 index) {
 
 void Machine::start_clusters() {
   const u32 room = std::max(1u, config.num_sms * config.ctas_per_sm / cluster_size());
-  while (resident.size() < room && next_cluster < total_clusters)
-    resident.push_back(make_cluster(next_cluster++));
+  while (resident.size() < room && next_cluster < total_clusters) resident.push_back(make_cluster(next_cluster++));
 }
 
 std::string Machine::report() {
@@ -83,8 +82,8 @@ std::string Machine::report() {
         FOR_LANES (lane, w.alive) pcs.insert(w.converged ? w.warp_pc : w.pc[lane]);
         for (u32 pc : pcs) {
           char where[96];
-          snprintf(where, sizeof where, "  CTA (%u,%u,%u) warp %d at line %d: ", c->x, c->y, c->z,
-                   w.id, program->instructions[pc].line);
+          snprintf(where, sizeof where, "  CTA (%u,%u,%u) warp %d at line %d: ", c->x, c->y, c->z, w.id,
+                   program->instructions[pc].line);
           report += where + program->text[pc].substr(0, 200);
           if (w.blocked) report += "  -- waits for " + w.waits_for;
           report += "\n";
@@ -98,21 +97,19 @@ void Machine::check_launch() const {
   const u32 threads = block[0] * block[1] * block[2];
   if (!threads || threads > 1024) fail("block of %u threads", threads);
   if (program->static_smem + dynamic_smem > SMEM_LIMIT)
-    fail("CTA asks for %u bytes of shared memory; the limit is %u",
-         program->static_smem + dynamic_smem, SMEM_LIMIT);
+    fail("CTA asks for %u bytes of shared memory; the limit is %u", program->static_smem + dynamic_smem, SMEM_LIMIT);
   for (int i = 0; i < 3; i++)
     if (!cluster[i] || !grid[i] || grid[i] % cluster[i])
-      fail("grid %ux%ux%u is empty or not divisible by the cluster %ux%ux%u", grid[0], grid[1],
-           grid[2], cluster[0], cluster[1], cluster[2]);
+      fail("grid %ux%ux%u is empty or not divisible by the cluster %ux%ux%u", grid[0], grid[1], grid[2], cluster[0],
+           cluster[1], cluster[2]);
   if (cluster_size() > 16) fail("cluster of %u CTAs", cluster_size());
 }
 
 // Removes the clusters that have finished and lets others take their place.
 void Machine::retire_clusters() {
   const size_t before = resident.size();
-  resident.erase(
-      std::remove_if(resident.begin(), resident.end(), [](auto& cl) { return cl->live == 0; }),
-      resident.end());
+  resident.erase(std::remove_if(resident.begin(), resident.end(), [](auto& cl) { return cl->live == 0; }),
+                 resident.end());
   if (resident.size() != before) start_clusters();
 }
 
@@ -122,8 +119,8 @@ void Machine::check_progress() {
     busy_epoch = epoch;
     busy_insns = stats.warp_insns;
   } else if (stats.warp_insns - busy_insns > config.max_idle_insns) {
-    fail("livelock: no warp has changed anything for %llu instructions\n%s",
-         (unsigned long long)config.max_idle_insns, report().c_str());
+    fail("livelock: no warp has changed anything for %llu instructions\n%s", (unsigned long long)config.max_idle_insns,
+         report().c_str());
   }
 }
 
@@ -157,8 +154,7 @@ void Machine::launch() {
     check_progress();
     if (!progress && !run_events(true) && !order.empty()) {
       // Nothing is due: let every mbarrier.try_wait time out, once for each state of the machine.
-      if (epoch_of_timeout == epoch)
-        fail("deadlock: no warp can make progress\n%s", report().c_str());
+      if (epoch_of_timeout == epoch) fail("deadlock: no warp can make progress\n%s", report().c_str());
       epoch_of_timeout = epoch;
       for (Warp* w : order) w->timed_out = true;
     }

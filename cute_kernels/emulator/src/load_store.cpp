@@ -24,8 +24,7 @@ static void count_shared(const u64* address, u32 mask, u32 bytes) {
     machine.stats.smem_wavefronts += wavefronts([&](auto add) {
       for (u32 lane = first; lane < first + group; lane++)
         if (mask >> lane & 1)
-          for (u32 b = 0; b < std::min(std::max(bytes, 4u), 16u); b += 4)
-            add((u32)(address[lane] + b) >> 2);
+          for (u32 b = 0; b < std::min(std::max(bytes, 4u), 16u); b += 4) add((u32)(address[lane] + b) >> 2);
     });
   }
 }
@@ -34,8 +33,7 @@ static void count_global(const u64* address, u32 mask, u32 bytes, bool store) {
   u64 sectors[64], count = 0, total = 0;
   FOR_LANES (lane, mask) {
     if (address[lane] >= SHARED_WINDOW) continue;
-    for (u64 s = address[lane] >> 5; s <= (address[lane] + bytes - 1) >> 5; s++)
-      sectors[count++] = s;
+    for (u64 s = address[lane] >> 5; s <= (address[lane] + bytes - 1) >> 5; s++) sectors[count++] = s;
     total += bytes;
   }
   std::sort(sectors, sectors + count);
@@ -52,22 +50,21 @@ static u64 extend_loaded(const Instruction& in, u64 v) {
   return (in.flags & F_WIDE) || in.type == T_S64 ? (u64)extended : (u32)extended;
 }
 
-static void load_element(Warp& w, const Instruction& in, const Operand& to, const u64* address,
-                         u64 skip, u32 bytes, u32 mask) {
+static void load_element(Warp& w, const Instruction& in, const Operand& to, const u64* address, u64 skip, u32 bytes,
+                         u32 mask) {
   u64* d = target(w, to);
   FOR_LANES (lane, mask) {
     const u64 a = address[lane] + skip;
     const u8* p = resolve(w, in.space, a, bytes, lane, false);
     if (!d) continue;
-    if (races_on && (in.space == SHARED || is_shared_window(a)))
-      race_shared(w, shared_address(a), bytes, false);
+    if (races_on && (in.space == SHARED || is_shared_window(a))) race_shared(w, shared_address(a), bytes, false);
     u64 v = 0;
     memcpy(&v, p, bytes);
     d[lane] = extend_loaded(in, v);
   }
 }
-static void store_element(Warp& w, const Instruction& in, const Operand& from, const u64* address,
-                          u64 skip, u32 bytes, u32 mask) {
+static void store_element(Warp& w, const Instruction& in, const Operand& from, const u64* address, u64 skip, u32 bytes,
+                          u32 mask) {
   u64 scratch[32];
   const Source values = source(w, from, scratch);
   FOR_LANES (lane, mask) {
@@ -75,8 +72,7 @@ static void store_element(Warp& w, const Instruction& in, const Operand& from, c
     u8* p = resolve(w, in.space, a, bytes, lane, true);
     const u64 v = values[lane];
     memcpy(p, &v, bytes);
-    if (in.space == SHARED || is_shared_window(a))
-      note_generic_write(w, lane, shared_address(a), bytes);
+    if (in.space == SHARED || is_shared_window(a)) note_generic_write(w, lane, shared_address(a), bytes);
   }
 }
 
@@ -94,8 +90,7 @@ void load_store(Warp& w, const Instruction& in, u32 mask) {
   if (in.space != PARAM && in.space != LOCAL)
     FOR_LANES (lane, mask)
       if (address[lane] % total && address[lane] < LOCAL_WINDOW)
-        fail("misaligned %u-byte %s at %#llx", total, store ? "store" : "load",
-             (unsigned long long)address[lane]);
+        fail("misaligned %u-byte %s at %#llx", total, store ? "store" : "load", (unsigned long long)address[lane]);
   for (u32 i = 0; i < count; i++) {
     if (store)
       store_element(w, in, element(values, i), address, (u64)i * bytes, bytes, mask);
@@ -139,14 +134,12 @@ Status matrix_load_store(Warp& w, const Instruction& in, u32 mask) {
   const bool store = in.op == STMATRIX;
   if (Status s = need_full_warp(w, mask, store ? "stmatrix" : "ldmatrix")) return s;
   u32 address[32];
-  for (int lane = 0; lane < 32; lane++)
-    address[lane] = shared_address(address_of(w, operand(in, store ? 0 : 1), lane));
+  for (int lane = 0; lane < 32; lane++) address[lane] = shared_address(address_of(w, operand(in, store ? 0 : 1), lane));
   const Operand& values = operand(in, store ? 1 : 0);
   for (int i = 0; i < in.vec; i++) {
     const u32* rows = address + 8 * i;
     for (int r = 0; r < 8; r++)
-      if (rows[r] % 16)
-        fail("%s row address %#x is not 16-byte aligned", store ? "stmatrix" : "ldmatrix", rows[r]);
+      if (rows[r] % 16) fail("%s row address %#x is not 16-byte aligned", store ? "stmatrix" : "ldmatrix", rows[r]);
     machine.stats.smem_accesses++;
     machine.stats.smem_wavefronts += wavefronts([&](auto add) {
       for (int r = 0; r < 8; r++)

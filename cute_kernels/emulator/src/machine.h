@@ -87,7 +87,7 @@ struct NamedBarrier {
 };
 
 constexpr u32 TMEM_LANES = 128, TMEM_COLUMNS = 512, TMEM_UNIT = 32;  // columns of one allocation
-constexpr u32 SMEM_BASE = 1024;  // the driver keeps the first KiB
+constexpr u32 SMEM_BASE = 1024;                                      // the driver keeps the first KiB
 constexpr u32 SMEM_LIMIT = 232448;
 
 struct CTA {
@@ -214,9 +214,7 @@ struct Source {  // a value per lane, or one for all (stride 0)
   u64 operator[](int lane) const { return values[lane * stride]; }
 };
 Source source(Warp& w, const Operand& o, u64* scratch);
-inline const Operand& operand(const Instruction& in, int i) {
-  return machine.program->operands[in.operands + i];
-}
+inline const Operand& operand(const Instruction& in, int i) { return machine.program->operands[in.operands + i]; }
 // Element i of an operand that is a vector, or the operand itself where it is not.
 inline const Operand& element(const Operand& o, u32 i) {
   return o.kind == K_VEC ? machine.program->operands[o.reg + i] : o;
@@ -228,9 +226,9 @@ inline int first_lane(u32 mask) { return __builtin_ctz(mask); }
 // For instructions that a whole warp executes: CONVERGE while lanes are elsewhere, an error if some
 // lanes have left or are switched off.
 Status need_full_warp(const Warp& w, u32 mask, const char* what);
-#define FOR_LANES(lane, mask)              \
-  for (u32 rest_##lane = (mask), lane = 0; \
-       rest_##lane && ((lane = __builtin_ctz(rest_##lane)), true); rest_##lane &= rest_##lane - 1)
+#define FOR_LANES(lane, mask)                                                                          \
+  for (u32 rest_##lane = (mask), lane = 0; rest_##lane && ((lane = __builtin_ctz(rest_##lane)), true); \
+       rest_##lane &= rest_##lane - 1)
 
 // ---- instruction classes
 Status execute_alu(Warp& w, const Instruction& in, u32 mask);       // alu.cpp

@@ -34,17 +34,14 @@ bool complete_if_done(CTA* c, u32 offset, Mbarrier* m) {
 }
 }  // namespace
 
-bool mbarrier_done(CTA* c, u32 offset, u64 parity) {
-  return mbarrier_at(c, offset)->phase != (parity & 1);
-}
+bool mbarrier_done(CTA* c, u32 offset, u64 parity) { return mbarrier_at(c, offset)->phase != (parity & 1); }
 
 // The state is opaque to kernels: here the phase.
 u64 mbarrier_arrive(CTA* c, u32 offset, u32 count) {
   Mbarrier* m = mbarrier_at(c, offset);
   const u64 state = m->phase;
   if (m->pending < count)
-    fail("mbarrier at shared offset %u: %u arrivals but only %u were pending", offset, count,
-         (u32)m->pending);
+    fail("mbarrier at shared offset %u: %u arrivals but only %u were pending", offset, count, (u32)m->pending);
   m->pending -= count;
   complete_if_done(c, offset, m);
   return state;
@@ -60,8 +57,7 @@ void mbarrier_transaction(CTA* c, u32 offset, i64 bytes) {
   Mbarrier* m = mbarrier_at(c, offset);
   const i64 left = m->transactions + bytes;
   if (left > MAX_TRANSACTIONS || left < -MAX_TRANSACTIONS)
-    fail("mbarrier at shared offset %u: transaction count %lld is out of range", offset,
-         (long long)left);
+    fail("mbarrier at shared offset %u: transaction count %lld is out of range", offset, (long long)left);
   m->transactions = left;
   if (bytes < 0) complete_if_done(c, offset, m);
 }
@@ -78,10 +74,8 @@ static void initialise(Warp& w, const Instruction& in, u32 mask) {
     u8* p = shared_pointer_of_lane(w, operand(in, 0), lane, 8, &c, &offset);
     if (offset % 8) fail("misaligned mbarrier at shared offset %u", offset);
     const u64 count = value_of(w, operand(in, 1), lane);
-    if (count < 1 || count > MAX_COUNT)
-      fail("mbarrier.init with count %llu", (unsigned long long)count);
-    if (count > FIELD_LIMIT)
-      fail("mbarrier.init with count %llu is not modelled", (unsigned long long)count);
+    if (count < 1 || count > MAX_COUNT) fail("mbarrier.init with count %llu", (unsigned long long)count);
+    if (count > FIELD_LIMIT) fail("mbarrier.init with count %llu is not modelled", (unsigned long long)count);
     c->mbarrier_sync.erase(offset);
     Mbarrier m;
     m.transactions = 0;
@@ -134,8 +128,8 @@ static Status wait(Warp& w, const Instruction& in, u32 mask) {
     const int lane = first_lane(mask & ~done);
     const u32 address = shared_address(address_of(w, operand(in, 1), lane));
     char why[96];
-    snprintf(why, sizeof why, "mbarrier at shared offset %u (CTA rank %u), phase %u",
-             offset_of(address), rank_of(address), (u32)value_of(w, operand(in, 2), lane) & 1);
+    snprintf(why, sizeof why, "mbarrier at shared offset %u (CTA rank %u), phase %u", offset_of(address),
+             rank_of(address), (u32)value_of(w, operand(in, 2), lane) & 1);
     w.waits_for = why;
     return BLOCK;
   }

@@ -18,8 +18,7 @@ inline u8* shared_pointer(Warp& w, u32 address, u32 bytes, CTA** owner = nullptr
   if (owner) *owner = c;
   return c->smem.data() + offset;
 }
-u8* shared_pointer_of_lane(Warp& w, const Operand& o, int lane, u32 bytes, CTA** owner,
-                           u32* offset);
+u8* shared_pointer_of_lane(Warp& w, const Operand& o, int lane, u32 bytes, CTA** owner, u32* offset);
 // Any space; checks alignment and bounds.
 u8* resolve(Warp& w, u8 space, u64 address, u32 bytes, int lane, bool write);
 void need_in_smem(CTA* c, u32 offset, u64 bytes, const char* what);
@@ -44,8 +43,8 @@ void mbarrier_complete(CTA* c, u32 offset, u32 bytes, const Actor& by);
 Status execute_mbarrier(Warp& w, const Instruction& in, u32 mask);
 
 // ---- classes of memory instructions
-void load_store(Warp& w, const Instruction& in, u32 mask);  // load_store.cpp
-void atomics(Warp& w, const Instruction& in, u32 mask);     // atomics.cpp
+void load_store(Warp& w, const Instruction& in, u32 mask);           // load_store.cpp
+void atomics(Warp& w, const Instruction& in, u32 mask);              // atomics.cpp
 Status matrix_load_store(Warp& w, const Instruction& in, u32 mask);  // load_store.cpp
 Status execute_copy(Warp& w, const Instruction& in, u32 mask);       // async_copy.cpp
 Status execute_bulk_copy(Warp& w, const Instruction& in, u32 mask);  // bulk_copy.cpp
@@ -54,8 +53,7 @@ void tma_store(Warp& w, const Instruction& in, u32 mask);            // tma.cpp
 void tensor_map_address(Warp& w, const Instruction& in, u32 mask);   // tensor_map.cpp
 CopyGroupPtr open_bulk_group(Warp& w, int lane);                     // bulk_copy.cpp
 // The reading half, then the writing half, of a store from shared to global memory.
-void post_store(CTA* source, std::vector<CopyGroupPtr> groups,
-                std::function<void(std::vector<u8>&)> read,
+void post_store(CTA* source, std::vector<CopyGroupPtr> groups, std::function<void(std::vector<u8>&)> read,
                 std::function<void(const std::vector<u8>&)> write);
 
 // A tensor map, decoded.  In memory it has the hardware's own 128-byte format, because the DSL's

@@ -8,10 +8,7 @@
 static const u16 HALF_NAN = 0x7fff;  // the NaN that the hardware writes for 16-bit formats
 
 RoundingScope::RoundingScope(u8 rounding) : saved_(fegetround()) {
-  fesetround(rounding == RZ   ? FE_TOWARDZERO
-             : rounding == RM ? FE_DOWNWARD
-             : rounding == RP ? FE_UPWARD
-                              : FE_TONEAREST);
+  fesetround(rounding == RZ ? FE_TOWARDZERO : rounding == RM ? FE_DOWNWARD : rounding == RP ? FE_UPWARD : FE_TONEAREST);
 }
 RoundingScope::~RoundingScope() { fesetround(saved_); }
 
@@ -54,19 +51,16 @@ u16 round_to_16(bool fp16, double value, double residue, u8 rounding, bool satfi
   const double part = scaled - whole;
   const int sticky = residue == 0 ? 0 : (residue > 0) == (value > 0) ? 1 : -1;
   if (rounding == RN) {
-    if (part > 0.5 || (part == 0.5 && (sticky > 0 || (sticky == 0 && std::fmod(whole, 2) == 1))))
-      whole += 1;
+    if (part > 0.5 || (part == 0.5 && (sticky > 0 || (sticky == 0 && std::fmod(whole, 2) == 1)))) whole += 1;
   } else if (away && part > 0) {
     whole += 1;
   }
   const double rounded = whole * pow2(quantum);
   if (rounded == 0) return sign;
   exponent = exponent_of_normal(rounded);
-  if (exponent > bias)
-    return sign | (satfinite || (rounding != RN && !away) ? infinity - 1 : infinity);
+  if (exponent > bias) return sign | (satfinite || (rounding != RN && !away) ? infinity - 1 : infinity);
   if (exponent < 1 - bias) return sign | (u16)(rounded * pow2(mantissa + bias - 1));
-  return sign | (u16)((exponent + bias) << mantissa) |
-         (u16)(rounded * pow2(mantissa - exponent) - (1 << mantissa));
+  return sign | (u16)((exponent + bias) << mantissa) | (u16)(rounded * pow2(mantissa - exponent) - (1 << mantissa));
 }
 
 namespace {
@@ -108,8 +102,8 @@ float decode_mini(u8 type, u32 code) {
   if (type == T_E4M3 && (code & 0x7f) == 0x7f) return NAN;
   if (type == T_E5M2 && exponent == 31) return mantissa ? NAN : (float)(sign * INFINITY);
   const double fraction = (double)mantissa / (1 << f.mantissa_bits);
-  return (float)(sign * (exponent ? std::ldexp(1.0 + fraction, (int)exponent - f.bias)
-                                  : std::ldexp(fraction, 1 - f.bias)));
+  return (float)(sign *
+                 (exponent ? std::ldexp(1.0 + fraction, (int)exponent - f.bias) : std::ldexp(fraction, 1 - f.bias)));
 }
 
 u32 encode_mini(double x, u8 type, u8 rounding, bool satfinite, double fraction) {

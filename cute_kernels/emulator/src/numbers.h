@@ -25,9 +25,7 @@ inline double bits_double(u64 x) {
   memcpy(&d, &x, 8);
   return d;
 }
-inline float flush_subnormal(float f) {
-  return std::fpclassify(f) == FP_SUBNORMAL ? std::copysign(0.f, f) : f;
-}
+inline float flush_subnormal(float f) { return std::fpclassify(f) == FP_SUBNORMAL ? std::copysign(0.f, f) : f; }
 // Of normal doubles only.
 inline double pow2(int e) { return bits_double((u64)(e + 1023) << 52); }
 inline int exponent_of_normal(double v) { return (int)(double_bits(v) >> 52 & 0x7ff) - 1023; }
@@ -38,8 +36,7 @@ u16 float_to_half(float f);
 u16 float_to_bf16(float f);
 // Rounds value + residue once to fp16 or bf16.  The residue is the exact remainder of a double
 // computation, smaller than half an ulp of value; it decides ties.
-u16 round_to_16(bool fp16, double value, double residue = 0, u8 rounding = RN,
-                bool satfinite = false);
+u16 round_to_16(bool fp16, double value, double residue = 0, u8 rounding = RN, bool satfinite = false);
 
 // e4m3, e5m2, e2m1, e2m3, e3m2 and ue8m0.
 float decode_mini(u8 type, u32 code);

@@ -33,18 +33,13 @@ static u32 swizzled(u32 address, u8 swizzle) {
 // Both kinds of tile are made of 8-row (or 8-deep) atoms; unswizzled atoms are 16 bytes wide.
 u32 k_major_address(const MatrixDescriptor& d, u32 row, u32 granule) {
   if (!d.swizzle) return d.start + (row / 8) * d.stride + (row % 8) * 16 + granule * d.leading;
-  return swizzled(
-      d.start + (row / 8) * d.stride + (row % 8) * swizzle_span(d.swizzle) + granule * 16,
-      d.swizzle);
+  return swizzled(d.start + (row / 8) * d.stride + (row % 8) * swizzle_span(d.swizzle) + granule * 16, d.swizzle);
 }
 static u32 mn_major_address(const MatrixDescriptor& d, u32 row, u32 depth, u32 bytes) {
   const u32 span = swizzle_span(d.swizzle), per_span = span / bytes;
   const u32 within = (row % per_span) * bytes, span_index = row / per_span;
-  if (!d.swizzle)
-    return d.start + within + span_index * d.stride + (depth % 8) * 16 + (depth / 8) * d.leading;
-  return swizzled(
-      d.start + within + span_index * d.leading + (depth % 8) * span + (depth / 8) * d.stride,
-      d.swizzle);
+  if (!d.swizzle) return d.start + within + span_index * d.stride + (depth % 8) * 16 + (depth / 8) * d.leading;
+  return swizzled(d.start + within + span_index * d.leading + (depth % 8) * span + (depth / 8) * d.stride, d.swizzle);
 }
 
 int element_bits(u8 type) {
@@ -80,8 +75,8 @@ float decode_element(u8 type, const u8* bytes, u32 index) {
   }
 }
 
-void load_tile(CTA* c, u64 descriptor, bool mn_major, u8 type, u32 rows, u32 depth, float* out,
-               u64 fenced, const char* what) {
+void load_tile(CTA* c, u64 descriptor, bool mn_major, u8 type, u32 rows, u32 depth, float* out, u64 fenced,
+               const char* what) {
   const MatrixDescriptor d = decode_descriptor(descriptor, what);
   const u32 bits = element_bits(type);
   auto read = [&](u32 address, u32 bytes) {

@@ -72,9 +72,7 @@ Source source(Warp& w, const Operand& o, u64* scratch) {
     case K_IMM:
     case K_GLOBAL_SYM:
     case K_LOCAL_SYM: scratch[0] = (u64)o.imm; return {scratch, 0};
-    case K_SHARED_SYM:
-      scratch[0] = (u64)(w.cta->rank << 24 | SMEM_BASE) + o.imm;
-      return {scratch, 0};
+    case K_SHARED_SYM: scratch[0] = (u64)(w.cta->rank << 24 | SMEM_BASE) + o.imm; return {scratch, 0};
     case K_PARAM_SYM: scratch[0] = (u64)machine.params + o.imm; return {scratch, 0};
     case K_SPECIAL:
       for (int lane = 0; lane < 32; lane++) scratch[lane] = special_register(w, o.reg, lane);

@@ -33,8 +33,7 @@ void check_async_read(CTA* c, u32 offset, u32 bytes, u64 issuer_fenced, const ch
     const u32 thread = (u32)(tag >> THREAD_SHIFT) - 1;
     const u64 when = tag & TIME_MASK;
     if (c->warps[thread / 32].fenced[thread % 32] <= when && issuer_fenced <= when)
-      fail("%s reads shared offset %u written by thread %u, with no fence.proxy.async between",
-           what, i * 4, thread);
+      fail("%s reads shared offset %u written by thread %u, with no fence.proxy.async between", what, i * 4, thread);
     c->proxy_shadow[i] = 0;
   }
 }

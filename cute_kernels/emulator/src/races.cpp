@@ -61,28 +61,23 @@ Actor issue_async(Warp& w, AgentKind kind) { return issue(w, agent_of(w, kind));
 Actor issue_tensor(Warp& w) { return issue(w, w.cta->tensor_core.agent); }
 
 static std::string name_of(const CTA* c, u32 agent, int line) {
-  static const char* const KINDS[] = {"warp", "a TMA load of warp", "a bulk store of warp",
-                                      "a wgmma of warp"};
-  const u32 warps = (u32)c->warps.size(), rank = agent / agents_per_cta(c),
-            index = agent % agents_per_cta(c);
-  std::string name = index < 4 * warps
-                         ? KINDS[index / warps] + (" " + std::to_string(index % warps))
-                         : "the tensor core";
+  static const char* const KINDS[] = {"warp", "a TMA load of warp", "a bulk store of warp", "a wgmma of warp"};
+  const u32 warps = (u32)c->warps.size(), rank = agent / agents_per_cta(c), index = agent % agents_per_cta(c);
+  std::string name =
+      index < 4 * warps ? KINDS[index / warps] + (" " + std::to_string(index % warps)) : "the tensor core";
   name += " of CTA rank " + std::to_string(rank);
   if (line) name += " (PTX line " + std::to_string(line) + ")";
   return name;
 }
 
 // A write that shares its word with others' (part) is not compared with the last write.
-static void touch(CTA* c, size_t cell, bool write, bool part, const Actor& by, const char* where,
-                  u32 at) {
+static void touch(CTA* c, size_t cell, bool write, bool part, const Actor& by, const char* where, u32 at) {
   LastWrite& last = c->last_writes[cell];
   u32* reads = &c->last_reads[cell * num_agents];
   const u32* known = by.clock.data();
   if (last.when && last.agent != by.agent && last.when > known[last.agent] && !(part && write))
-    fail("data race on %s %u: %s by %s is not ordered after the write by %s", where, at,
-         write ? "write" : "read", name_of(c, by.agent, by.line).c_str(),
-         name_of(c, last.agent, last.line).c_str());
+    fail("data race on %s %u: %s by %s is not ordered after the write by %s", where, at, write ? "write" : "read",
+         name_of(c, by.agent, by.line).c_str(), name_of(c, last.agent, last.line).c_str());
   if (!write) {
     reads[by.agent] = known[by.agent];
     return;
@@ -124,8 +119,7 @@ void race_tmem(CTA* c, u32 column, u32 columns, int quarter, bool write, const A
   const size_t base = c->smem.size() / 4;
   for (u32 i = column; i < column + columns && i < TMEM_COLUMNS; i++)
     for (int q = 0; q < (int)QUARTERS; q++)
-      if (quarter < 0 || quarter == q)
-        touch(c, base + i * QUARTERS + q, write, false, by, "tensor memory column", i);
+      if (quarter < 0 || quarter == q) touch(c, base + i * QUARTERS + q, write, false, by, "tensor memory column", i);
 }
 
 void race_release(Warp& w, SyncClock& s) {

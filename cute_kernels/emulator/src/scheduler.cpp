@@ -37,8 +37,7 @@ void lanes_exit(Warp& w, u32 mask) {
   for (auto& b : c->barriers) barrier_settle(c, b);
   cluster_barrier_settle(c->cluster);
   machine.epoch++;
-  if (!w.open_wgmmas.empty() || !w.wgmma_groups.empty())
-    fail("warp exits with wgmma operations it never waited for");
+  if (!w.open_wgmmas.empty() || !w.wgmma_groups.empty()) fail("warp exits with wgmma operations it never waited for");
   for (auto& store : w.tmem_stores) store();
   if (c->live_warps == 0) cta_exit(c);
 }
@@ -109,8 +108,7 @@ bool pick_lanes(Warp& w, bool any, u32* mask, u32* pc) {
   u32 candidates = w.alive & ~w.stalled;
   if (!candidates) return false;
   if (any) {
-    for (u32 skip = machine.rng() % __builtin_popcount(candidates); skip--;)
-      candidates &= candidates - 1;
+    for (u32 skip = machine.rng() % __builtin_popcount(candidates); skip--;) candidates &= candidates - 1;
     *pc = w.pc[first_lane(candidates)];
   } else {
     *pc = ~0u;
@@ -195,8 +193,7 @@ bool Machine::visit(Warp& w) {
     try_converge(w);
     if (in.op == NANOSLEEP) return true;
     if (stats.warp_insns > config.max_insns)
-      fail("instruction budget of %llu exhausted\n%s", (unsigned long long)config.max_insns,
-           report().c_str());
+      fail("instruction budget of %llu exhausted\n%s", (unsigned long long)config.max_insns, report().c_str());
   }
   return ran;
 }

@@ -58,13 +58,11 @@ void check(const CTA* lead, const MmaArguments& m) {
   if (m.bits(13, 2)) fail("tcgen05.mma: negated operands are not modelled");
   if (m.bits(31, 1) && m.kind >= MXF4) fail("tcgen05.mma: K = 96 is not modelled");
   if (!m.scaled && m.bits(4, 2) > 1) fail("tcgen05.mma: integer accumulators are not modelled");
-  if (m.fp16_accumulators() && m.kind == TF32_KIND)
-    fail("tcgen05.mma kind::tf32 needs FP32 accumulators");
+  if (m.fp16_accumulators() && m.kind == TF32_KIND) fail("tcgen05.mma kind::tf32 needs FP32 accumulators");
   if (rows != 128 && !(rows == 64 && !m.pair))
     fail("tcgen05.mma: M = %u with cta_group::%d is not modelled", m.m(), m.pair ? 2 : 1);
   if (n < 8 || n > 256 || (m.pair && n % 16)) fail("tcgen05.mma: N = %u", n);
-  if (m.pair && (lead->rank & 1))
-    fail("tcgen05.mma.cta_group::2 must be issued by the even CTA of the pair");
+  if (m.pair && (lead->rank & 1)) fail("tcgen05.mma.cta_group::2 must be issued by the even CTA of the pair");
 }
 
 std::vector<float> load_a(CTA* c, const MmaArguments& m, u8 type) {
@@ -88,8 +86,7 @@ std::vector<float> load_a(CTA* c, const MmaArguments& m, u8 type) {
 }
 
 // The scales of one operand: a 32-lane column holds those of 32 rows, one byte each.
-std::vector<Scale> load_scales(CTA* c, const MmaArguments& m, u32 address, u32 rows, u32 id,
-                               const char* what) {
+std::vector<Scale> load_scales(CTA* c, const MmaArguments& m, u32 address, u32 rows, u32 id, const char* what) {
   const u32 column = address & 0xffff, columns = (rows + 31) / 32;
   const u32 per_row = m.k() / m.scale_block, first = per_row == 4 ? 0 : id;
   const u8 type = m.bits(23, 1) ? T_UE8M0 : T_E4M3;
@@ -98,8 +95,7 @@ std::vector<Scale> load_scales(CTA* c, const MmaArguments& m, u32 address, u32 r
   std::vector<Scale> scales;
   for (u32 r = 0; r < rows; r++) {
     const u32 word = *c->tmem_cell(r % 32, column + r / 32);
-    for (u32 k = 0; k < per_row; k++)
-      scales.push_back(decode_scale(type, (word >> (8 * (first + k))) & 0xff));
+    for (u32 k = 0; k < per_row; k++) scales.push_back(decode_scale(type, (word >> (8 * (first + k))) & 0xff));
   }
   return scales;
 }
@@ -115,8 +111,7 @@ void multiply_scaled(CTA* c, const MmaArguments& m, const Operands& ops, double*
   if (m.kind >= MXF4)
     multiply_add_fp4(ops, scale_a.data(), scale_b.data(), m.scale_block, acc);
   else
-    multiply_add(ops, acc, BLACKWELL, scale_exponents(scale_a).data(),
-                 scale_exponents(scale_b).data());
+    multiply_add(ops, acc, BLACKWELL, scale_exponents(scale_a).data(), scale_exponents(scale_b).data());
 }
 
 // The part of one CTA: its rows of A and D, all of B.
@@ -134,8 +129,7 @@ void run_in(CTA* c, const MmaArguments& m, const std::vector<float>& b, u8 type_
     }
   };
   // FP16 accumulators sit in the low half of each cell.
-  if (m.accumulate)
-    each_output([&](double& sum, u32& d) { sum = fp16 ? half_to_float((u16)d) : bits_float(d); });
+  if (m.accumulate) each_output([&](double& sum, u32& d) { sum = fp16 ? half_to_float((u16)d) : bits_float(d); });
   const Operands ops{a.data(), b.data(), type_a, type_b, rows, n, m.k()};
   if (m.scaled)
     multiply_scaled(c, m, ops, acc.data());
@@ -151,14 +145,13 @@ void run_in(CTA* c, const MmaArguments& m, const std::vector<float>& b, u8 type_
 
 void run(CTA* lead, const MmaArguments& m) {
   check(lead, m);
-  const u8 type_a = operand_type(m.kind, m.bits(7, 3)),
-           type_b = operand_type(m.kind, m.bits(10, 3));
+  const u8 type_a = operand_type(m.kind, m.bits(7, 3)), type_b = operand_type(m.kind, m.bits(10, 3));
   const u32 ctas = m.pair ? 2 : 1, rows_b = m.n() / ctas, depth = m.k();
   CTA* cta[2] = {lead, m.pair ? pair_peer(lead, "tcgen05.mma.cta_group::2") : nullptr};
   std::vector<float> b((size_t)m.n() * depth);  // each CTA holds its share of B
   for (u32 i = 0; i < ctas; i++)
-    load_tile(cta[i], m.b, m.bits(16, 1), type_b, rows_b, depth, &b[(size_t)i * rows_b * depth],
-              m.fenced, "tcgen05.mma B");
+    load_tile(cta[i], m.b, m.bits(16, 1), type_b, rows_b, depth, &b[(size_t)i * rows_b * depth], m.fenced,
+              "tcgen05.mma B");
   for (u32 i = 0; i < ctas; i++) run_in(cta[i], m, b, type_a, type_b);
 }
 }  // namespace

@@ -10,8 +10,8 @@ static void commit(Warp& w, const Instruction& in, u32 mask) {
   FOR_LANES (lane, mask) {
     const u32 address = shared_address(address_of(w, operand(in, 0), lane));
     const u32 offset = offset_of(address);
-    const u32 ranks = (in.flags & F_MULTICAST) ? (u32)value_of(w, operand(in, 1), lane) & 0xffff
-                                               : 1u << rank_of(address);
+    const u32 ranks =
+        (in.flags & F_MULTICAST) ? (u32)value_of(w, operand(in, 1), lane) & 0xffff : 1u << rank_of(address);
     if (!ranks || ranks >> cluster->ctas.size())
       fail("tcgen05.commit to CTA mask %#x of a cluster of %zu", ranks, cluster->ctas.size());
     const Actor me = issue_tensor(w);

@@ -31,8 +31,7 @@ bool tensor_map_decode(const void* memory, TensorMap* map) {
   map->type = (words[2] >> TYPE_SHIFT) & 15;
   map->swizzle = (words[2] >> SWIZZLE_SHIFT) & 3;
   if (map->rank > 5) return false;
-  for (int i = 0; i < 4; i++)
-    map->stride[i] = ((u64)(words[7] >> 4 * i & 0xf) << 32 | words[3 + i]) << 4;
+  for (int i = 0; i < 4; i++) map->stride[i] = ((u64)(words[7] >> 4 * i & 0xf) << 32 | words[3 + i]) << 4;
   for (int i = 0; i < 5; i++) map->last[i] = words[8 + i];
   map->box[0] = (words[13] >> 24) + 1;
   for (int i = 1; i < 5; i++) map->box[i] = ((words[14] >> (8 * (i - 1))) & 0xff) + 1;
@@ -43,8 +42,7 @@ static void tensor_map_encode(const TensorMap& map, void* memory) {
   u32 words[MAP_BYTES / 4] = {};
   words[0] = (u32)map.address;
   words[1] = (u32)(map.address >> 32);
-  words[2] = MAP_KIND | (map.rank - 1) << 4 | map.type << TYPE_SHIFT |
-             map.swizzle << SWIZZLE_SHIFT | OTHER_FLAGS;
+  words[2] = MAP_KIND | (map.rank - 1) << 4 | map.type << TYPE_SHIFT | map.swizzle << SWIZZLE_SHIFT | OTHER_FLAGS;
   for (int i = 0; i < 4; i++) {
     words[3 + i] = (u32)(map.stride[i] >> 4);
     words[7] |= (u32)(map.stride[i] >> 36 & 0xf) << 4 * i;
@@ -63,8 +61,8 @@ static const u8* map_memory(Warp& w, u64 address) {
 
 static void check_global_address(const char* what, u64 address) {
   if (address % ADDRESS_ALIGNMENT)
-    fail("%s: the global address %#llx is not a multiple of %llu bytes, as a tensor map's must be",
-         what, (unsigned long long)address, (unsigned long long)ADDRESS_ALIGNMENT);
+    fail("%s: the global address %#llx is not a multiple of %llu bytes, as a tensor map's must be", what,
+         (unsigned long long)address, (unsigned long long)ADDRESS_ALIGNMENT);
 }
 
 TensorMap tensor_map_at(Warp& w, u64 address) {
@@ -73,12 +71,10 @@ TensorMap tensor_map_at(Warp& w, u64 address) {
   if (!tensor_map_decode(map_memory(w, address), &map))
     fail("TMA through memory that holds no tensor map (%#llx)", (unsigned long long)address);
   check_global_address("TMA", map.address);
-  if (map.type >= FIRST_UNPACKED_TYPE)
-    fail("TMA: unpacked 4- and 6-bit element types are not modelled");
+  if (map.type >= FIRST_UNPACKED_TYPE) fail("TMA: unpacked 4- and 6-bit element types are not modelled");
   const u32 inner = map.box[0] * map.element_bits() / 8;
   if (inner > SWIZZLE_SPAN[map.swizzle])
-    fail("TMA: inner box of %u bytes is wider than the %u-byte swizzle", inner,
-         SWIZZLE_SPAN[map.swizzle]);
+    fail("TMA: inner box of %u bytes is wider than the %u-byte swizzle", inner, SWIZZLE_SPAN[map.swizzle]);
   if (inner % 16) fail("TMA: inner box of %u bytes is not a multiple of 16", inner);
   return map;
 }
@@ -95,9 +91,8 @@ void tensor_map_address(Warp& w, const Instruction& in, u32 mask) {
 
 // What cuTensorMapEncodeTiled does, of the hardware's element type and swizzle.  Returns null, or
 // why the map is invalid.
-extern "C" const char* emu_tensor_map_encode(void* out, int type, u32 rank, u64 address,
-                                             const u64* dims, const u64* strides, const u32* box,
-                                             int swizzle) {
+extern "C" const char* emu_tensor_map_encode(void* out, int type, u32 rank, u64 address, const u64* dims,
+                                             const u64* strides, const u32* box, int swizzle) {
   if (rank < 1 || rank > 5) return "the rank must be 1..5";
   if (address % ADDRESS_ALIGNMENT) return "the global address must be 16-byte aligned";
   TensorMap map;
@@ -112,14 +107,12 @@ extern "C" const char* emu_tensor_map_encode(void* out, int type, u32 rank, u64 
     map.last[i] = (u32)(dims[i] - 1);
     map.box[i] = box[i];
     if (i == 0) continue;
-    if (strides[i - 1] % 16 || strides[i - 1] >= STRIDE_LIMIT)
-      return "strides must be multiples of 16 below 2^40";
+    if (strides[i - 1] % 16 || strides[i - 1] >= STRIDE_LIMIT) return "strides must be multiples of 16 below 2^40";
     map.stride[i - 1] = strides[i - 1];
   }
   const u32 inner_bits = box[0] * map.element_bits();
   if (inner_bits % 128) return "the inner box must be a multiple of 16 bytes";
-  if (inner_bits / 8 > SWIZZLE_SPAN[swizzle])
-    return "the inner box is wider than the swizzle";
+  if (inner_bits / 8 > SWIZZLE_SPAN[swizzle]) return "the inner box is wider than the swizzle";
   tensor_map_encode(map, out);
   return nullptr;
 }

@@ -57,13 +57,12 @@ static double add_not_finite(double c, const float* a, const float* b, u32 k, i3
   return c + s;
 }
 
-static double add_products(double c, const float* a, const float* b, const i32* ea, const i32* eb,
-                           u32 k, i32 scale, Adder adder) {
+static double add_products(double c, const float* a, const float* b, const i32* ea, const i32* eb, u32 k, i32 scale,
+                           Adder adder) {
   i32 top = -8192;
   for (u32 i = 0; i < k; i++) top = std::max(top, ea[i] + eb[i]);
   const i32 ec = exponent_of(c, adder.fp16 ? -14 : -126, zero_exponent(adder));
-  if (top >= NOT_FINITE / 2 || ec == NOT_FINITE || scale >= NOT_FINITE / 2)
-    return add_not_finite(c, a, b, k, scale);
+  if (top >= NOT_FINITE / 2 || ec == NOT_FINITE || scale >= NOT_FINITE / 2) return add_not_finite(c, a, b, k, scale);
   top = std::max({top + scale, ec, LOWEST_TOP});
   const double up = pow2(adder.fraction - top + scale);
   i64 sum = (i64)(c * pow2(adder.fraction - top));
@@ -76,8 +75,7 @@ static double add_products(double c, const float* a, const float* b, const i32* 
   return finish((double)sum * pow2(top - adder.fraction), adder);
 }
 
-void multiply_add(const Operands& ops, double* acc, Adder adder, const i32* scale_a,
-                  const i32* scale_b) {
+void multiply_add(const Operands& ops, double* acc, Adder adder, const i32* scale_a, const i32* scale_b) {
   const std::vector<i32> ea = exponents(ops.a, (size_t)ops.m * ops.k, ops.type_a, adder);
   const std::vector<i32> eb = exponents(ops.b, (size_t)ops.n * ops.k, ops.type_b, adder);
   for (u32 i = 0; i < ops.m; i++)
@@ -97,8 +95,7 @@ Scale decode_scale(u8 type, u8 code) {
   return {(float)(v * pow2(-e)), e};
 }
 
-static double add_fp4(double c, const float* a, const float* b, const Scale* sa, const Scale* sb,
-                      u32 k, u32 block) {
+static double add_fp4(double c, const float* a, const float* b, const Scale* sa, const Scale* sb, u32 k, u32 block) {
   constexpr u32 EXACT = 16;  // products that are added before the scales apply
   const Adder r = BLACKWELL_FP4;
   double terms[8];
@@ -119,18 +116,16 @@ static double add_fp4(double c, const float* a, const float* b, const Scale* sa,
     return c;
   }
   i64 sum = (i64)(c * pow2(r.fraction - top));
-  for (u32 g = 0; g < count; g++)
-    sum += (i64)(terms[g] * pow2(r.fraction + term_exponents[g] - top));
+  for (u32 g = 0; g < count; g++) sum += (i64)(terms[g] * pow2(r.fraction + term_exponents[g] - top));
   return finish((double)sum * pow2(top - r.fraction), r);
 }
 
-void multiply_add_fp4(const Operands& ops, const Scale* scale_a, const Scale* scale_b, u32 block,
-                      double* acc) {
+void multiply_add_fp4(const Operands& ops, const Scale* scale_a, const Scale* scale_b, u32 block, double* acc) {
   const u32 scales = ops.k / block;
   for (u32 i = 0; i < ops.m; i++)
     for (u32 j = 0; j < ops.n; j++) {
       double& c = acc[(size_t)i * ops.n + j];
-      c = add_fp4(c, ops.a + (size_t)i * ops.k, ops.b + (size_t)j * ops.k,
-                  scale_a + (size_t)i * scales, scale_b + (size_t)j * scales, ops.k, block);
+      c = add_fp4(c, ops.a + (size_t)i * ops.k, ops.b + (size_t)j * ops.k, scale_a + (size_t)i * scales,
+                  scale_b + (size_t)j * scales, ops.k, block);
     }
 }

@@ -48,15 +48,14 @@ static void walk_box(const TensorMap& map, const Coordinates& at, F visit) {
         visit(Piece{row * row_bytes + b, 0, 0, 0});
         continue;
       }
-      visit(Piece{row * row_bytes + b, base + (u64)((x + first) * bits / 8),
-                  (u32)(first * bits / 8), (u32)((end - first) * bits / 8)});
+      visit(Piece{row * row_bytes + b, base + (u64)((x + first) * bits / 8), (u32)(first * bits / 8),
+                  (u32)((end - first) * bits / 8)});
     }
   }
 }
 
 static Coordinates coordinates(Warp& w, const Operand& vector, int lane, const TensorMap& map) {
-  if (vector.count != map.rank)
-    fail("TMA with %d coordinates through a rank-%d tensor map", vector.count, map.rank);
+  if (vector.count != map.rank) fail("TMA with %d coordinates through a rank-%d tensor map", vector.count, map.rank);
   Coordinates at{};
   for (int i = 0; i < vector.count; i++) at[i] = (i32)value_of(w, element(vector, i), lane);
   return at;
@@ -103,8 +102,7 @@ void tma_load(Warp& w, const Instruction& in, u32 mask) {
         // one of the barrier's own half of the pair.
         u32 signalled = barrier_rank;
         if (multicast) signalled = pair ? (rank & ~1u) | (barrier_rank & 1) : rank;
-        mbarrier_complete(cta_at(cluster, signalled, "an mbarrier address"), barrier_offset, bytes,
-                          me);
+        mbarrier_complete(cta_at(cluster, signalled, "an mbarrier address"), barrier_offset, bytes, me);
       }
     });
   }
@@ -136,8 +134,7 @@ void tma_store(Warp& w, const Instruction& in, u32 mask) {
     std::vector<CopyGroupPtr> groups;
     FOR_LANES (other, left) {
       if ((int)other != lane) {
-        if (coordinates(w, operand(in, 1), other, map) != at ||
-            address_of(w, operand(in, 0), other) != map_address ||
+        if (coordinates(w, operand(in, 1), other, map) != at || address_of(w, operand(in, 0), other) != map_address ||
             shared_address(address_of(w, operand(in, 2), other)) != from)
           continue;
       }

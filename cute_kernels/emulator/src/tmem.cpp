@@ -51,8 +51,7 @@ Status tmem_deallocate(Warp& w, const Instruction& in, u32 mask) {
       first + columns > TMEM_COLUMNS)
     fail("tcgen05.dealloc of column %u, %u columns, which was never allocated", first, columns);
   for (u32 i = first / TMEM_UNIT; i < (first + columns) / TMEM_UNIT; i++) {
-    if (!c->tmem_used[i])
-      fail("tcgen05.dealloc of column %u, %u columns: free tensor memory", first, columns);
+    if (!c->tmem_used[i]) fail("tcgen05.dealloc of column %u, %u columns: free tensor memory", first, columns);
     c->tmem_used[i] = 0;
   }
   c->tmem_columns -= columns;
@@ -62,11 +61,9 @@ Status tmem_deallocate(Warp& w, const Instruction& in, u32 mask) {
 
 void need_columns(CTA* c, u32 column, u32 count, const char* what) {
   bool allocated = !c->tmem.empty() && column + count <= TMEM_COLUMNS;
-  for (u32 i = column / TMEM_UNIT; allocated && i <= (column + count - 1) / TMEM_UNIT; i++)
-    allocated = c->tmem_used[i];
+  for (u32 i = column / TMEM_UNIT; allocated && i <= (column + count - 1) / TMEM_UNIT; i++) allocated = c->tmem_used[i];
   if (!allocated)
-    fail("%s touches tensor memory columns %u..%u, outside any allocation", what, column,
-         column + count - 1);
+    fail("%s touches tensor memory columns %u..%u, outside any allocation", what, column, column + count - 1);
 }
 
 namespace {
@@ -134,8 +131,7 @@ Status tmem_load_store(Warp& w, const Instruction& in, u32 mask) {
   const Operand& values = operand(in, is_store ? 1 : 0);
   const u32 address = (u32)address_of(w, where, 0), quarter = w.id % 4 * 32;
   for (int lane = 1; lane < 32; lane++)
-    if ((u32)address_of(w, where, lane) != address)
-      fail("%s: the tensor memory address differs between lanes", what);
+    if ((u32)address_of(w, where, lane) != address) fail("%s: the tensor memory address differs between lanes", what);
   Access a;
   a.shape = (Shape)in.sub;
   a.column = column_of(address);
@@ -143,10 +139,9 @@ Status tmem_load_store(Warp& w, const Instruction& in, u32 mask) {
   a.registers = values.kind == K_VEC ? values.count : 1;
   if (a.lane < 32) a.lane += quarter;  // the low lanes name the warp's own quarter
   if (a.lane < quarter || a.lane >= quarter + 32)
-    fail("%s by warp %d at tensor memory lane %u: the warp may only reach lanes %u..%u", what, w.id,
-         a.lane, quarter, quarter + 31);
-  if (a.lane % (a.shape == S32x32b ? 32 : 16))
-    fail("%s: shape %d cannot start at lane %u", what, in.sub, a.lane);
+    fail("%s by warp %d at tensor memory lane %u: the warp may only reach lanes %u..%u", what, w.id, a.lane, quarter,
+         quarter + 31);
+  if (a.lane % (a.shape == S32x32b ? 32 : 16)) fail("%s: shape %d cannot start at lane %u", what, in.sub, a.lane);
   const u32 columns = columns_of(a.shape, (u32)in.aux);
   need_columns(w.cta, a.column, columns, what);
   if (races_on) race_tmem(w.cta, a.column, columns, w.id % 4, is_store, warp_actor(w));
@@ -176,10 +171,7 @@ std::vector<u32> lanes_of(CopyShape shape, u32 r) {
 }
 void copy(CTA* c, u32 address, u64 descriptor, CopyShape shape, u64 fenced) {
   const MatrixDescriptor d = decode_descriptor(descriptor, "tcgen05.cp");
-  const u32 rows = shape == C32x128b         ? 32
-                   : shape == C4x256b        ? 4
-                   : shape >= C64x128b_02_13 ? 64
-                                             : 128;
+  const u32 rows = shape == C32x128b ? 32 : shape == C4x256b ? 4 : shape >= C64x128b_02_13 ? 64 : 128;
   const u32 columns = shape == C128x256b || shape == C4x256b ? 8 : 4;
   const u32 column = column_of(address), lane = lane_of(address);
   need_columns(c, column, columns, "tcgen05.cp");
@@ -209,8 +201,7 @@ void tmem_copy(Warp& w, const Instruction& in, u32 mask) {
         [=] {
           ActingScope scope(me);
           copy(c, address, descriptor, shape, fenced);
-          if (pair)
-            copy(pair_peer(c, "tcgen05.cp.cta_group::2"), address, descriptor, shape, fenced);
+          if (pair) copy(pair_peer(c, "tcgen05.cp.cta_group::2"), address, descriptor, shape, fenced);
         },
         &c->tensor_core_time);
   }

@@ -50,13 +50,12 @@ void run(Warp& w, const Instruction& in, const WgmmaArguments& args) {
     load_a_from_registers(w, operand_a, type_a, depth, a.data());
   } else {
     std::vector<float> all(GROUP_ROWS * depth);
-    load_tile(w.cta, args.descriptor_a, args.transpose_a, type_a, GROUP_ROWS, depth, all.data(),
-              w.fenced[0], "wgmma A");
+    load_tile(w.cta, args.descriptor_a, args.transpose_a, type_a, GROUP_ROWS, depth, all.data(), w.fenced[0],
+              "wgmma A");
     const auto first = all.begin() + (w.id % 4) * WARP_ROWS * depth;
     std::copy(first, first + WARP_ROWS * depth, a.begin());
   }
-  load_tile(w.cta, args.descriptor_b, args.transpose_b, type_b, n, depth, b.data(), w.fenced[0],
-            "wgmma B");
+  load_tile(w.cta, args.descriptor_b, args.transpose_b, type_b, n, depth, b.data(), w.fenced[0], "wgmma B");
   const bool fp16 = in.type == T_F16, fp8 = type_a == T_E4M3 || type_a == T_E5M2;
   std::vector<double> acc(WARP_ROWS * n, 0.0);
   const Operand& d = operand(in, 0);
@@ -65,8 +64,7 @@ void run(Warp& w, const Instruction& in, const WgmmaArguments& args) {
       sum = fp16 ? half_to_float((u16)(*cell >> (16 * half))) : bits_float((u32)*cell);
     });
   const Adder adder = fp8 ? HOPPER_FP8 : HOPPER;
-  multiply_add({a.data(), b.data(), type_a, type_b, WARP_ROWS, n, depth}, acc.data(),
-               fp16 ? with_fp16(adder) : adder);
+  multiply_add({a.data(), b.data(), type_a, type_b, WARP_ROWS, n, depth}, acc.data(), fp16 ? with_fp16(adder) : adder);
   each_output(w, d, n, fp16, acc, [&](double& sum, u64* cell, int half) {
     if (!fp16) {
       *cell = std::isnan(sum) ? 0x7fffffff : float_bits((float)sum);

@@ -11,8 +11,6 @@ from cutlass.cute.nvgpu import tcgen05
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
-__all__ = ["AccReader"]
-
 
 class AccReader:
   """Reads the part of the accumulators that a warp may reach, 32 rows, by blocks of columns.
@@ -22,7 +20,6 @@ class AccReader:
   the MMA warp may have the columns they share after the first few blocks.
 
   Args:
-    config: the kernel's configuration.
     acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
     columns: columns of a block.
     load: the instruction; it decides which elements of a block a thread gets.

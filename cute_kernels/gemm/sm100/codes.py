@@ -19,8 +19,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
   from cute_kernels.gemm.sm100.storage import Stages
 
-__all__ = ["CodesLoadWarp", "codes_load_warp", "codes_sources", "squares_of"]
-
 #: Operands M and N.
 _SIDES = ("m", "n")
 
@@ -69,7 +67,6 @@ class CodesLoadWarp(LoadWarp):
   """The load warp of codes and their block scales."""
 
   def num_k_tiles(self, tile: WorkTile) -> Int32:
-    """Stages of a tile."""
     k_blocks = CODES_STAGES * K_BLOCKS
     return (tile.k_blocks + (k_blocks - 1)) // k_blocks
 

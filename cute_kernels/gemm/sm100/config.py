@@ -21,20 +21,6 @@ from cute_kernels.gemm.problem import GemmConfig, GemmGrouping, GemmProblem, Til
 from cute_kernels.gemm.sm100.heuristics import estimated_cycles
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS, SF_TILE_WORDS, ceil_div
 
-__all__ = [
-  "BOX_ROWS",
-  "CODES_STAGES",
-  "K_BLOCKS",
-  "SM100_TILES",
-  "SWAPPED_BLOCK",
-  "ScaleTilesConfig",
-  "TMEM_COLUMNS",
-  "TMEM_LANES",
-  "Codes",
-  "Sm100GemmConfig",
-  "Sm100Tile",
-]
-
 #: Columns of tensor memory, and the rows of block scales that share one.
 TMEM_COLUMNS = 512
 TMEM_LANES = 32
@@ -128,7 +114,6 @@ class Codes:
 
   @property
   def stage_bytes(self) -> int:
-    """Shared memory of a stage."""
     return self.rows * self.row_bytes + self.scale_bytes
 
 
@@ -143,11 +128,9 @@ class Sm100GemmConfig(GemmConfig):
 
   @classmethod
   def any_tile(cls, grouping: GemmGrouping) -> Sm100Tile:
-    """A tile that every product of a grouping may have."""
     return Sm100Tile(128, 128)
 
   def refuses(self, tile: Sm100Tile) -> str:
-    """Why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
     if self.mma_kind.tcgen05 is None:
       return f"there is no kernel for {self.operand} yet"
     if self.codes and self.transpose_b:
@@ -170,12 +153,10 @@ class Sm100GemmConfig(GemmConfig):
     return (fits or self.promotes) and self.takes(tile)
 
   def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
-    """What a call costs, by a model of time."""
     return estimated_cycles(self, problem, num_sms)
 
   @property
   def takes_scale_tiles(self) -> bool:
-    """Whether fp32 block scales come as tiles of E8M0."""
     return self.pow2_scales
 
   @property
@@ -215,12 +196,10 @@ class Sm100GemmConfig(GemmConfig):
 
   @property
   def instruction_k(self) -> int:
-    """Elements of K that one instruction contracts."""
     return self.mma_kind.instruction_k
 
   @property
   def k_blocks(self) -> int:
-    """Instructions along K for one stage of shared memory."""
     return K_BLOCKS
 
   @property

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.storage import Stages
   from cute_kernels.gemm.sm100.warp_schedule import WarpSchedule
 
-__all__ = ["DecodeWarps"]
-
 #: Elements of K of one of the two stages for one of codes.
 _HALF_K = PIECE_K // CODES_STAGES
 #: Bytes that a lane reads or writes at a time, and of a row of what is multiplied.
@@ -40,7 +38,6 @@ class _Side:
   """A lane's part of one operand.
 
   Args:
-    config: the kernel's configuration.
     codes: the operand.
     shared: the stages.
     squares: fp32 scales of squares, (blocks along rows, along K, G or 1); None without.
@@ -164,7 +161,6 @@ class DecodeWarps:
   """The warps that decode.
 
   Args:
-    config: the kernel's configuration.
     warps: which warps those are.
     shared: the stages.
     squares: fp32 scales of squares of operands M and N, see ``_Side``.

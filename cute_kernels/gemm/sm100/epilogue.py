@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
-__all__ = ["Epilogue", "OutputStore", "pairwise"]
-
 _SWIZZLE_ROWS = 8
 
 
@@ -77,7 +75,6 @@ class Epilogue:
   """What becomes of a tile whose operands are not swapped.
 
   Args:
-    config: the kernel's configuration.
     tensors: what is read and written in global memory.
     store: the TMA stores.
     acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).

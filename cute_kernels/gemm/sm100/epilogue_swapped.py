@@ -26,8 +26,6 @@ from cute_kernels.gemm.sm100.epilogue import OutputStore, pairwise
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
-__all__ = ["SwappedEpilogue"]
-
 _CHUNK_BYTES = 16
 #: Rows and columns of a fragment, and of those the rows and columns of a block.
 _FRAGMENT = 8
@@ -38,7 +36,6 @@ class SwappedEpilogue:
   """What becomes of a tile whose operands are swapped.
 
   Args:
-    config: the kernel's configuration.
     tensors: what is read and written in global memory.
     staged: staged blocks of all warps in shared memory; this warp's begin at its share.
     block_store: TMA stores of them; None if none leave by TMA. Then a warp has one of them,

@@ -16,14 +16,11 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.epilogue_swapped import SwappedEpilogue
   from cute_kernels.gemm.sm100.promotion import Promoter
 
-__all__ = ["EpilogueWarps"]
-
 
 class EpilogueWarps:
   """The four epilogue warps.
 
   Args:
-    config: the kernel's configuration.
     tensors: what is read and written in global memory.
     direct: what becomes of tiles whose operands are not swapped; None if there are none.
     swapped: what becomes of those whose operands are; None if there are none.

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.problem import GemmProblem
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
-__all__ = ["estimated_cycles"]
-
 #: Multiply-adds of FP4 that one SM does in a cycle: 9 PFLOP/s over 148 SMs at 1.85 GHz.
 _FP4_MACS_PER_CYCLE = 16384
 #: Bytes that one SM loads from L2 in a cycle.
@@ -30,7 +28,6 @@ _FILL_CYCLES = 2000
 
 
 def estimated_cycles(config: Sm100GemmConfig, problem: GemmProblem, num_sms: int) -> float:
-  """Cycles of one call on ``num_sms`` SMs, by the model of this module."""
   tile, kind = config.tile, config.mma_kind
   tile_m, tile_n, tile_k = config.mma_tiler_mnk
   live = min(problem.groups, problem.rows)

@@ -33,7 +33,8 @@ from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import blackwell_helpers
 
-from cute_kernels.gemm.fakes import FakeArguments, fake_stream
+from cute_kernels.device.launch import env_stream
+from cute_kernels.gemm.fakes import FakeArguments
 from cute_kernels.gemm.loader import LoadWarp, TmaSource
 from cute_kernels.gemm.output import EpilogueTensors
 from cute_kernels.gemm.problem import Extents
@@ -63,8 +64,6 @@ from cute_kernels.layout.slots import TILE_ROWS, most_rows
 if TYPE_CHECKING:
   from cute_kernels.gemm.operands import OperandKind
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
-
-__all__ = ["Sm100Gemm"]
 
 
 class Sources(NamedTuple):
@@ -132,8 +131,7 @@ class Sm100Gemm:
 
   @staticmethod
   def fake_args(config: Sm100GemmConfig) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of ``__call__``."""
-    return (*FakeArguments(config).arguments(), fake_stream())
+    return (*FakeArguments(config).arguments(), env_stream())
 
   @cute.jit
   def __call__(

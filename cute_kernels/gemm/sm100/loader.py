@@ -18,8 +18,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
   from cute_kernels.gemm.sm100.storage import Layouts
 
-__all__ = ["OperandLoad", "RowBoxes", "StageLoads", "SwappedPartial", "SwappingLoadWarp"]
-
 
 class OperandLoad(NamedTuple):
   """How one tensor of one operand gets into shared memory.
@@ -182,7 +180,6 @@ class SwappingLoadWarp(LoadWarp):
   """The load warp where partial tiles have swapped operands.
 
   Args:
-    config: the kernel's configuration.
     partial: what differs for partial tiles.
     operand_m: loads of operand M: elements, then block scales.
     operand_n: loads of operand N.
@@ -205,7 +202,6 @@ class SwappingLoadWarp(LoadWarp):
     self.partial = partial
 
   def sources(self) -> list[TmaSource]:
-    """All that it copies from."""
     own = [load.source for load in (*self.operand_m, *self.operand_n)]
     partial = self.partial
     loads = (partial.boxes, partial.m_scales, partial.n_scales)
@@ -213,7 +209,6 @@ class SwappingLoadWarp(LoadWarp):
 
   @cute.jit
   def fill(self, tile: WorkTile, ab_state: pipeline.PipelineState) -> pipeline.PipelineState:
-    """Fill the stages of a tile, whatever it is."""
     if tile.rows >= self.config.tile.rows:
       ab_state = self.load(tile, ab_state)
     else:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
   from cute_kernels.gemm.sm100.storage import Stages
 
-__all__ = ["MmaWarp", "StageMma"]
-
 #: Columns of tensor memory of one tile of block scales.
 _TILE_COLUMNS = SF_TILE_ROWS // TMEM_LANES
 
@@ -73,7 +71,6 @@ class StageMma:
   """Instructions that multiply a stage.
 
   Args:
-    config: the kernel's configuration.
     shared: stages of both operands and of their block scales.
     tmem: start of tensor memory.
     acc_stride: columns from the first accumulator to the second.

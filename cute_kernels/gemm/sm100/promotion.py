@@ -26,8 +26,6 @@ from cute_kernels.gemm.sm100.accumulators import AccReader
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
-__all__ = ["Promoter"]
-
 #: Columns that are read from tensor memory at a time.
 _COLUMNS = 32
 #: Scales of columns that are read from shared memory at a time.
@@ -38,7 +36,6 @@ class Promoter:
   """Promotes the partial sums of the 32 rows of a warp.
 
   Args:
-    config: the kernel's configuration.
     scales: those of operands M and N, (rows or squares, blocks along K, groups).
     acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE), the sums' last.
     staged: shared memory for scales of columns; None if they have none.
@@ -132,7 +129,6 @@ class Promoter:
     return state
 
   def fill(self, target: cute.Tensor, values: list[Float32]) -> None:
-    """Write values into registers."""
     for i, value in enumerate(values):
       target[i] = value
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.device.constants import WARP_SIZE
+from cute_kernels.device.launch import compact, env_stream
 from cute_kernels.device.memory import store_global
 from cute_kernels.device.ptx import f32_as_bits
 from cute_kernels.gemm.views import squares_view
@@ -21,8 +22,6 @@ from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS
 
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.config import ScaleTilesConfig
-
-__all__ = ["ScaleTilesKernel"]
 
 _WARPS = 8
 _CTAS_PER_SM = 4
@@ -38,20 +37,14 @@ class ScaleTilesKernel:
 
   @staticmethod
   def fake_args(config: ScaleTilesConfig) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of ``__call__``."""
-
     def of(*lead: Any) -> tuple[Any, Any]:
       shape = (*lead, cute.sym_int(), cute.sym_int())
       strides = tuple(cute.sym_int64() for _ in shape)
       tiles = (*lead, cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
-      order = tuple(reversed(range(len(tiles))))
-      return (
-        make_fake_tensor(Float32, shape, strides, assumed_align=4),
-        make_fake_compact_tensor(Uint8, tiles, stride_order=order, assumed_align=16),
-      )
+      return (make_fake_tensor(Float32, shape, strides, assumed_align=4), compact(Uint8, *tiles, align=16))
 
     lead = (cute.sym_int(),) if config.is_b_uniform else ()
-    return (*of(), *of(*lead), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True))
+    return (*of(), *of(*lead), Int32(1), env_stream())
 
   @cute.jit
   def __call__(

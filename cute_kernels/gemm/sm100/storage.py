@@ -10,16 +10,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
 from cute_kernels.device.constants import WARP_SIZE
+from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.gemm.scheduler import TILE_WORDS
 from cute_kernels.gemm.sm100.config import BOX_ROWS, SWAPPED_BLOCK
 from cute_kernels.gemm.sm100.warp_schedule import NamedBarrierId, WarpSchedule
-from cute_kernels.gemm.views import DSL_TYPES, element_type, scale_type
+from cute_kernels.gemm.views import element_type, scale_type
 from cute_kernels.layout.shapes import SF_TILE_ROWS, round_up
 
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm100.config import Codes, Sm100GemmConfig
-
-__all__ = ["Barriers", "Layouts", "Pipelines", "Stages", "make_pipelines"]
 
 
 class Stages(NamedTuple):
@@ -182,7 +181,6 @@ class Barriers(NamedTuple):
 
   @staticmethod
   def allocate(config: Sm100GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
-    """Reserve them."""
     words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
     codes = None
     if config.codes:
@@ -217,8 +215,6 @@ class Pipelines(NamedTuple):
 
 
 def make_pipelines(config: Sm100GemmConfig, warps: WarpSchedule, layouts: Layouts, barriers: Barriers) -> Pipelines:
-  """The pipelines over ``barriers``."""
-
   def threads(count: int) -> pipeline.CooperativeGroup:
     return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
 

@@ -17,8 +17,6 @@ from cute_kernels.layout.shapes import SF_TILE_BYTES
 if TYPE_CHECKING:
   from cute_kernels.gemm.operands import OperandKind
 
-__all__ = ["UNIT", "ElementStages", "copy_scales", "instruction_descriptor", "multiply", "scale_descriptor", "scale_id"]
-
 #: Bytes of the unit in which descriptors of shared memory count.
 UNIT = 16
 #: Rows of K, or of M or N, of a swizzle atom across the direction in which it is contiguous.

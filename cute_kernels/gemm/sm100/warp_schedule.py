@@ -7,8 +7,6 @@ import enum
 
 from cute_kernels.device.constants import WARP_SIZE
 
-__all__ = ["NamedBarrierId", "WarpSchedule"]
-
 
 class NamedBarrierId(enum.IntEnum):
   """Hardware barriers; 0 is the one of ``sync_threads``."""
@@ -43,7 +41,6 @@ class WarpSchedule:
 
   @property
   def num_threads(self) -> int:
-    """Threads of a CTA."""
     warps = self.scheduler_warp_id + 1
     if self.decodes:
       warps = self.first_decode_warp_id + self.num_decode_warps
@@ -51,7 +48,6 @@ class WarpSchedule:
 
   @property
   def num_decode_warps(self) -> int:
-    """Warps that decode."""
     return 2 * self.team_warps if self.decodes else 0
 
   @property

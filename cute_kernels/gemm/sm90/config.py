@@ -28,8 +28,6 @@ from cute_kernels.gemm.sm90.parts import parts_of
 from cute_kernels.layout.pieces import DECODED_SCALE
 from cute_kernels.layout.shapes import PIECE_K
 
-__all__ = ["SM90_TILES", "WARPGROUP_M", "Sm90GemmConfig", "Sm90Tile"]
-
 #: Bytes along K of one stage: one swizzle atom. Where operand M is decoded a stage has a piece that
 #: the lanes of a quad read at once, see ``decode``, and two of them in tiles of up to
 #: ``_LONG_STAGE_N`` columns, whose instructions are short beside what a stage costs.
@@ -74,7 +72,6 @@ class Sm90Tile(TileShape):
 
   @property
   def cluster_m(self) -> int:
-    """Rows of operand M that a cluster covers."""
     return self.m * self.num_ctas
 
 
@@ -139,11 +136,9 @@ class Sm90GemmConfig(GemmConfig):
 
   @classmethod
   def any_tile(cls, grouping: GemmGrouping) -> Sm90Tile:
-    """A tile that every product of a grouping may have."""
     return Sm90Tile(128, 128, swap_ab=grouping == "m_grouped")
 
   def refuses(self, tile: Sm90Tile) -> str:
-    """Why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
     if self.kind.is_wgmma and self.kind.is_block_scaled and not self.kind.has_row_scales:
       return f"there is no kernel for {self.operand} yet"
     if tile.swap_ab and self.grouping == "k_grouped":
@@ -165,21 +160,17 @@ class Sm90GemmConfig(GemmConfig):
     return ""
 
   def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
-    """What a call costs, by a model of time."""
     return estimated_cycles(self, problem, num_sms)
 
   @property
   def rows_taken(self) -> RowPart:
-    """The row tiles of an m_grouped product that this kernel takes."""
     return self.part or super().rows_taken
 
   def parts(self, problem: GemmProblem, num_sms: int) -> tuple[Sm90GemmConfig, ...]:
-    """The kernels that share a product among them, in the order in which they run."""
     return parts_of(self, problem, num_sms)
 
   @property
   def instruction_k(self) -> int:
-    """Elements of K that one instruction contracts."""
     return OPERANDS[self.multiplied].instruction_k
 
   @property
@@ -213,7 +204,6 @@ class Sm90GemmConfig(GemmConfig):
 
   @property
   def k_blocks(self) -> int:
-    """Instructions along K for one stage of shared memory."""
     return self.stage_k // self.instruction_k
 
   @property
@@ -268,7 +258,6 @@ class Sm90GemmConfig(GemmConfig):
 
   @property
   def consumers(self) -> int:
-    """Warpgroups that multiply."""
     return self.tile.consumers
 
   @property

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.sm90.promotion import Promoter
   from cute_kernels.gemm.sm90.storage import Layouts, Stages
 
-__all__ = ["Consumer"]
-
 
 class Product(NamedTuple):
   """What a product of one width needs beside operand M.
@@ -43,7 +41,6 @@ class Consumer:
   """A consumer warpgroup.
 
   Args:
-    config: the kernel's configuration.
     layouts: its layouts.
     stages: stages of both operands.
     tiles: the tile records.

@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
+from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import asm, asm_volatile, bits_as_f32, f32_as_bits
 from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, out_offset
 from cute_kernels.gemm.scheduler import WorkTile
 from cute_kernels.gemm.sm90.config import WARPGROUP_M
 from cute_kernels.gemm.sm90.warp_schedule import FIRST_EPILOGUE_BARRIER, FIRST_PING_PONG_BARRIER, WARPGROUP_SIZE
-from cute_kernels.gemm.views import DSL_TYPES
 from cute_kernels.layout.pieces import DECODED_SCALE
 
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm90.config import Sm90GemmConfig
-
-__all__ = ["Epilogue", "PingPong"]
 
 #: Bytes of a row of a panel, and the rows after which the swizzle of its vectors repeats.
 _ROW_BYTES = 128
@@ -117,7 +115,6 @@ class Epilogue:
   single buffer there are two.
 
   Args:
-    config: the kernel's configuration.
     tensors: what is read and written in global memory.
     blocks: buffers of all warpgroups in shared memory, bytes.
     factors: factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None

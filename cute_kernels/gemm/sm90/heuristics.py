@@ -14,8 +14,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.problem import GemmProblem
   from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 
-__all__ = ["estimated_cycles"]
-
 #: Bits of operand M times rows of operand N that one SM multiplies in a cycle.
 _BITS_PER_CYCLE = 2048 * 16
 #: Elements that one SM decodes in a cycle, as if that came before the products, not beside them:
@@ -41,7 +39,6 @@ _UNEVEN_GROUPS = 1.07
 
 
 def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int) -> float:
-  """Cycles of one call on ``num_sms`` SMs, by the model of this module."""
   tile = config.tile
   live = min(problem.groups, problem.rows)
   mean = ceil_div(problem.rows, live)

@@ -19,7 +19,8 @@ import cutlass
 from cutlass import Float32, Int32, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.gemm.fakes import FakeArguments, fake_stream
+from cute_kernels.device.launch import env_stream
+from cute_kernels.gemm.fakes import FakeArguments
 from cute_kernels.gemm.loader import LoadWarp, StageLoad, TmaSource
 from cute_kernels.gemm.operands import OPERANDS
 from cute_kernels.gemm.output import EpilogueTensors
@@ -44,8 +45,6 @@ from cute_kernels.layout.slots import TILE_ROWS, most_rows
 
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm90.config import Sm90GemmConfig
-
-__all__ = ["Sm90Gemm"]
 
 
 class Sources(NamedTuple):
@@ -83,7 +82,6 @@ class Sm90Gemm:
 
   @staticmethod
   def fake_args(config: Sm90GemmConfig) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of ``__call__``."""
     fake = FakeArguments(config)
     arguments = fake.arguments()
     if config.expanded == "a":
@@ -92,7 +90,7 @@ class Sm90Gemm:
       arguments = arguments._replace(b=fake.expanded(config.multiplied), b_scales=None)
     if config.activations is not None:
       arguments = arguments._replace(a_amax=None)
-    return (*arguments, fake_stream())
+    return (*arguments, env_stream())
 
   @cute.jit
   def __call__(

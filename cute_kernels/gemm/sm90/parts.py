@@ -23,8 +23,6 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.problem import GemmProblem
   from cute_kernels.gemm.sm90.config import Sm90GemmConfig, Sm90Tile
 
-__all__ = ["all_parts", "parts_of"]
-
 #: Rows of M of all tiles of parts, and columns of those that are not fitted.
 _M = 256
 _COLUMNS = (64, 96, 128)

@@ -24,7 +24,7 @@ from cutlass import Float32, Int32, cute
 
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.memory import load_shared
-from cute_kernels.device.ptx import asm, bits_as_f32
+from cute_kernels.device.ptx import add_rn, asm, bits_as_f32, mul_rn
 from cute_kernels.gemm.promotion import scale_at
 from cute_kernels.gemm.sm90.config import WARPGROUP_M
 from cute_kernels.gemm.sm90.warp_schedule import WARPGROUP_SIZE
@@ -34,21 +34,11 @@ if TYPE_CHECKING:
   from cute_kernels.gemm.sm90.config import Sm90GemmConfig
   from cute_kernels.gemm.sm90.storage import Stages
 
-__all__ = ["Promoter", "StageScales"]
-
 #: Rows and columns of a square.
 _SQUARE = 128
 #: Eights of columns whose scales are read before the products of a stage are complete: as many as
 #: there are registers for. Shared memory is busy with operands.
 _AHEAD = 4
-
-
-def _mul(a: Float32, b: Float32) -> Float32:
-  return asm("mul.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
-
-
-def _add(a: Float32, b: Float32) -> Float32:
-  return asm("add.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
 
 
 def _fma(a: Float32, b: Float32, c: Float32) -> Float32:
@@ -74,7 +64,6 @@ class Promoter:
   in a quad.
 
   Args:
-    config: the kernel's configuration.
     stages: the stages, whose scales of single rows are read.
     squares: scales of squares of operands M and N, (blocks along rows, blocks along K, groups);
       None each where there are none.
@@ -177,7 +166,7 @@ class Promoter:
         at = part * size + j * 4 + i
         value, total = partial[j * 4 + i], acc[at]
         if scales is None:
-          acc[at] = _add(total, value)
+          acc[at] = add_rn(total, value)
           continue
         if scales.n is None:
           n = columns[j][i % 2]
@@ -188,6 +177,6 @@ class Promoter:
   def scaled(self, value: Float32, m: Float32, n: Float32, total: Float32) -> Float32:
     """``total`` plus a partial sum times both scales."""
     if self.folds:
-      return _fma(value, _mul(m, n), total)
+      return _fma(value, mul_rn(m, n), total)
     first, second = (m, n) if self.m_is_first else (n, m)
-    return _fma(_mul(value, first), second, total)
+    return _fma(mul_rn(value, first), second, total)

@@ -8,18 +8,17 @@ from cutlass import Float32, Int32, Int64, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
+from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.gemm.scheduler import TILE_WORDS
 from cute_kernels.gemm.sm90.config import WARPGROUP_M
 from cute_kernels.gemm.sm90.fp4.operand import codes_stages, scale_stages
-from cute_kernels.gemm.views import DSL_TYPES, element_type
+from cute_kernels.gemm.views import element_type
 
 if TYPE_CHECKING:
   import cutlass
 
   from cute_kernels.gemm.sm90.config import Sm90GemmConfig
   from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
-
-__all__ = ["Barriers", "Layouts", "Pipelines", "Stages", "make_pipelines"]
 
 _Kind = warpgroup.SmemLayoutAtomKind
 #: Swizzles that keep the rows of a tile apart, by the bytes of a row.
@@ -120,7 +119,6 @@ class Barriers(NamedTuple):
 
   @staticmethod
   def allocate(config: Sm90GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
-    """Reserve them."""
     words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
     blocks = config.consumers * config.num_store_stage * config.block_bytes
     factors = None
@@ -149,8 +147,6 @@ class Pipelines(NamedTuple):
 
 
 def make_pipelines(config: Sm90GemmConfig, warps: WarpSchedule, barriers: Barriers) -> Pipelines:
-  """The pipelines over ``barriers``."""
-
   def threads(count: int) -> pipeline.CooperativeGroup:
     return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
 

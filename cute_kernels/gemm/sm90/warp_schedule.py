@@ -6,8 +6,6 @@ import dataclasses
 
 from cute_kernels.device.constants import WARP_SIZE
 
-__all__ = ["FIRST_EPILOGUE_BARRIER", "FIRST_PING_PONG_BARRIER", "WARPGROUP_SIZE", "WarpSchedule"]
-
 #: Warps of a warpgroup.
 _WARPS = 4
 WARPGROUP_SIZE = _WARPS * WARP_SIZE
@@ -34,12 +32,10 @@ class WarpSchedule:
 
   @property
   def load_warp_id(self) -> int:
-    """The warp that loads."""
     return self.num_consumer_warps
 
   @property
   def scheduler_warp_id(self) -> int:
-    """The warp that schedules."""
     return self.num_consumer_warps + 1
 
   @property

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
   from cute_kernels.ops.registry import Runner
   from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["decodes_first", "multiply_decoded"]
-
 
 def decodes_first(op: MGrouped, arch: str) -> bool:
   """Whether B is decoded into memory: codes of a byte on sm_90a, and those contiguous along N."""

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
   from cute_kernels.ops.registry import Runner
   from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["force_tile", "k_grouped", "m_grouped", "quantizing"]
-
 _forced: list[TileShape] = []
 
 

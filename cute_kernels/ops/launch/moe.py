@@ -18,8 +18,6 @@ if TYPE_CHECKING:
   from cute_kernels.ops.registry import Runner
   from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["activate", "activate_gradient", "combine", "compute_routing", "gather"]
-
 
 def compute_routing(op: ComputeRouting, launch: Launcher) -> Runner:
   """How ``compute_routing`` runs."""

@@ -21,11 +21,11 @@ from cute_kernels.quantize.config import (
   DelayedConfig,
   DequantizeConfig,
   OffsetsConfig,
-  Prologue,
   QuantizeProblem,
   RowsConfig,
   TileConfig,
 )
+from cute_kernels.quantize.prologue import Prologue
 from cute_kernels.reference.codecs import codec_of
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
   from cute_kernels.ops.registry import Runner
   from cute_kernels.quantize.config import Grouping
   from cute_kernels.runtime.launch import Launcher
-
-__all__ = ["compute_offsets", "delayed_scaling_update", "dequantize", "grouped_amax", "grouped_dbias", "quantize"]
 
 
 def _problem(x: Tensor, offs: Tensor | None) -> QuantizeProblem:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
   from cute_kernels.ops.launch.sm90_operands import Parts, Prepare
   from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["scale_tiles", "sm100_preparation"]
-
 
 def scale_tiles(scales: Tensor, is_square: bool) -> BufferSpec:
   """The E8M0 tiles of fp32 scales ([G,] blocks along K, rows), or ([G,] row blocks, K blocks)."""

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
   #: Turns both operands, given with offs, into what the GEMM takes.
   Prepare: TypeAlias = Callable[[Parts, Parts, Tensor], tuple[Parts, Parts]]
 
-__all__ = ["rows_first", "sm90_preparation", "values_config"]
-
 
 def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) -> Prepare | None:
   """What the operands of calls like ``op`` go through; None if they stay as they are."""

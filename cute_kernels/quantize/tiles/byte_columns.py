@@ -29,8 +29,6 @@ if TYPE_CHECKING:
   from cute_kernels.quantize.config import TileConfig
   from cute_kernels.quantize.tiles.squares import Squares
 
-__all__ = ["ByteColumnConverter"]
-
 #: Rows of a lane; chunks that a warp has at once; lanes of a chunk.
 _ROWS, _CHUNKS, _MATES = 16, 4, 8
 _EIGHT = 8

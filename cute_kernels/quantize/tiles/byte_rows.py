@@ -27,8 +27,6 @@ if TYPE_CHECKING:
   from cute_kernels.quantize.config import TileConfig
   from cute_kernels.quantize.tiles.squares import Squares
 
-__all__ = ["ByteRowConverter"]
-
 #: What one store takes: 16 bytes, and on sm_100a 32.
 _STORE_BYTES = {"sm_90a": 16, "sm_100a": 32}
 _HALF_STORE = 16

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
   from cute_kernels.device.codecs import Codec
   from cute_kernels.quantize.config import TileConfig
 
-__all__ = ["ColumnConverter"]
-
 
 class LanePlace(NamedTuple):
   """What a lane has of a tile.

@@ -15,8 +15,6 @@ from cute_kernels.quantize.tiles.geometry import TILE_COLS
 if TYPE_CHECKING:
   from cute_kernels.quantize.tiles.geometry import Descriptor
 
-__all__ = ["ColumnDraws"]
-
 
 @dataclasses.dataclass(frozen=True)
 class ColumnDraws:

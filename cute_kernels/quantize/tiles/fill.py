@@ -23,8 +23,6 @@ if TYPE_CHECKING:
   from cute_kernels.quantize.config import TileConfig
   from cute_kernels.quantize.tiles.team import Team
 
-__all__ = ["TileFiller"]
-
 #: 16-byte loads that a lane has under way.
 _LOADS = 8
 #: Rows of a box after which the swizzle repeats.

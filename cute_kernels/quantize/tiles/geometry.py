@@ -14,18 +14,6 @@ if TYPE_CHECKING:
   from cute_kernels.device.codecs import Level
   from cute_kernels.device.philox import Seed
 
-__all__ = [
-  "BOX_BYTES",
-  "BOX_ROWS",
-  "BOX_SIZE",
-  "TILE_COLS",
-  "Descriptor",
-  "Encoding",
-  "SharedMemory",
-  "TileGeometry",
-  "TilePlaces",
-]
-
 TILE_COLS = 128
 #: Rows of one copy of a box. The boxes of a tile are loaded in turn: the more rows at a time, the
 #: later what is beside them in memory is asked for. On an H200 32 rows are 1 to 2 % faster than

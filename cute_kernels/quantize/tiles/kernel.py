@@ -37,6 +37,7 @@ from cute_kernels.device.absmax import unpack_absmax
 from cute_kernels.device.codecs import Level, codec_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping
+from cute_kernels.device.launch import env_stream
 from cute_kernels.device.memory import store_shared
 from cute_kernels.device.philox import seed_of
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
@@ -44,7 +45,7 @@ from cute_kernels.layout.shapes import SF_TILE_BYTES, scale_tiles
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.chunk_amax import ChunkAmaxKernels
 from cute_kernels.quantize.elements import maker_of
-from cute_kernels.quantize.fakes import FakeBuffers, env_stream
+from cute_kernels.quantize.fakes import FakeBuffers
 from cute_kernels.quantize.levels import LevelWriter
 from cute_kernels.quantize.tiles.bytes import ByteTiles
 from cute_kernels.quantize.tiles.fill import TileFiller
@@ -57,8 +58,6 @@ from cute_kernels.quantize.tiles.team import Copies, Team
 
 if TYPE_CHECKING:
   from cute_kernels.quantize.config import TileConfig
-
-__all__ = ["TileQuantizer"]
 
 #: Bytes of a table of encode factors, one for each scale byte that is not negative.
 _FACTORS_BYTES = 4 * 128
@@ -99,7 +98,6 @@ class TileQuantizer(ChunkAmaxKernels):
 
   @staticmethod
   def fake_args(config: TileConfig) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of ``__call__``."""
     fake = FakeBuffers(config.dtype, config.grouping, config.format)
     return (
       fake.x(config.prologue),

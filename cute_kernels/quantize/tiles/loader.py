@@ -19,10 +19,10 @@ from cutlass import Int32, Uint32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device.groups import Grouping, next_item
+from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import f32_as_bits
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.fakes import dsl_dtype
 from cute_kernels.quantize.tiles.geometry import (
   BOX_BYTES,
   BOX_ROWS,
@@ -35,8 +35,6 @@ from cute_kernels.quantize.tiles.geometry import (
 
 if TYPE_CHECKING:
   from cute_kernels.quantize.config import TileConfig
-
-__all__ = ["DESCRIPTOR_WORDS", "Tma", "TileLoader"]
 
 DESCRIPTOR_WORDS = 8
 
@@ -171,7 +169,7 @@ class TileLoader:
 
   @cute.jit
   def copy_box(self, tma: Tma, rows: int, row: Int32, col: Int32, target: cute.Pointer, bar: cute.Pointer) -> None:
-    dtype = dsl_dtype(self.config.dtype)
+    dtype = DSL_TYPES[self.config.dtype]
     pointer = cute.recast_ptr(target, tma.layout.inner, dtype=dtype)
     window = cute.local_tile(cute.domain_offset((row, col), tma.source), (rows, self.tile.box_cols), (0, 0))
     to, what = cpasync.tma_partition(

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
   from cute_kernels.quantize.config import TileConfig
   from cute_kernels.quantize.tiles.geometry import TileGeometry
 
-__all__ = ["NibbleTiles"]
-
 
 class NibbleTiles:
   """Converts tiles to codes of four bits."""

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
   from cute_kernels.device.codecs import Codec
   from cute_kernels.quantize.config import TileConfig
 
-__all__ = ["RowConverter"]
-
 #: Words of the widest store.
 _SECTOR_WORDS = 8
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.device.codecs import Codec, Level
 
-__all__ = ["join_scales", "scale_blocks", "write_column_scales"]
-
 
 def scale_blocks(
   codec: Codec, a: Float32, b: Float32, level: Level, table: Int32 | None

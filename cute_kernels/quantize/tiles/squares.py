@@ -20,8 +20,6 @@ if TYPE_CHECKING:
   from cute_kernels.quantize.config import TileConfig
   from cute_kernels.quantize.tiles.geometry import TileGeometry
 
-__all__ = ["SQUARES_BYTES", "Chooser", "Squares"]
-
 #: Rows of a warp, one a lane.
 _ROWS = 32
 #: An fp32 number for each 32x32 square.

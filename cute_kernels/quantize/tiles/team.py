@@ -16,8 +16,6 @@ if TYPE_CHECKING:
   from cute_kernels.quantize.config import TileConfig
   from cute_kernels.quantize.tiles.geometry import TileGeometry
 
-__all__ = ["Copies", "Team"]
-
 
 class Copies(NamedTuple):
   """The buffers of the copies that are written; None for what there is not."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
   from cute_kernels.formats import BlockScale, Format
 
-__all__ = ["Codec", "scaled"]
-
 
 def scaled(values: Tensor, factors: Tensor, vec: int) -> Tensor:
   """``values`` (..., K) times one factor a block of ``vec``; the last block may be a part."""

@@ -18,8 +18,6 @@ from torch import Tensor
 from cute_kernels.formats import FP8
 from cute_kernels.reference.codecs.base import Codec
 
-__all__ = ["FP8Codec"]
-
 _FMAX = torch.finfo(torch.float32).max
 
 

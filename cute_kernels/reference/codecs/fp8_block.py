@@ -20,8 +20,6 @@ from cute_kernels.formats import Format, FP8Block
 from cute_kernels.reference.codecs.base import Codec
 from cute_kernels.reference.conversions import f32
 
-__all__ = ["FP8BlockCodec"]
-
 #: Sign and exponent of an fp32 number: without its mantissa a number is rounded to a power of two.
 _NO_MANTISSA = ~0x7FFFFF
 

@@ -20,8 +20,6 @@ from cute_kernels.formats import E8M0, MXFP8, Format
 from cute_kernels.reference.codecs.base import Codec
 from cute_kernels.reference.conversions import decode, encode_e8m0, f32
 
-__all__ = ["MXFP8Codec"]
-
 #: The sum of the E8M0 codes of a power of two and of its inverse.
 _INVERSE = 254
 

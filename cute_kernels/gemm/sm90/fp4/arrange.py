@@ -11,66 +11,57 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping
+from cute_kernels.device.launch import DSL_TYPES, GridKernel, compact, env_stream
 from cute_kernels.device.memory import load_global_if, store_global, transpose_four
 from cute_kernels.device.ptx import asm
 from cute_kernels.gemm.problem import N_ALIGN
-from cute_kernels.gemm.views import DSL_TYPES
 from cute_kernels.layout.shapes import PIECE_K
 
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig
 
-__all__ = ["ArrangeKernel"]
-
 _ROWS = 8
-_CTAS_PER_SM = 8
 _QUAD = 4
 #: Chunks of 128 elements that a warp takes at once, one a quad.
 _CHUNKS = WARP_SIZE // _QUAD
 _VECTOR_BYTES = 16
 
 
-class ArrangeKernel:
+class ArrangeKernel(GridKernel):
   """The pass of one configuration, see the module."""
+
+  ctas_per_sm, num_threads = 8, WARP_SIZE * _ROWS
 
   def __init__(self, config: ArrangeConfig):
     self.config = config
 
   @staticmethod
   def fake_args(config: ArrangeConfig) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of ``__call__``."""
+    """Stand-ins for the arguments of ``kernel``, num_sms and stream."""
     dtype = DSL_TYPES[config.dtype]
     rows, depth, pitch = (cute.sym_int(divisibility=d) for d in (1, N_ALIGN, N_ALIGN))
     wide = cute.sym_int(divisibility=PIECE_K)
     return (
       make_fake_tensor(dtype, (rows, depth), (pitch, 1), assumed_align=_VECTOR_BYTES),
-      make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4),
-      make_fake_compact_tensor(dtype, (rows, wide), stride_order=(1, 0), assumed_align=_VECTOR_BYTES),
+      compact(Int32, cute.sym_int(), align=4),
+      compact(dtype, rows, wide, align=_VECTOR_BYTES),
       Int32(1),
-      make_fake_stream(use_tvm_ffi_env_stream=True),
+      env_stream(),
     )
 
-  @cute.jit
-  def __call__(self, x: cute.Tensor, offs: cute.Tensor, out: cute.Tensor, num_sms: Int32, stream: Any) -> None:
-    """Launch the kernel.
+  @cute.kernel
+  def kernel(self, x: cute.Tensor, offs: cute.Tensor, out: cute.Tensor) -> None:
+    """The pass.
 
     Args:
       x: (rows, K) fp16 or bf16.
       offs: (G,) int32 end rows.
       out: (rows, K) with K filled up to a multiple of 128; rows of the tail are not written.
-      num_sms: SMs of the device.
-      stream: where to launch.
     """
-    self.kernel(x, offs, out).launch(
-      grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[WARP_SIZE * _ROWS, 1, 1], stream=stream
-    )
-
-  @cute.kernel
-  def kernel(self, x: cute.Tensor, offs: cute.Tensor, out: cute.Tensor) -> None:
     rows, wide = out.shape
     last = Grouping(offs, offs.shape[0], rows, Int32(0)).last_row()
     spans = (wide + (_CHUNKS * PIECE_K - 1)) // (_CHUNKS * PIECE_K)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-__all__ = ["ArrangeConfig", "ExpandConfig"]
-
 
 @dataclasses.dataclass(frozen=True)
 class ExpandConfig:

@@ -30,8 +30,6 @@ from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 
-__all__ = ["FragmentDecoder"]
-
 #: Bytes of codes that a lane of a quad reads at once, and of their block scales.
 _LANE_BYTES = 16
 _LANE_SCALES = 2
@@ -134,7 +132,6 @@ class FragmentDecoder:
   """Makes a consumer thread's fragments of operand M.
 
   Args:
-    config: the kernel's configuration.
     codes: stages of codes, (rows, bytes, STAGE).
     scales: stages of scale tiles as words, (row tiles, K tiles, words, STAGE).
   """

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, cute
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.device.codecs.nvfp4_fp16 import high_bytes, scales_as_fp16, times_scale
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping, group_start
+from cute_kernels.device.launch import GridKernel, compact, env_stream
 from cute_kernels.device.memory import load_global_if, store_global
 from cute_kernels.device.ptx import asm
 from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
@@ -26,8 +27,6 @@ from cute_kernels.layout.slots import TILE_ROWS
 
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
-
-__all__ = ["ExpandKernel"]
 
 _ROWS = 8
 #: Of codes.
@@ -37,64 +36,43 @@ _CHUNK_BLOCKS = _CHUNK_BYTES // _BLOCK_BYTES
 _CHUNK_TILES = _CHUNK_BLOCKS // SF_TILE_COLS
 #: Chunks that a warp takes at once, one a quad.
 _CHUNKS = 8
-_CTAS_PER_SM = 8
 #: 2^14 as two fp16.
 _TWO_TO_14 = 0x74007400
 
 
-class ExpandKernel:
+class ExpandKernel(GridKernel):
   """The expand pass of one configuration, see the module."""
+
+  ctas_per_sm, num_threads = 8, WARP_SIZE * _ROWS
 
   def __init__(self, config: ExpandConfig):
     self.config = config
 
   @staticmethod
   def fake_args(config: ExpandConfig) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of ``__call__``."""
+    """Stand-ins for the arguments of ``kernel``, num_sms and stream."""
     rows, width, pitch = (cute.sym_int(divisibility=d) for d in (1, 8, PITCH_ALIGNMENT))
     wide = cute.sym_int(divisibility=PIECE_K)
     tiles = (cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
-    offs = None
-    if config.is_ragged:
-      offs = make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),), assumed_align=4)
-    codes = make_fake_tensor(Uint8, (rows, width), (pitch, 1), assumed_align=16)
-    order = {"stride_order": (1, 0), "assumed_align": 16}
     return (
-      codes,
-      make_fake_compact_tensor(Uint8, tiles, stride_order=(2, 1, 0), assumed_align=16),
-      offs,
-      make_fake_compact_tensor(cutlass.Float16, (rows, wide), **order),
+      make_fake_tensor(Uint8, (rows, width), (pitch, 1), assumed_align=16),
+      compact(Uint8, *tiles, align=16),
+      compact(Int32, cute.sym_int(), align=4) if config.is_ragged else None,
+      compact(cutlass.Float16, rows, wide, align=16),
       Int32(1),
-      make_fake_stream(use_tvm_ffi_env_stream=True),
+      env_stream(),
     )
 
-  @cute.jit
-  def __call__(
-    self,
-    codes: cute.Tensor,
-    scales: cute.Tensor,
-    offs: cute.Tensor | None,
-    out: cute.Tensor,
-    num_sms: Int32,
-    stream: Any,
-  ) -> None:
-    """Launch the kernel.
+  @cute.kernel
+  def kernel(self, codes: cute.Tensor, scales: cute.Tensor, offs: cute.Tensor | None, out: cute.Tensor) -> None:
+    """The pass.
 
     Args:
       codes: (rows, K / 2) uint8.
       scales: (row tiles, K tiles, 512) uint8.
       offs: (G,) int32 end rows if ragged, else None.
-      out: (rows, K) fp16 with K filled up to a multiple of 128; rows of the tail are not
-        written.
-      num_sms: SMs of the device.
-      stream: where to launch.
+      out: (rows, K) fp16 with K filled up to a multiple of 128; rows of the tail are not written.
     """
-    self.kernel(codes, scales, offs, out).launch(
-      grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[WARP_SIZE * _ROWS, 1, 1], stream=stream
-    )
-
-  @cute.kernel
-  def kernel(self, codes: cute.Tensor, scales: cute.Tensor, offs: cute.Tensor | None, out: cute.Tensor) -> None:
     rows, width = codes.shape
     last = rows
     if cutlass.const_expr(self.config.is_ragged):

@@ -11,8 +11,6 @@ from cute_kernels.layout.shapes import PIECE_K, SF_TILE_ROWS, SF_TILE_WORDS
 if TYPE_CHECKING:
   from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 
-__all__ = ["codes_stages", "scale_stages"]
-
 
 def codes_stages(config: Sm90GemmConfig) -> tuple[tuple[int, int], cute.Layout]:
   """Rows and bytes of codes of a stage, and the stages, (rows, (bytes, pieces), STAGE).

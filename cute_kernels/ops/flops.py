@@ -1,0 +1,41 @@
+"""What products cost for ``torch.utils.flop_counter``: two operations for each multiply-add.
+
+All rows count, those of a capacity's tail among them: how many groups have is on the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from cute_kernels.layout.slots import TILE_ROWS
+from cute_kernels.ops.gemm import KGroupedGemm, MGrouped, MGroupedGemm, MGroupedQuantizeGemm
+
+if TYPE_CHECKING:
+  from collections.abc import Callable
+
+  from cute_kernels.ops.gemm import GroupedGemm
+
+
+def register_flops(namespace: Any, count: Callable[..., int], *names: str) -> None:
+  """Have ops counted by ``count(*args, **kwargs)``, which takes their result as ``out_val``."""
+  flop_registry.update(dict.fromkeys((getattr(namespace, name) for name in names), count))
+
+
+def _counted(cls: type[GroupedGemm]) -> Callable[..., int]:
+  def count(*args: Any, out: Any = None, out_val: Any = None, accumulate: bool = False, **kwargs: Any) -> int:
+    op = cls(*args, **kwargs)
+    if isinstance(op, MGrouped):
+      return 2 * op.a.shape[0] * op.depth * op.cols
+    assert isinstance(op, KGroupedGemm)
+    # The slots of a quantized operand are those of any T in a span of 128.
+    rows = op.num_rows if op.a_format is None else op.num_rows // TILE_ROWS * TILE_ROWS
+    return 2 * rows * op.width("a") * op.width("b")
+
+  return count
+
+
+for _cls in (MGroupedGemm, MGroupedQuantizeGemm, KGroupedGemm):
+  register_flops(torch.ops.cute_kernels, _counted(_cls), _cls.name, f"{_cls.name}_out")
