@@ -170,7 +170,7 @@ def support(
   if prepacked and not reason:
     reason = _why_not_prepacked(op, core)
   if shapes and not reason:
-    reason = _why_not_shapes(op, fmt, arch)
+    reason = _why_not_shapes(op)
   if activation and not reason:
     reason = _why_not_activation(op)
   if gathered and not reason:
@@ -246,11 +246,9 @@ def _why_not_prepacked(op: str, arch: str) -> str:
   return ""
 
 
-def _why_not_shapes(op: str, fmt: Format | None, arch: str) -> str:
+def _why_not_shapes(op: str) -> str:
   if op not in _SHAPED:
     return f"{op} takes ragged or uniform groups, not those that have shapes of their own"
-  if op == "grouped_quantize" and fmt is not None and fmt.is_stochastic and arch != "reference":
-    return f"no {arch} kernel of {op} draws apart for groups that have shapes of their own yet"
   return ""
 
 

@@ -27,25 +27,27 @@ class Seed(NamedTuple):
     first: what the first word is xored with in the first round, beside a word of the block.
     second: the second word after the first round.
     third: what the third word is xored with in the first round.
+    before: blocks that others with the seed have; None for none.
   """
 
   keys: tuple[Uint32, Uint32]
   first: Uint32
   second: Uint32
   third: Uint32
+  before: Int64 | None
 
 
-def seed_of(seed: cute.Tensor, columnwise: bool) -> Seed:
+def seed_of(seed: cute.Tensor, columnwise: bool, before: Int64 | None) -> Seed:
   """What (2,) int64 ``seed`` says of one direction."""
   keys, counters = _words(seed[0]), _words(seed[1])
   high, low = _product(counters[0], _MULTIPLIERS[1])
   last = (counters[1] & Uint32(0x7FFFFFFF)) | Uint32(columnwise << 31)
-  return Seed(keys, high ^ keys[0], low, last ^ keys[1])
+  return Seed(keys, high ^ keys[0], low, last ^ keys[1], before)
 
 
 def draw_block(seed: Seed, block: Int64) -> list[Uint32]:
   """The bytes of the 16 elements of a block in four words, the first in the lowest bits."""
-  number = _words(block)
+  number = _words(block if seed.before is None else block + seed.before)
   high, low = _product(number[0], _MULTIPLIERS[0])
   c = [number[1] ^ seed.first, seed.second, high ^ seed.third, low]
   for i in range(1, _ROUNDS):

@@ -55,13 +55,14 @@ def ragged_rows_view(matrix: cute.Tensor) -> cute.Tensor:
   return cute.make_tensor(matrix.iterator, layout)
 
 
-def matrix_view(matrix: cute.Tensor, kind: OperandKind, mn_major: bool) -> cute.Tensor:
+def matrix_view(matrix: cute.Tensor, kind: OperandKind, mn_major: bool, depth: Any = None) -> cute.Tensor:
   """An operand's matrix, or one a group, as elements (rows, K, G or 1).
 
   Args:
     matrix: ([G,] rows, K) with packed codes as bytes; ([G,] K, rows) if ``mn_major``.
     kind: what it is made of.
     mn_major: rows are contiguous instead of K.
+    depth: K where the matrix may be padded along it: TMA gives zeros for the padding; else None.
   """
   per_item = matrix.element_type.width // kind.bits
   # TMA takes pitches of whole 16 bytes only; the argument's own stride promises that.
@@ -74,19 +75,22 @@ def matrix_view(matrix: cute.Tensor, kind: OperandKind, mn_major: bool) -> cute.
     stride[2] = cute.assume(Int64(matrix.stride[0]) * per_item, aligned)
   if mn_major:
     shape[:2], stride[:2] = shape[1::-1], stride[1::-1]
+  if depth is not None:
+    shape[1] = depth
   layout = cute.make_layout(tuple(shape), stride=tuple(stride))
   return cute.make_tensor(cute.recast_ptr(matrix.iterator, dtype=element_type(kind)), layout)
 
 
-def codes_view(codes: cute.Tensor) -> cute.Tensor:
-  """([G,] rows, bytes) codes as bytes (rows, bytes, G or 1)."""
+def codes_view(codes: cute.Tensor, width: Any = None) -> cute.Tensor:
+  """([G,] rows, bytes) codes as bytes (rows, bytes, G or 1), of which the first ``width`` count."""
   groups, group_stride = 1, Int64(0)
   if len(codes.shape) == 3:
     groups = codes.shape[0]
     group_stride = cute.assume(Int64(codes.stride[0]), PITCH_ALIGNMENT)
-  rows, width = codes.shape[-2:]
+  rows, whole = codes.shape[-2:]
   pitch = cute.assume(Int64(codes.stride[-2]), PITCH_ALIGNMENT)
-  layout = cute.make_layout((rows, width, groups), stride=(pitch, 1, group_stride))
+  shape = (rows, whole if width is None else width, groups)
+  layout = cute.make_layout(shape, stride=(pitch, 1, group_stride))
   return cute.make_tensor(cute.recast_ptr(codes.iterator, dtype=cutlass.Uint8), layout)
 
 

@@ -209,12 +209,17 @@ class GroupedQuantize(Op):
     if self.shapes is None:
       self._quantize(outputs, (0, 0))
       return
-    row_blocks = column_blocks = 0
-    members = zip(self.members(outputs), pairs(self.shapes), strict=True)
-    for (op, of_member), (rows, cols) in members:
-      op._quantize(of_member, (row_blocks, column_blocks))
-      row_blocks += rows * cols // DRAWN
-      column_blocks += uniform_tiles(rows) * TILE_ROWS // DRAWN * cols
+    for (op, of_member), before in zip(self.members(outputs), self.drawn_before(), strict=True):
+      op._quantize(of_member, before)
+
+  def drawn_before(self) -> list[tuple[int, int]]:
+    """How many blocks of 16 elements there are, rowwise and columnwise, before those of each member."""
+    found = [(0, 0)]
+    for rows, cols in pairs(self.shapes or ()):
+      by_row, by_column = found[-1]
+      by_column += uniform_tiles(rows) * TILE_ROWS // DRAWN * cols
+      found.append((by_row + rows * cols // DRAWN, by_column))
+    return found[:-1]
 
   def _quantize(self, outputs: Sequence[Tensor], drawn_before: tuple[int, int]) -> None:
     """Quantize ragged or uniform groups.

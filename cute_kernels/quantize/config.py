@@ -227,6 +227,7 @@ class TileConfig:
       twice, the second time from L2 where it fits.
     arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
     prologue: what makes the elements of the input; None if they are the input's.
+    is_member: others are quantized by the same seed, and have blocks before it.
   """
 
   format: str
@@ -237,14 +238,15 @@ class TileConfig:
   compute_amax: bool = False
   arch: str = "sm_100a"
   prologue: Prologue | None = None
+  is_member: bool = False
 
   #: The compiled function takes (x, grad, offs, row_amax, group_amax, codes, scales, codes_t,
-  #: scales_t, scale_inv, scale, amax, column_amax, seed, num_sms), with None for what the
+  #: scales_t, scale_inv, scale, amax, column_amax, seed, drawn, drawn_t, num_sms), with None for what the
   #: configuration or the format does not use: row_amax (T,) fp32 is used when ``uses_row_amax``,
   #: group_amax (G,) fp32 when ``uses_group_amax``, the scales where the format takes them;
   #: scale_inv, scale and, when ``reports_amax``, amax (G,) fp32 are results; column_amax (G,)
-  #: fp32 is used when ``has_own_columns``; seed (2,) int64 is of stochastic formats. x needs at
-  #: least one row.
+  #: fp32 is used when ``has_own_columns``; seed (2,) int64 is of stochastic formats, drawn
+  #: and drawn_t, if ``is_member``, blocks before each copy's first one. x needs at least one row.
   kernel: ClassVar[str] = "cute_kernels.quantize.tiles.kernel:TileQuantizer"
   #: Warps that convert one 128x128 tile together.
   warps_per_team: ClassVar[int] = 4

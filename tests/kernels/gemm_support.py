@@ -262,6 +262,11 @@ def m_grouped(
   w = randn(groups, *((k, n) if transposed else (n, k)), seed=seed + 1)
   a_fmt, b_fmt = formats_of(config)
   b = _plain(config, w) if b_fmt is None else quantize(w, None, b_fmt, columnwise_b)
+  if columnwise_b:
+    # NaN, or -6 and 6, in the padding along K, which no kernel reads.
+    codes = b.codes.view(torch.uint8)
+    codes = codes if b_fmt.columnwise == "transposed" else codes.mT
+    codes[..., b_fmt.element.width(k) :] = 0x7F
   if a_fmt is None or activations_of(config) is not None:
     a = _plain(config, x, rows - tail)
   else:

@@ -29,7 +29,7 @@ NUM_SMS = 3
 #: NVFP4 keeps nothing of its second level besides amaxes.
 NO_RESULTS = (None, None)
 #: Nor does the quantizer by tiles give its amaxes.
-NO_TILE_RESULTS = (None,) * 5
+NO_TILE_RESULTS = (None,) * 7
 #: Of stochastic formats: all bits of both numbers matter but the last.
 SEED = torch.tensor([-0x0123456789ABCDF, 0x7EDCBA9876543210])
 
@@ -115,12 +115,17 @@ class Problem:
 
 
 def expected(
-  problem: Problem, fmt: Format, rowwise: bool, columnwise: bool, given: Tensor | None = None
+  problem: Problem,
+  fmt: Format,
+  rowwise: bool,
+  columnwise: bool,
+  given: Tensor | None = None,
+  drawn: tuple[int, int] = (0, 0),
 ) -> dict[str, Tensor | None]:
-  """What the reference writes."""
+  """What the reference writes, ``drawn`` blocks before its own."""
   out = problem.buffers(fmt, rowwise, columnwise)
   asked = {name: value for name, value in out.items() if value is not None}
-  draws = reference.KeyedDraws(SEED, problem.x.shape[-1]) if fmt.is_stochastic else None
+  draws = reference.KeyedDraws(SEED, problem.x.shape[-1], drawn) if fmt.is_stochastic else None
   elements = reference.Elements(problem.x)
   reference.quantize(elements, problem.groups, fmt, asked, reference.Given(given, draws=draws))
   return out
@@ -141,7 +146,7 @@ def run_tiles(config: TileConfig, problem: Problem, given: Tensor | None = None)
       column_amax, group_amax = group_amax, known["amax"]
     row_amax = known["amax"] if config.uses_row_amax else None
   copies = [out[name] for name in ("codes", "scales", "codes_t", "scales_t")]
-  rest = (*NO_RESULTS, None, column_amax, SEED if fmt.is_stochastic else None, NUM_SMS)
+  rest = (*NO_RESULTS, None, column_amax, SEED if fmt.is_stochastic else None, None, None, NUM_SMS)
   compiled(config)(*problem.inputs, row_amax, group_amax, *copies, *rest)
   if config.rowwise:
     out["amax"] = row_amax if config.uses_row_amax else group_amax

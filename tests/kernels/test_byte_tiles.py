@@ -89,7 +89,7 @@ def quantize(config: RowsConfig | TileConfig, problem: Problem, num_sms: int = N
     compiled(config)(*problem.inputs, given, *copies, num_sms)
     return out
   copies = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
-  compiled(config)(*problem.inputs, None, given, *copies, amax, None, None, num_sms)
+  compiled(config)(*problem.inputs, None, given, *copies, amax, *[None] * 4, num_sms)
   return out
 
 

@@ -77,9 +77,11 @@ def test_fprop(config: Sm100GemmConfig, shape: str) -> None:
   m_grouped(config, sizes, n, k, tail).check()
 
 
-@pytest.mark.parametrize("k", [32, 160, 288])
+@pytest.mark.parametrize("k", [48, 144, 272])
 @each_dgrad
 def test_dgrad_reads_a_columnwise_copy(config: Sm100GemmConfig, k: int) -> None:
+  """Half of an instruction is past K, where codes may be anything: NaN, here."""
+  k = -(-k // config.kind.k_align) * config.kind.k_align
   dgrad(config, [100, 0, 5, 270], 136, k, 3).check()
 
 

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from cute_kernels import emulator
-from cute_kernels.formats import NVFP4
+from cute_kernels.formats import NVFP4, parse
 from cute_kernels.layout.buffers import code_pitch
 from cute_kernels.layout.shapes import ceil_div, scale_tiles
 from cute_kernels.quantize import AmaxConfig, DbiasConfig, DequantizeConfig, RowsConfig, TileConfig
 from perf.compiled import compile_for_emulator
 from tests.helpers import assert_same_bytes, dequantize_arguments, ends, ops
 from tests.kernels.op_support import ARCHITECTURES, watching
-from tests.kernels.quantize_support import ARCH, NO_RESULTS, NO_TILE_RESULTS, Problem, expected, random_input
+from tests.kernels.quantize_support import ARCH, NO_RESULTS, NO_TILE_RESULTS, SEED, Problem, expected, random_input
 
 if TYPE_CHECKING:
   from collections.abc import Iterator
@@ -121,19 +121,25 @@ def test_rows(name: str, arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("uniform", [False, True], ids=["ragged", "uniform"])
+@pytest.mark.parametrize(
+  ("text", "uniform"),
+  [("nvfp4", False), ("nvfp4", True), ("nvfp4:stochastic_rounding", False)],
+  ids=["ragged", "uniform", "stochastic"],
+)
 @each_shape
-def test_tiles(name: str, uniform: bool, arch: str) -> None:
+def test_tiles(name: str, text: str, uniform: bool, arch: str) -> None:
+  """Stochastic formats draw by numbers of blocks past 2^32, or 2^31."""
   before, cols = SHAPES[name]
+  fmt, drawn = parse(text), (before * cols // 16, before // 16 * cols)
   tiles = last_tile(before) + 1
   each = 128 if uniform else ROWS
   x = random_input((each, cols), torch.bfloat16)
   big, offs, lead, groups = at_the_end(x, before), ends(before + ROWS), (), 1
   if uniform:
     big, offs, lead, groups, tiles = big.view(-1, each, cols), None, (tiles,), tiles, 1
-  want = expected(Problem(x, ends(each)), NVFP4(), True, True)
+  want = expected(Problem(x, ends(each)), fmt, True, True, drawn=drawn)
   grouping = "uniform" if uniform else "ragged"
-  config = TileConfig("nvfp4", "bfloat16", grouping, columnwise=True, arch=arch)
+  config = TileConfig(text, "bfloat16", grouping, columnwise=True, arch=arch)
   amax = sparse(groups, dtype=torch.float32)
   amax[-1] = want["amax"][0]
   codes = sparse(*big.shape[:-1], code_pitch(cols // 2), dtype=torch.uint8)[..., : cols // 2]
@@ -143,7 +149,8 @@ def test_tiles(name: str, uniform: bool, arch: str) -> None:
   items = (last_tile(before) + 1) * ceil_div(cols, 128)
   buffers = (codes, scales, codes_t, scales_t)
   # One tile, the last in both directions.
-  arguments = (big, None, offs, None, amax, *buffers, *NO_TILE_RESULTS, 1)
+  rest = (*NO_TILE_RESULTS[:4], SEED if fmt.is_stochastic else None, None, None, 1)
+  arguments = (big, None, offs, None, amax, *buffers, *rest)
   run_ctas(config, items - 1, items, *arguments, arch=arch)
   col = (cols - 1) // 128 * 128
   codes, scales = codes.flatten(0, -2), scales.flatten(0, -3)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import cute_kernels
+from cute_kernels.formats import parse
 from cute_kernels.gemm.variants import CONFIGS
 from cute_kernels.ops.launch.gemm import force_tile
 from tests.helpers import assert_same_bytes, each, k_grouped_arguments, m_grouped_arguments, ops, sample
@@ -24,15 +25,18 @@ def many_ends():
   return sizes.cumsum(0).int()
 
 
-def quantized(x, offs=None, columnwise=False):
-  """The buffers of one direction."""
+def quantized(x, offs=None, columnwise=False, text="nvfp4"):
+  """What products take of one direction."""
   with cute_kernels.backend("reference"):
-    return ops.grouped_quantize(x, "nvfp4", offs, None, not columnwise, columnwise)
+    buffers = ops.grouped_quantize(x, text, offs, None, not columnwise, columnwise)
+  fmt = parse(text)
+  named = dict(zip(fmt.buffer_names(columnwise), buffers, strict=True))
+  return [named[name] for name in fmt.operand_names(columnwise)]
 
 
-def fprop(offs):
-  x, w = quantized(sample(int(offs[-1]) + 5, K), offs), quantized(sample(GROUPS, N, K))
-  arguments = m_grouped_arguments(x, w, offs, out_dtype=torch.float32)
+def fprop(offs, text="nvfp4"):
+  x, w = quantized(sample(int(offs[-1]) + 5, K), offs, text=text), quantized(sample(GROUPS, N, K), text=text)
+  arguments = m_grouped_arguments(x, w, offs, out_dtype=torch.float32, a_format=text, b_format=text)
   return ops.m_grouped_gemm_out, arguments, (len(x[0]), N)
 
 
@@ -54,10 +58,10 @@ def product(backend, multiply, arguments, shape):
 
 
 @functools.cache
-def problem(grouping, arch):
+def problem(grouping, arch, *text):
   """A call and what it gives."""
   torch.manual_seed(0)
-  call = PRODUCTS[grouping](many_ends())
+  call = PRODUCTS[grouping](many_ends(), *text)
   return call, product(f"reference:{arch}", *call)
 
 
@@ -73,3 +77,11 @@ def test_hundreds_of_groups(arch, grouping, tile):
   call, want = problem(grouping, arch)
   with force_tile(tile):
     assert_same_bytes(product(f"emulated:{arch}", *call), want)
+
+
+@each(("i", "tile"), [*enumerate(CONFIGS["sm_100a"].tile_shapes)], ids=str)
+def test_hundreds_of_groups_of_other_kinds(i, tile):
+  """Kinds of tensor cores by turns, each with tiles of one CTA and of two, swapped and not."""
+  call, want = problem("m_grouped", "sm_100a", ("mxfp8", "fp8", "fp8_block")[i % 3])
+  with force_tile(tile):
+    assert_same_bytes(product("emulated:sm_100a", *call), want)

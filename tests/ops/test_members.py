@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import UnsupportedError, support
+from cute_kernels import support
 from cute_kernels.formats import NVFP4, parse
 from cute_kernels.layout.buffers import buffers, member_parts
 from tests.helpers import BUILT, SENTINEL, assert_all_same, assert_same_bytes, each, ops, poisoned, sample, weird_values
@@ -233,7 +233,9 @@ def test_other_shapes_are_another_plan():
 @each(
   ("arch", "text", "act"),
   [
-    *(("sm_90a", "nvfp4", None), ("sm_100a", "mxfp8", None)),
+    *(("sm_90a", "nvfp4", None), ("sm_100a", "mxfp8", None), ("sm_100a", "fp8_block", None)),
+    *((arch, "nvfp4:stochastic_rounding", None) for arch in ("sm_90a", "sm_100a")),
+    ("sm_100a", "nvfp4:block=16x16,stochastic_rounding", None),
     *(("sm_90a", "fp8", None), ("sm_100a", "nvfp4:row_scaled", "swiglu")),
   ],
 )
@@ -243,6 +245,9 @@ def test_kernels(arch, text, act):
   count = sum(m * n for m, n in shapes)
   x = torch.cat([sample(count * (2 if act else 1)), torch.full((40,), torch.nan).bfloat16()])
   arguments = {"columnwise": True, "activation": act, "shapes": flat(shapes)}
+  fmt = parse(text)
+  if fmt.is_stochastic:
+    arguments["seed"] = torch.tensor([7, 2**62 + 1])
   want = ops.grouped_quantize(x, text, **arguments)
   outs = [poisoned(t) for t in want], [poisoned(t) for t in want]
   ops.grouped_quantize_out(x, text, **arguments, out=outs[0])
@@ -251,7 +256,7 @@ def test_kernels(arch, text, act):
   assert_all_same([t.view(torch.uint8) for t in outs[1]], [t.view(torch.uint8) for t in outs[0]])
   if act is not None:
     return
-  fmt, directions = parse(text), (False, True)
+  directions = (False, True)
   names = list(buffers(fmt, (1, 2, 32), None, columnwise=True))
   named = dict(zip(names, want, strict=True))
   for way in directions:
@@ -264,14 +269,6 @@ def test_kernels(arch, text, act):
       ops.grouped_dequantize_out(*given, out=into)
     assert_same_bytes(into[:count], decoded[:count])
     assert not into[count:].view(torch.int16).eq(0).any()
-
-
-def test_kernels_draw_for_one_group_at_a_time():
-  x, shapes, seed = torch.ones(384), [5, 64, 2, 32], torch.tensor([1, 2])
-  fmt = NVFP4(stochastic_rounding=True)
-  assert support("grouped_dequantize", fmt, "sm_90a", shapes=True)
-  with cute_kernels.backend("emulated:sm_90a"), pytest.raises(UnsupportedError, match="shapes of their own"):
-    ops.grouped_quantize(x, fmt.text, seed=seed, shapes=shapes)
 
 
 def test_no_product_takes_groups_of_shapes():

@@ -28,6 +28,7 @@ def codes_sources(
   staged: Stages,
   operands: tuple[cute.Tensor, cute.Tensor],
   scales: tuple[cute.Tensor | None, cute.Tensor | None],
+  depth: Any,
 ) -> dict[str, TmaSource]:
   """The TMA copies of a stage of codes and their block scales, by their names in ``Stages``.
 
@@ -36,6 +37,7 @@ def codes_sources(
     staged: layouts of the stages.
     operands: operands M and N as they are given.
     scales: their block scales.
+    depth: K, see ``matrix_view``.
   """
 
   def copy(name: str, tensor: cute.Tensor, tiler: tuple[int, ...]) -> TmaSource:
@@ -46,7 +48,8 @@ def codes_sources(
   out = {}
   for codes in config.codes:
     name, at = f"{codes.side}_codes", _SIDES.index(codes.side)
-    out[name] = copy(name, codes_view(operands[at]), (codes.rows, codes.row_bytes))
+    width = None if depth is None else depth * codes.kind.bits // 8
+    out[name] = copy(name, codes_view(operands[at], width), (codes.rows, codes.row_bytes))
     if codes.scales:
       view = row_scales_view if codes.kind.has_row_scales else scale_words_view
       name += "_scales"

@@ -178,9 +178,12 @@ class Sm100Gemm:
     m, n, m_scales, n_scales = a, b, a_scales, b_scales
     if cutlass.const_expr(config.tile.swap_ab):
       m, n, m_scales, n_scales = b, a, b_scales, a_scales
-    operands = (m, n)
-    m = self.matrix(m, config.m_kind, config.mn_major[0])
-    n = self.matrix(n, config.n_kind, config.mn_major[1])
+    operands, depth = (m, n), None
+    if cutlass.const_expr(config.grouping == "m_grouped"):
+      # B may be padded along K, A never is.
+      depth = a.shape[1] * (a.element_type.width // config.kind.bits)
+    m = self.matrix(m, config.m_kind, config.mn_major[0], depth)
+    n = self.matrix(n, config.n_kind, config.mn_major[1], depth)
     promoted = None
     if cutlass.const_expr(config.promotes):
       promoted = tuple(
@@ -195,11 +198,11 @@ class Sm100Gemm:
     else:
       # T itself is not known here; the most rows that the slots hold give the same slots.
       num_rows = most_rows(m.shape[1] // TILE_ROWS, offs.shape[0])
-    # B may be padded along K, A never is.
-    size_k = (n if config.tile.swap_ab else m).shape[1]
-    extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], size_k)))
+    extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], m.shape[1])))
     scales = (m_scales, n_scales)
-    sources = self.sources(layouts, m, n, *scales)._replace(**codes_sources(config, layouts.stages, operands, scales))
+    sources = self.sources(layouts, m, n, *scales)._replace(
+      **codes_sources(config, layouts.stages, operands, scales, depth)
+    )
     stores = self.stores(layouts, out)
     num_clusters = num_sms // config.tile.num_ctas
     self.kernel(
@@ -226,11 +229,11 @@ class Sm100Gemm:
       min_blocks_per_mp=1,
     )
 
-  def matrix(self, x: cute.Tensor, kind: OperandKind, mn_major: bool) -> cute.Tensor:
+  def matrix(self, x: cute.Tensor, kind: OperandKind, mn_major: bool, depth: Any) -> cute.Tensor:
     """An operand as (rows, K, groups)."""
     if self.config.ragged_k:
       return ragged_rows_view(x)
-    return matrix_view(x, kind, mn_major)
+    return matrix_view(x, kind, mn_major, depth)
 
   def sources(
     self, layouts: Layouts, m: cute.Tensor, n: cute.Tensor, m_scales: cute.Tensor | None, n_scales: cute.Tensor | None

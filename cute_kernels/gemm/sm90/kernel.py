@@ -136,7 +136,9 @@ class Sm90Gemm:
     m, n, m_scales, n_scales = a, b, a_scales, b_scales
     if cutlass.const_expr(config.tile.swap_ab):
       m, n, m_scales, n_scales = b, a, b_scales, a_scales
-    m, n = self.views(m, n)
+    # Codes of B may be padded along K.
+    depth = a.shape[1] if config.grouping == "m_grouped" else None
+    m, n = self.views(m, n, depth)
     m_source, n_source = None, None
     if cutlass.const_expr(config.gathers != "m"):
       m_source = self.source(m, layouts.stages.m, layouts.tilers.m)
@@ -162,7 +164,6 @@ class Sm90Gemm:
     else:
       # T itself is not known here; the most rows that the slots hold give the same slots.
       num_rows = most_rows(n.shape[1] // TILE_ROWS, offs.shape[0])
-    # Codes of B may be padded along K.
     depth = (n if config.tile.swap_ab else m).shape[1]
     extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], depth)))
     self.kernel(
@@ -182,15 +183,15 @@ class Sm90Gemm:
       use_pdl=config.rows_taken.follows,
     )
 
-  def views(self, m: cute.Tensor, n: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """Operands M and N as (rows, K, groups), or M as (rows, bytes, groups) of codes."""
+  def views(self, m: cute.Tensor, n: cute.Tensor, depth: Any) -> tuple[cute.Tensor, cute.Tensor]:
+    """Operands M and N as (rows, K, groups), or M as (rows, bytes, groups) of codes; ``depth`` is K."""
     config = self.config
     if config.ragged_k:
       return ragged_rows_view(m), ragged_rows_view(n)
     if config.is_decoded:
       return codes_view(m), matrix_view(n, OPERANDS[config.multiplied], False)
     m_major, n_major = config.mn_major
-    return matrix_view(m, config.m_kind, m_major), matrix_view(n, config.n_kind, n_major)
+    return matrix_view(m, config.m_kind, m_major, depth), matrix_view(n, config.n_kind, n_major, depth)
 
   def row_scales(
     self, layouts: Layouts, m_scales: cute.Tensor, n_scales: cute.Tensor

@@ -131,10 +131,11 @@ def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
   return run
 
 
-def quantize(op: GroupedQuantize, launch: Launcher) -> Runner:
-  """How ``grouped_quantize`` runs."""
+def quantize(op: GroupedQuantize, launch: Launcher, drawn: tuple[int, int] | None = None) -> Runner:
+  """How ``grouped_quantize`` runs; ``drawn`` are the blocks that others with the seed have."""
   if op.shapes is not None:
-    return _each_member(lambda member: quantize(member, launch))
+    before = op.drawn_before() if op.seed is not None else [None] * op.num_groups
+    return _each_member(lambda member, i: quantize(member, launch, before[i]))
   if not op.x.numel():
     return _no_elements(op)
   fmt, problem = op.record, _quantized(op)
@@ -142,10 +143,10 @@ def quantize(op: GroupedQuantize, launch: Launcher) -> Runner:
     rows = RowsConfig.choose(fmt, problem, launch.arch)
     if rows.is_preferred and rows.can_implement(problem):
       return _rows(op, rows, launch)
-  return _tiles(op, fmt, problem, launch)
+  return _tiles(op, fmt, problem, launch, drawn)
 
 
-def _each_member(runner_of: Callable[[Any], Runner]) -> Runner:
+def _each_member(runner_of: Callable[[Any, int], Runner]) -> Runner:
   """Groups that have shapes of their own: each is launched as a uniform tensor of one group.
 
   Their shapes are those of every call, and so is what runs each.
@@ -155,7 +156,7 @@ def _each_member(runner_of: Callable[[Any], Runner]) -> Runner:
   def run(op: Any, outputs: Sequence[Tensor]) -> None:
     members = list(op.members(outputs))
     if not runners:
-      runners.extend(runner_of(member) for member, _ in members)
+      runners.extend([runner_of(member, i) for i, (member, _) in enumerate(members)])
     for (member, into), runner in zip(members, runners, strict=True):
       runner(member, into)
 
@@ -183,11 +184,15 @@ def _rows(op: GroupedQuantize, config: RowsConfig, launch: Launcher) -> Runner:
   return run
 
 
-def _tiles(op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: Launcher) -> Runner:
+def _tiles(
+  op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: Launcher, drawn: tuple[int, int] | None
+) -> Runner:
   """Amaxes first where they are not given, then all copies from one read."""
   config = TileConfig.choose(
     fmt, problem, launch.arch, rowwise=op.rowwise, columnwise=op.columnwise, compute_amax=op.amax is None
   )
+  if drawn is not None:
+    config = dataclasses.replace(config, is_member=True)
   kernel = launch.kernel(config)
   by_row, row_kernel, names = config.uses_row_amax, None, tuple(op.specs())
   has_own = config.has_own_columns
@@ -213,7 +218,7 @@ def _tiles(op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: L
     buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
     own = amax_t if has_own else None
     is_own = has_own or amax_t is group_amax
-    kernel(*inputs, row_amax, group_amax, *buffers, seen, own, seed, launch.num_sms)
+    kernel(*inputs, row_amax, group_amax, *buffers, seen, own, seed, *(drawn or (None, None)), launch.num_sms)
     if amax_t is not None and group_amax is not None and not is_own:
       amax_t.copy_(group_amax)
 
@@ -265,7 +270,7 @@ def delayed_scaling_update(op: DelayedScalingUpdate, launch: Launcher) -> Runner
 def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:
   """How ``grouped_dequantize`` runs."""
   if op.shapes is not None:
-    run_each = _each_member(lambda member: dequantize(member, launch))
+    run_each = _each_member(lambda member, _: dequantize(member, launch))
 
     def run_shapes(op: GroupedDequantize, outputs: Sequence[Tensor], fresh: bool = False) -> None:
       if fresh:  # behind the last group

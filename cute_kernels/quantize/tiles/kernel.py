@@ -39,7 +39,7 @@ from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping
 from cute_kernels.device.launch import env_stream
 from cute_kernels.device.memory import store_shared
-from cute_kernels.device.philox import seed_of
+from cute_kernels.device.philox import Seed, seed_of
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
 from cute_kernels.layout.shapes import SF_TILE_BYTES, scale_tiles
 from cute_kernels.layout.slots import TILE_ROWS
@@ -112,6 +112,7 @@ class TileQuantizer(ChunkAmaxKernels):
       *fake.results(),
       fake.level() if config.has_own_columns else None,
       fake.seed() if config.is_stochastic else None,
+      *[Int64(0) if config.is_member else None] * 2,
       Int32(1),
       env_stream(),
     )
@@ -133,6 +134,8 @@ class TileQuantizer(ChunkAmaxKernels):
     amax: cute.Tensor | None,
     column_amax: cute.Tensor | None,
     seed: cute.Tensor | None,
+    drawn: Int64 | None,
+    drawn_t: Int64 | None,
     num_sms: Int32,
     stream: Any,
   ) -> None:
@@ -162,6 +165,8 @@ class TileQuantizer(ChunkAmaxKernels):
       amax,
       column_amax,
       seed,
+      drawn,
+      drawn_t,
     ).launch(grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 
   def copies(self, x: cute.Tensor, rows: Int32) -> tuple[Any, ...]:
@@ -204,6 +209,8 @@ class TileQuantizer(ChunkAmaxKernels):
     amax: cute.Tensor | None,
     column_amax: cute.Tensor | None,
     seed: cute.Tensor | None,
+    drawn: Int64 | None,
+    drawn_t: Int64 | None,
   ) -> None:
     config = self.config
     smem = cutlass.memory.SmemAllocator()
@@ -243,8 +250,12 @@ class TileQuantizer(ChunkAmaxKernels):
         thread = cute.arch.block_idx()[0] * threads + tid
         step = cute.arch.grid_dim()[0] * threads
         self.levels.write(group_amax, scale_inv, scale, thread, step)
-      out = Copies(codes, scales, codes_t, scales_t)
-      self.compute(x, grad, groups, cols, row_amax, out, amax, seed, warp, shared)
+      out, seeds = Copies(codes, scales, codes_t, scales_t), (None, None)
+      if cutlass.const_expr(config.is_stochastic):
+        # Both copies of square blocks have the same codes.
+        own = drawn_t if not config.is_2d else drawn
+        seeds = (seed_of(seed, False, drawn), seed_of(seed, not config.is_2d, own))
+      self.compute(x, grad, groups, cols, row_amax, out, amax, seeds, warp, shared)
 
   @cute.jit
   def compute(
@@ -256,7 +267,7 @@ class TileQuantizer(ChunkAmaxKernels):
     row_amax: cute.Tensor | None,
     out: Copies,
     amax: cute.Tensor | None,
-    seed: cute.Tensor | None,
+    seeds: tuple[Seed | None, Seed | None],
     warp: Int32,
     shared: SharedMemory,
   ) -> None:
@@ -270,9 +281,6 @@ class TileQuantizer(ChunkAmaxKernels):
     tables = [factors_at + i * _FACTORS_BYTES for i in range(self.num_levels)]
     levels, level_of = (self.codec.zero_level(),) * self.num_levels, Int32(-1)
     seen, seen_of = Uint32(0), Int32(0)
-    seeds = (None, None)
-    if cutlass.const_expr(config.is_stochastic):
-      seeds = (seed_of(seed, False), seed_of(seed, not config.is_2d))
     while count > 0:
       cute.arch.mbarrier_wait(shared.full + (team * 2 + copy), phase)
       what = self.loader.read_descriptor(shared, stage)
