@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -10,12 +10,13 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from cute_kernels import ops
 from cute_kernels.ops.derivatives import register_autograd
+from grouped.collectives import Flat
 from grouped.shapes import flat_shapes
 from grouped.tensor import HANDLERS, GroupedTensor, handler
 from grouped.updates import adds_update, snapshot, warn_if_lost
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
+  from collections.abc import Callable, Sequence
 
 aten = torch.ops.aten
 #: What to do instead of an op that a GroupedTensor refuses.
@@ -55,6 +56,8 @@ register_autograd("dequantize", _straight_through, _save_dtype, _LIBRARY)
 
 @handler(torch.ops.grouped.dequantize.default)
 def _dequantize(func: Any, x: GroupedTensor, dtype: torch.dtype | None, direction: str | None) -> Tensor:
+  if x._is_empty:
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)  # A rank's part may have no groups.
   x = x.unpack()
   if direction is None:
     direction = "rowwise" if x.rowwise is not None else "columnwise"
@@ -82,13 +85,100 @@ def _detach(func: Any, x: GroupedTensor) -> GroupedTensor:
 
 
 @handler(aten.view.default, aten._unsafe_view.default, aten.expand.default)
-def _same_shape(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) -> GroupedTensor:
+def _same_shape(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
+  if list(size) == [-1] and x.dim() > 1:
+    return Flat([x])
   same = len(size) == x.dim() and all(w in (-1, s) for w, s in zip(size, x.shape, strict=True))
   if not same:
     raise TypeError(
       f"{func} to {tuple(size)} does not work on a GroupedTensor of shape {tuple(x.shape)}; "
       "decode it first with .dequantize()"
     )
+  return x._apply_inner(lambda t: t)
+
+
+def _regrouped(x: GroupedTensor, groups: int, change: Callable[[Tensor], Tensor]) -> GroupedTensor:
+  """A uniform tensor of another number of groups over ``change`` of the plain tensors."""
+  names, context = x.__tensor_flatten__()
+  inner = {name: change(getattr(x, name)) for name in names}
+  return GroupedTensor.__tensor_unflatten__(inner, context, (groups, *x.shape[1:]), ())
+
+
+def _needs_groups(func: Any, x: GroupedTensor, dim: int) -> None:
+  """Raise unless ``dim`` is that of the groups, all of one shape: others share blocks and scales."""
+  if x.grouping != "uniform" or dim % x.dim():
+    _refuse(func)
+
+
+@handler(aten.slice.Tensor)
+def _slice(
+  func: Any, x: GroupedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> GroupedTensor:
+  first, last, _ = slice(start, end).indices(x.shape[dim])
+  if step == 1 and (first, last) == (0, x.shape[dim]):
+    return x._apply_inner(lambda t: t)
+  if step != 1:
+    _refuse(func)  # Kernels want groups without gaps.
+  _needs_groups(func, x, dim)
+  last = max(first, last)
+  return _regrouped(x, last - first, lambda t: t[first:last])
+
+
+@handler(aten.narrow.default, aten.chunk.default)
+def _decomposed(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Any:
+  # As they come under inference_mode.
+  return func.decompose(x, *args, **kwargs)
+
+
+@handler(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(func: Any, x: GroupedTensor, sizes: int | Sequence[int], dim: int = 0) -> list[GroupedTensor]:
+  _needs_groups(func, x, dim)
+  groups = x.shape[0]
+  if isinstance(sizes, int):
+    sizes = [min(sizes, groups - first) for first in range(0, groups, max(sizes, 1))] or [0]
+  ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+  return [_slice(func, x, 0, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+@handler(aten.cat.default)
+def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
+  grouped = [x for x in tensors if isinstance(x, GroupedTensor)]
+  first = grouped[0]
+  _needs_groups(func, first, dim)
+  _, context = first.__tensor_flatten__()
+  parts = [x._inner() for x in grouped]
+  same = all(x.__tensor_flatten__()[1] == context and x.shape[1:] == first.shape[1:] for x in grouped)
+  if len(grouped) < len(tensors) or not same or any(p.keys() != parts[0].keys() for p in parts):
+    raise TypeError(f"torch.cat needs GroupedTensors of one format, direction, dtype and member shape, got {tensors!r}")
+  inner = {name: _joined([p[name] for p in parts]) for name in parts[0]}
+  return GroupedTensor.__tensor_unflatten__(inner, context, (sum(len(x) for x in grouped), *first.shape[1:]), ())
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+  """Tensors one after the other, with the strides of the first."""
+  groups = sum(len(t) for t in parts)
+  out = torch.empty_strided(
+    (groups, *parts[0].shape[1:]), parts[0].stride(), dtype=parts[0].dtype, device=parts[0].device
+  )
+  for piece, t in zip(out.split([len(t) for t in parts]), parts, strict=True):
+    piece.copy_(t)
+  return out
+
+
+@handler(aten.constant_pad_nd.default)
+def _pad(func: Any, x: GroupedTensor, pad: Sequence[int], value: float = 0) -> Any:
+  if x.grouping != "uniform" or len(pad) != 2 * x.dim() or any(pad[:-2]) or min(pad) < 0 or value:
+    _refuse(func)
+  more = [_new_zeros(aten.new_zeros.default, x, (count, *x.shape[1:])) for count in pad[-2:]]
+  return _cat(aten.cat.default, [more[0], x, more[1]])
+
+
+@handler(aten.as_strided.default)
+def _as_strided(
+  func: Any, x: GroupedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> GroupedTensor:
+  if (tuple(size), tuple(stride), offset or 0) != (tuple(x.shape), x.stride(), 0):
+    _refuse(func)
   return x._apply_inner(lambda t: t)
 
 
@@ -105,8 +195,16 @@ def _to_copy(func: Any, x: GroupedTensor, **kwargs: Any) -> GroupedTensor:
   return x._apply_inner(lambda t: t.to(device, non_blocking=non_blocking, copy=True), dtype)
 
 
+@handler(aten.empty_like.default)
+def _empty_like(func: Any, x: GroupedTensor, **kwargs: Any) -> Any:
+  # Unlike its kin it makes what will be filled with one such as this: by a collective, a copy.
+  if x.grouping != "uniform" or kwargs.get("dtype") not in (None, x.dtype):
+    return _like(func, x, **kwargs)
+  device = kwargs.get("device")
+  return x._apply_inner(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device or t.device))
+
+
 @handler(
-  aten.empty_like.default,
   aten.zeros_like.default,
   aten.ones_like.default,
   aten.full_like.default,
@@ -137,7 +235,22 @@ def _is_pinned(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> bool:
   return all(func(t, *args, **kwargs) for t in x._inner().values())
 
 
-@handler(aten.new_empty_strided.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
+@handler(aten.new_zeros.default)
+def _new_zeros(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
+  # What FSDP pads its shards with: groups of the same shape whose values are zeros.
+  if x.grouping == "uniform" and tuple(size[1:]) == tuple(x.shape[1:]) and kwargs.get("dtype") in (None, x.dtype):
+    device = kwargs.get("device")
+
+    def zeros(t: Tensor) -> Tensor:
+      made = torch.empty_strided((size[0], *t.shape[1:]), t.stride(), dtype=t.dtype, device=device or t.device)
+      return made.zero_()
+
+    return _regrouped(x, size[0], zeros)
+  plain: Tensor = _new(func, x, size, **kwargs)
+  return plain
+
+
+@handler(aten.new_empty_strided.default, aten.new_ones.default, aten.new_full.default)
 def _new(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Tensor:
   out: Tensor = func(torch.empty(0, dtype=x.dtype, device=x.device), *args, **kwargs)
   return out
@@ -188,9 +301,15 @@ def _decodes(func: Any) -> bool:
 
 
 def _any_other(func: Any, *args: Any, **kwargs: Any) -> Any:
-  """What has no handler of its own: decode, or raise."""
+  """What has no handler of its own: decode, or raise; ops that are defined later have one by name."""
+  if (known := HANDLERS.get(func._schema.name)) is not None:
+    return known(func, *args, **kwargs)
   if _decodes(func):
     return _decode_compute_encode(func, args, kwargs)
+  _refuse(func)
+
+
+def _refuse(func: Any) -> NoReturn:
   instead = _INSTEAD.get(func._schema.name.split("::")[1])
   raise TypeError(
     f"{func} does not work on a GroupedTensor"

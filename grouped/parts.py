@@ -38,13 +38,7 @@ def joined_parts(
 ) -> tuple[tuple[int, ...], QuantizedCopy]:
   """The shape and the rowwise copy that parts make: see ``GroupedTensor.from_parts``.
 
-  Args:
-    fmt: the format.
-    codes: (T, K) with ``offs``, (G, N, K) without, packed.
-    scales: block scales, or None.
-    second: ``amax``, ``global_scale`` and ``scale``, None where not given.
-    offs: (G,) int32, or None.
-    layout: of the scales.
+  ``second`` has ``amax``, ``global_scale`` and ``scale``, None where not given.
   """
   check_format("fmt", fmt)
   check_choice("layout", layout, _LAYOUTS)
@@ -60,12 +54,9 @@ def joined_parts(
     raise ValueError(f"scales {'are missing: ' if scales is None else 'are given, but there are none in '}{fmt.text}")
   if scales is not None and fmt.scale is not None:
     scales = _stored("scales", scales, fmt.scale.dtype, fmt.scale.element.dtype)
-    if layout == "linear":
-      scales = _tiled(fmt, fmt.scale, scales, shape, offs, specs["scales"])
-    parts.append(scales)
+    parts.append(scales if layout == "tiles" else _tiled(fmt, fmt.scale, scales, shape, offs, specs["scales"]))
   groups = shape[0] if offs is None else offs.shape[0]
-  parts += _second_level(fmt, codes, second, offs, groups)
-  return shape, QuantizedCopy(fmt, parts)
+  return shape, QuantizedCopy(fmt, parts + _second_level(fmt, codes, second, offs, groups))
 
 
 def split_parts(
@@ -74,13 +65,12 @@ def split_parts(
   """Undo ``joined_parts``: see ``GroupedTensor.to_parts``."""
   check_choice("layout", layout, _LAYOUTS)
   found = copy._asdict()
-  scale, level = fmt.scale, fmt.second_level
-  if scale is not None and layout == "linear":
-    found["scales"] = _linear(fmt, scale, found["scales"], shape, offs)
+  if fmt.scale is not None and layout == "linear":
+    found["scales"] = _linear(fmt, fmt.scale, found["scales"], shape, offs)
   if "scale_inv" in found:
     found["global_scale"] = found.pop("scale_inv")
-  elif level is not None and global_scale:
-    found["global_scale"] = found.pop("amax") * level.factor
+  elif fmt.second_level is not None and global_scale:
+    found["global_scale"] = found.pop("amax") * fmt.second_level.factor
   return found if offs is None else {**found, "offs": offs}
 
 
@@ -104,39 +94,38 @@ def _slots(shape: Sequence[int], offs: Tensor | None, device: torch.device) -> t
   groups = Groups.of(shape, offs, device)
   group, end = groups.group_of_row(), groups.num_tiles * TILE_ROWS
   first = torch.cat([groups.first_tile * TILE_ROWS - groups.starts, torch.zeros_like(group[:1])])
-  row = torch.arange(len(group), device=device)
-  return torch.where(group < len(groups), row + first[group], end), end
+  return torch.where(group < len(groups), torch.arange(len(group), device=device) + first[group], end), end
 
 
-def _is_stored_once(fmt: Format, scale: BlockScale) -> bool:
-  """Whether a square block has one scale, not one in each of its rows."""
-  return fmt.is_2d and scale.layout == "mn_major"
+def _is_matrix(fmt: Format, scale: BlockScale, offs: Tensor | None) -> bool:
+  """Whether buffers hold the matrix of scales itself, one for each square block."""
+  if not fmt.is_2d or scale.layout != "mn_major":
+    return False
+  if offs is not None:
+    raise ValueError(f"{fmt.text} with offs has no linear scales, for blocks start where groups do: use layout='tiles'")
+  return True
 
 
 def _tiled(
   fmt: Format, scale: BlockScale, linear: Tensor, shape: Sequence[int], offs: Tensor | None, spec: BufferSpec
 ) -> Tensor:
   """A matrix of scales in the layout of buffers."""
-  wanted = (*shape[:-1], ceil_div(shape[-1], scale.vec_size))
-  if _is_stored_once(fmt, scale):
-    _refuse_ragged(fmt, offs)
-    wanted = spec.shape
-  check_tensor("scales", linear, shape=wanted)
-  if _is_stored_once(fmt, scale):
+  is_matrix, width = _is_matrix(fmt, scale, offs), ceil_div(shape[-1], scale.vec_size)
+  check_tensor("scales", linear, shape=spec.shape if is_matrix else (*shape[:-1], width))
+  if is_matrix:
     return linear.contiguous()
   slot, count = _slots(shape, offs, linear.device)
-  by_slot = linear.new_zeros(count + 1, wanted[-1])
+  by_slot = linear.new_zeros(count + 1, width)
   by_slot[slot] = linear.flatten(0, -2)
   out = spec.allocate(linear.device, True)
   view = tile_view(fmt, out, columnwise=False)
-  view.copy_(lay_scales(fmt, by_slot[:count].view(-1, TILE_ROWS, wanted[-1]), False).view(view.shape))
+  view.copy_(lay_scales(fmt, by_slot[:count].view(-1, TILE_ROWS, width), False).view(view.shape))
   return out
 
 
 def _linear(fmt: Format, scale: BlockScale, scales: Tensor, shape: Sequence[int], offs: Tensor | None) -> Tensor:
   """Scales of a buffer as a matrix, of zeros in the tail."""
-  if _is_stored_once(fmt, scale):
-    _refuse_ragged(fmt, offs)
+  if _is_matrix(fmt, scale, offs):
     return scales
   tiles = tile_view(fmt, scales, columnwise=False)
   by_slot = linear_scales(fmt, tiles if offs is not None else tiles.flatten(0, 1), False, shape[-1]).flatten(0, 1)
@@ -145,42 +134,27 @@ def _linear(fmt: Format, scale: BlockScale, scales: Tensor, shape: Sequence[int]
   return rows.view(scale.element.dtype) if scale.element.dtype.is_signed else rows
 
 
-def _refuse_ragged(fmt: Format, offs: Tensor | None) -> None:
-  if offs is not None:
-    raise ValueError(f"{fmt.text} with offs has no linear scales, for blocks start where groups do: use layout='tiles'")
-
-
 def _second_level(
   fmt: Format, codes: Tensor, given: Mapping[str, Tensor | None], offs: Tensor | None, groups: int
 ) -> list[Tensor]:
   """The vectors of the second level, from those that are given."""
-  level = fmt.second_level
-  names = [name for name, t in given.items() if t is not None]
+  level, vectors = fmt.second_level, {name: t for name, t in given.items() if t is not None}
   if level is None:
-    if names:
-      raise ValueError(f"{', '.join(names)} given, but {fmt.text} has no scales above its blocks")
+    if vectors:
+      raise ValueError(f"{', '.join(vectors)} given, but {fmt.text} has no scales above its blocks")
     return []
-  count = codes.shape[:-1] if level.per == "row" else (groups,)
-  vectors: dict[str, Tensor] = {}
-  for name, t in given.items():
-    if t is not None:
-      check_tensor(name, t, dtypes=(torch.float32,))
-      vectors[name] = t.expand(count).contiguous() if t.numel() == 1 else t
-      check_tensor(name, vectors[name], shape=tuple(count))
+  count = tuple(codes.shape[:-1]) if level.per == "row" else (groups,)
+  for name, t in vectors.items():
+    vectors[name] = t.expand(count).contiguous() if t.numel() == 1 else t
+    check_tensor(name, vectors[name], dtypes=(torch.float32,), shape=count)
+  amax, decodes = vectors.get("amax"), vectors.get("global_scale")
   if level.buffers == ("amax",):
-    if len(names) != 1 or names == ["scale"]:
-      raise ValueError(f"{fmt.text} takes either amax or global_scale, got {' and '.join(names) or 'none'}")
-    if "amax" in vectors:
-      return [vectors["amax"]]
-    # The amax whose product with the factor, rounded, is nearest to the scale.
-    factor = torch.tensor(level.factor, dtype=torch.float32).double()
-    return [(vectors["global_scale"].double() / factor.to(codes.device)).float()]
-  if "global_scale" not in vectors:
+    if "scale" in vectors or len(vectors) != 1:
+      raise ValueError(f"{fmt.text} takes either amax or global_scale, got {' and '.join(vectors) or 'none'}")
+    # In fp64, so that it is the amax whose product with the factor is nearest to the scale.
+    factor = float(torch.tensor(level.factor, dtype=torch.float32))
+    return [(decodes.double() / factor).float() if decodes is not None else vectors["amax"]]
+  if decodes is None:
     raise ValueError(f"global_scale is missing: a value of {fmt.text} is code * global_scale")
-  inverse = vectors["global_scale"]
-  scale = vectors.get("scale", inverse.reciprocal())
-  amax = vectors.get("amax")
-  if amax is None:
-    numbers = codes.to(torch.float32)
-    amax = ops.grouped_amax(numbers, offs) * inverse
-  return [inverse, scale, amax]
+  amax = ops.grouped_amax(codes.float(), offs) * decodes if amax is None else amax
+  return [decodes, vectors.get("scale", decodes.reciprocal()), amax]

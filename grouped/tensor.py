@@ -24,6 +24,7 @@ from grouped.offsets import as_offs
 from grouped.parts import joined_parts, split_parts
 from grouped.seeds import draw_seed
 from grouped.shapes import MemberShapes, as_shapes, flat_shapes, shape_tensors
+from grouped.shards import gathered, gathered_inputs
 from grouped.validation import check_is_tensor, check_parts, saved_format, version
 
 if TYPE_CHECKING:
@@ -70,7 +71,11 @@ class GroupedTensor(Tensor):
     the ``torch._foreach_*`` forms of arithmetic and norm.
   - Raise: products of matrices, other functions and reductions, indexing, and changes of shape.
 
-  ``zeros_like`` and its kin are plain, as gradients and optimizer states are.
+  Groups of a uniform tensor are cut and joined as rows of any tensor: ``x[1:3]``, ``narrow``,
+  ``split`` and ``chunk`` share its storage, ``torch.cat`` copies. So DDP, FSDP2, DTensor along the
+  groups, distributed checkpoints and collectives that move data handle it, by its bytes;
+  ``docs/distributed.md``. ``zeros_like`` and its kin are plain, as gradients and optimizer states
+  are, but ``empty_like`` and ``new_zeros`` of whole groups of a uniform tensor are what it is.
 
   Attributes:
     format: the format record; every fact that a reader of the bytes needs.
@@ -274,6 +279,12 @@ class GroupedTensor(Tensor):
     return self.shape[0] if self._offs is None else self._offs.shape[0]
 
   @property
+  def _is_empty(self) -> bool:
+    """Uniform without groups: a rank's part of few groups."""
+    groups = self.shape[0]
+    return self.grouping == "uniform" and type(groups) is int and groups == 0
+
+  @property
   def rowwise(self) -> QuantizedCopy | None:
     """The copy with blocks along K."""
     return self._copy(columnwise=False)
@@ -418,6 +429,23 @@ class GroupedTensor(Tensor):
 
   __rmatmul__ = __matmul__
 
+  def fsdp_pre_all_gather(
+    self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+  ) -> tuple[tuple[Tensor, ...], None]:
+    """What FSDP2 gathers of this shard: codes, scales and amaxes as they are.
+
+    Raises:
+      ValueError: the mesh does not divide the number of groups.
+    """
+    return gathered_inputs(self, mesh.size(), outer_size[0]), None
+
+  def fsdp_post_all_gather(
+    self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
+  ) -> tuple[GroupedTensor, tuple[Tensor, ...]] | None:
+    """The parameter of all groups over what FSDP2 gathered."""
+    # FSDP gathers into the same memory again, which ``out`` consists of.
+    return None if out is not None else (gathered(self, outputs), outputs)
+
   def share_memory_(self) -> GroupedTensor:  # type: ignore[override]
     """Move the plain tensors to shared memory; returns self."""
     self._apply_inner(Tensor.share_memory_)
@@ -479,6 +507,8 @@ class GroupedTensor(Tensor):
     none is given, with those that this tensor has; where it is stochastic and no seed is given,
     by one that is drawn.
     """
+    if self._is_empty:
+      return
     copies = (self.rowwise, self.columnwise)
     directions = [copy is not None for copy in copies]
     held = zip((False, True), directions, strict=True)

@@ -28,8 +28,8 @@ class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
   Of every class of experts that multiplies by ``_grouped_mm``, gpt-oss's among them.
 
   Raises:
-    ValueError: the recipe's name is not known, it has delayed scaling, or ``skip`` leaves no
-      experts to convert.
+    ValueError: the recipe's name is not known, it has delayed scaling, or what is skipped is
+      negative or leaves no experts to convert.
   """
 
   @dataclasses.dataclass(kw_only=True, slots=True)
@@ -39,10 +39,14 @@ class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
     Attributes:
       recipe: a recipe of ``grouped.recipes``, or its name.
       skip: parts of names of layers whose experts stay as they are, such as ``"layers.0."``.
+      skip_first: so many layers with experts from the first on stay as they are.
+      skip_last: and so many at the end, as NVIDIA trains in NVFP4.
     """
 
     recipe: str | Recipe = "BF16"
     skip: tuple[str, ...] = ()
+    skip_first: int = 0
+    skip_last: int = 0
 
   def __init__(self, config: Config) -> None:
     recipe: Any = config.recipe
@@ -52,6 +56,9 @@ class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
         raise ValueError(f"recipe must be one of {', '.join(names)}, got {recipe!r}")
       recipe = getattr(recipes, recipe)()
     check_recipe(recipe)
+    for name in ("skip_first", "skip_last"):
+      if getattr(config, name) < 0:
+        raise ValueError(f"{name} must not be negative, got {getattr(config, name)}")
     if recipe.takes_scales:
       raise ValueError(
         f"recipe: {recipe} keeps scales from step to step, for which torchtitan's experts have no place: use FP8Current"
@@ -61,11 +68,12 @@ class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
   def convert(self, model_config: Any) -> Any:
     """Replace the configurations of experts; returns the model's, or another root."""
     found = list(model_config.traverse(GroupedExperts.Config))
-    chosen = [f for f in found if not any(part in f[0] for part in self.config.skip)]
+    options = self.config
+    chosen = found[options.skip_first : len(found) - options.skip_last]
+    chosen = [f for f in chosen if not any(part in f[0] for part in options.skip)]
     if not chosen:
-      raise ValueError(
-        f"no experts to convert: skip={self.config.skip} passes over all of {[name for name, *_ in found]}"
-      )
+      skips = ", ".join(f"{name}={getattr(options, name)}" for name in ("skip", "skip_first", "skip_last"))
+      raise ValueError(f"no experts to convert: {skips} pass over all of {[name for name, *_ in found]}")
     for _, config, parent, attribute in chosen:
       given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
       new = _class_of(type(config)._owner).Config(**given, recipe=self.recipe)

@@ -14,14 +14,17 @@ its expert parallelism.
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe as hf
 
 import grouped
 from cute_kernels import active_backend, ops, support
+from cute_kernels.capability import require
 from grouped import recipes
 from grouped.nn.activation import activate
 from grouped.recipes import Recipe, check_recipe
@@ -78,7 +81,9 @@ def prepare(model: nn.Module, fmt: Format | None = None) -> int:
   multiplies fastest; the old one's memory is free when nothing else holds it. Implementations of
   this module use them as they are: ``grouped_bf16`` beside bf16 activations (W4A16 of NVFP4),
   quantized ones beside activations that they quantize. Call the model without gradients then.
-  ``save_pretrained`` writes plain weights only: save before.
+  The model then works as before, in part prepared or whole: errors come before the first layer is
+  changed, or leave whole layers. ``get_memory_footprint`` counts what is held. ``save_pretrained``
+  writes plain weights only and raises: save before.
 
   Args:
     model: a model, or experts alone, on the device where it will run.
@@ -95,21 +100,60 @@ def prepare(model: nn.Module, fmt: Format | None = None) -> int:
   layers = list(_experts(model))
   if not layers:
     raise ValueError(f"{type(model).__name__} has no experts that use transformers' interface")
-  for experts in layers:
+  chosen = [_checked_format(experts, fmt) for experts in layers]
+  for experts, weight in zip(layers, chosen, strict=True):
+    plain = {name: getattr(experts, name).detach() for name in _weight_names(experts)}
+    if isinstance(plain["down_proj"], GroupedTensor):
+      continue
     recipe = _recipe_in_use(experts)
-    weight = fmt or recipe.weight
-    if weight is None:
-      raise ValueError(f"{recipe} does not quantize weights: pass fmt, such as grouped.NVFP4()")
-    for name in _weight_names(experts):
-      plain = getattr(experts, name).detach()
-      if isinstance(plain, GroupedTensor):
-        if fmt not in (None, plain.format):
-          raise ValueError(f"{name} is {plain.format} already, fmt is {fmt}")
-        continue
-      quantized = _for_inference(_as_linear(experts, plain), weight, recipe)
+    new = {name: _for_inference(_as_linear(experts, w), weight, recipe) for name, w in plain.items()}
+    del plain
+    for name, quantized in new.items():
       setattr(experts, name, nn.Parameter(quantized, requires_grad=False))
     experts.is_transposed = False
+  for module in model.modules():
+    if isinstance(module, PreTrainedModel) and any(_experts(module)):
+      instead: Any = module
+      instead.save_pretrained = MethodType(_save_pretrained, module)
+      instead.get_memory_footprint = MethodType(_memory_footprint, module)
   return len(layers)
+
+
+def _checked_format(experts: Any, fmt: Format | None) -> Format:
+  """The format of the weights of a layer, after all checks that quantizing them makes."""
+  recipe = _recipe_in_use(experts)
+  weight = fmt or recipe.weight
+  if weight is None:
+    raise ValueError(f"{recipe} does not quantize weights: pass fmt, such as grouped.NVFP4()")
+  for name in _weight_names(experts):
+    plain = getattr(experts, name).detach()
+    if isinstance(plain, GroupedTensor):
+      if fmt not in (None, plain.format):
+        raise ValueError(f"{name} is {plain.format} already, fmt is {fmt}")
+      continue
+    require("grouped_quantize", weight, active_backend(plain.device).arch)
+    try:
+      grouped.quantize(_as_linear(experts, plain).to("meta"), weight)
+    except (TypeError, ValueError) as error:
+      raise type(error)(f"{name} of {type(experts).__name__}: {error}") from None
+  return weight
+
+
+def _save_pretrained(self: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> Any:
+  """``save_pretrained`` of a model whose experts hold no plain weights."""
+  given = self.state_dict() if state_dict is None else state_dict
+  name = next((name for name, t in given.items() if isinstance(t, GroupedTensor)), None)
+  if name is not None:
+    raise ValueError(
+      f"save_pretrained writes plain weights, but prepare() quantized {name}: save before it, save the state_dict with "
+      "torch.save or torch.distributed.checkpoint, or write GroupedTensor.to_parts()"
+    )
+  return type(self).save_pretrained(self, *args, state_dict=state_dict, **kwargs)
+
+
+def _memory_footprint(self: Any, return_buffers: bool = True) -> int:
+  """``get_memory_footprint``, which takes the size of an element for that of its dtype."""
+  return sum(t.nbytes for t in (*self.parameters(), *(self.buffers() if return_buffers else ())))
 
 
 def _experts(model: nn.Module) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ def can_keep(sources: Sequence[Tensor]) -> bool:
   """
   if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
     return False
-  return all(type(t) in (Tensor, nn.Parameter) and not t.is_inference() for t in sources)
+  return all(type(_local(t)) in (Tensor, nn.Parameter) and not t.is_inference() for t in sources)
 
 
 def is_static(sources: Sequence[Tensor]) -> bool:
@@ -32,12 +32,18 @@ def is_static(sources: Sequence[Tensor]) -> bool:
 
   They are parameters, and the call is not captured or traced to be replayed after they change.
   """
-  if any(type(t) is not nn.Parameter for t in sources):
+  if not all(isinstance(t, nn.Parameter) for t in sources):
     return False
   if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
     return False
   on_gpu = any(t.is_cuda for t in sources)
   return not (on_gpu and torch.cuda.is_current_stream_capturing())
+
+
+def local(t: Any) -> Tensor:
+  """This rank's part of a DTensor, differentiable; else the tensor."""
+  part: Tensor = t.to_local() if hasattr(t, "_local_tensor") else t
+  return part
 
 
 class KeptWeight:

@@ -14,7 +14,7 @@ from grouped.autograd import multiply, rows_and_ends
 from grouped.experts import Layer
 from grouped.nn.delayed import DelayedScaling
 from grouped.nn.forms import convert
-from grouped.nn.kept import KeptWeight, can_keep, is_static
+from grouped.nn.kept import KeptWeight, can_keep, is_static, local
 from grouped.nn.wgrad import EAGER_ONLY, ParameterGradients, Wgrads
 from grouped.passes import Copies, Scaling, joined, quantize_weight
 from grouped.recipes import BF16, ROLES, FP8Delayed, Recipe, check_recipe
@@ -60,6 +60,9 @@ class GroupedLinear(debug.Watched):
   A ``weight`` that is a GroupedTensor (``grouped.quantize``) is used as it is, without a
   high-precision copy; under BF16 beside bf16 or fp16 activations (W4A16), of NVFP4 under
   a recipe of FP8 beside its activations (W4A8).
+
+  Of a parameter that is a DTensor a call uses this rank's part, as ``to_local()`` gives it: sharded
+  along its groups, ``offs`` are those of the rank's groups. ``grouped.distributed`` does that.
 
   Raises:
     ValueError: sizes that are not positive, or that the recipe's blocks do not divide.
@@ -206,7 +209,8 @@ class GroupedLinear(debug.Watched):
   def _apply_to(
     self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None, sink: ParameterGradients | None
   ) -> Tensor:
-    rows, ends = rows_and_ends(x, offs, self.num_groups, self.in_features)
+    groups = len(local(self.weight)) if self.single_parameter else self.num_groups
+    rows, ends = rows_and_ends(x, offs, groups, self.in_features)
     call = self.prepare(rows.device, rows.requires_grad, is_first_microbatch, sink)
     options = (call.copies, call.sink, call.scaling, call.probe)
     y = multiply(rows, call.weights, call.bias, ends, self.recipe, *options)
@@ -227,13 +231,14 @@ class GroupedLinear(debug.Watched):
       sink: what takes the gradients of the parameters, if not autograd.
     """
     sources = self._sources("weight")
-    self._check_shape(sources[0])
+    weights = [local(w) for w in sources]
+    self._check_shape(weights[0])
     scaling = self._scaling_of_call(is_first_microbatch)
-    copies = self._kept_copies(sources, is_first_microbatch, needs_dx, scaling)
+    copies = self._kept_copies(sources, weights, is_first_microbatch, needs_dx, scaling)
     bias = self._stacked("bias") if self.has_bias else None
     probe = None if self._lens is None else self._lens.probe()
     flags = debug.flags_of(self, device)
-    return Layer(sources, bias, self.recipe, copies, sink, scaling, probe, flags)
+    return Layer(weights, bias, self.recipe, copies, sink, scaling, probe, flags)
 
   @property
   def is_eager_only(self) -> bool:
@@ -276,12 +281,13 @@ class GroupedLinear(debug.Watched):
     return {name: getattr(self, name) for name in names}
 
   def _stacked(self, name: str) -> Tensor:
-    sources = self._sources(name)
+    sources = [local(t) for t in self._sources(name)]
     return sources[0] if self.single_parameter else torch.stack(sources)
 
   def _check_shape(self, weight: Tensor) -> None:
-    """Whether a weight that is quantized already has the layer's shape."""
-    shape = (self.num_groups, self.out_features, self.in_features)
+    """Whether a weight that is quantized already has the layer's shape, or that of a rank's groups."""
+    groups = len(weight) if self._shards else self.num_groups
+    shape = (groups, self.out_features, self.in_features)
     if isinstance(weight, GroupedTensor) and tuple(weight.shape) != shape:
       raise ValueError(f"weight must be uniform of shape {shape}, got {weight!r}")
 
@@ -305,7 +311,12 @@ class GroupedLinear(debug.Watched):
     self._wgrads.hooks.append(hook)
 
   def _kept_copies(
-    self, sources: list[Tensor], is_first_microbatch: bool | None, needs_dx: bool, scaling: Scaling | None
+    self,
+    sources: list[Tensor],
+    weights: list[Tensor],
+    is_first_microbatch: bool | None,
+    needs_dx: bool,
+    scaling: Scaling | None,
   ) -> Copies | None:
     """The quantized weight of an earlier call or for later ones; None if this is for itself."""
     if not self.recipe.is_quantized or not can_keep(sources):
@@ -321,7 +332,7 @@ class GroupedLinear(debug.Watched):
         return None
       if self._kept is not None and self._kept.change(made_from, self.recipe) is None:
         return self._kept.copies
-    weight = joined(sources)
+    weight = joined(weights)
     # Not where rows require a gradient: a later microbatch may where this one does not.
     copies = quantize_weight(weight, self.recipe, wants_gradients, scaling)
     self._kept = KeptWeight.of(made_from, self.recipe, copies)

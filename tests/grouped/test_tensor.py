@@ -225,7 +225,6 @@ def test_to_another_dtype_keeps_the_bytes(fmt, dtype):
 
 NEW = {
   "zeros_like": (torch.zeros_like, (3, 48, 64)),
-  "empty_like": (torch.empty_like, (3, 48, 64)),
   "ones_like": (torch.ones_like, (3, 48, 64)),
   "full_like": (lambda x: torch.full_like(x, 3), (3, 48, 64)),
   "rand_like": (torch.rand_like, (3, 48, 64)),
@@ -242,6 +241,15 @@ NEW = {
 def test_tensors_made_like_one_are_plain(create, shape):
   got = create(parameter())
   assert type(got) is torch.Tensor and got.shape == shape and got.dtype == torch.bfloat16
+
+
+def test_those_that_are_filled_by_others_are_grouped():
+  """``empty_like`` for collectives, ``new_zeros`` for the padding of shards."""
+  p = parameter()
+  for made, groups in ((torch.empty_like(p), 3), (p.new_zeros(5, 48, 64), 5)):
+    assert type(made) is grouped.GroupedTensor and made.format == p.format and made.num_groups == groups
+  assert not p.new_zeros(2, 48, 64).dequantize().any()
+  assert type(torch.empty_like(p, dtype=torch.float32)) is torch.Tensor
 
 
 def test_like_takes_options():
@@ -360,7 +368,7 @@ def test_gradients_pass_through_decoded_values():
 
 REFUSED = {
   "reshape": lambda w: w.reshape(3, -1),
-  "view": lambda w: w.view(-1),
+  "view": lambda w: w.view(-1, 64),
   "view -1s": lambda w: w.view(3, 48, -1, 64),
   "view dtype": lambda w: w.view(torch.int16),
   "flatten": lambda w: w.flatten(),
@@ -368,17 +376,17 @@ REFUSED = {
   "mT": lambda w: w.mT,
   "permute": lambda w: w.permute(0, 2, 1),
   "select": lambda w: w[0],
-  "slice": lambda w: w[:2],
+  "slice": lambda w: w[:, :2],
   "index": lambda w: w[torch.tensor([0])],
-  "narrow": lambda w: w.narrow(0, 0, 1),
+  "narrow": lambda w: w.narrow(1, 0, 1),
   "set item": lambda w: w.__setitem__(0, 0.0),
   "unsqueeze": lambda w: w.unsqueeze(0),
   "squeeze": lambda w: w.squeeze(),
   "expand": lambda w: w.expand(2, 3, 48, 64),
-  "cat": lambda w: torch.cat([w, w]),
+  "cat": lambda w: torch.cat([w, w], 1),
   "stack": lambda w: torch.stack([w, w]),
-  "split": lambda w: w.split(1),
-  "chunk": lambda w: w.chunk(3),
+  "split": lambda w: w.split(1, 1),
+  "chunk": lambda w: w.chunk(3, 2),
   "torch.unbind": lambda w: torch.unbind(w),
   "index_select": lambda w: w.index_select(0, torch.tensor([1])),
   "matmul": lambda w: torch.matmul(torch.ones(36, 64, dtype=w.dtype), w),

@@ -1,5 +1,7 @@
 """torchtitan's experts after conversion, where torchtitan and what it needs are installed."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from grouped import recipes
 from tests.helpers import assert_same_bytes
 
 moe = pytest.importorskip("torchtitan.models.common.moe", exc_type=ImportError)
+from torchtitan.config import Configurable  # noqa: E402
+
 from grouped.integrations.torchtitan import GroupedExpertsConverter  # noqa: E402
 
 CONFIG = moe.GroupedExperts.Config(dim=64, hidden_dim=32, num_experts=4)
@@ -39,8 +43,19 @@ def test_layers_that_stay():
   nested = moe.RoutedExperts.Config(inner_experts=CONFIG, token_dispatcher=None)
   converted("MXFP8", nested)
   assert isinstance(nested.inner_experts.recipe, recipes.MXFP8)
-  with pytest.raises(ValueError, match="no experts to convert"):
-    converted("MXFP8", nested, skip=("inner",))
+  for skip in ({"skip": ("inner",)}, {"skip_first": 1}, {"skip_last": 1}):
+    with pytest.raises(ValueError, match=f"no experts to convert: .*{next(iter(skip))}"):
+      converted("MXFP8", nested, **skip)
+
+
+def test_first_and_last_layers_stay():
+  @dataclasses.dataclass
+  class Config(Configurable.Config):
+    layers: list
+
+  config = Config(layers=[dataclasses.replace(CONFIG) for _ in range(5)])
+  converted("MXFP8", config, skip_first=1, skip_last=2, skip=("layers.2",))
+  assert [hasattr(layer, "recipe") for layer in config.layers] == [False, True, False, False, False]
 
 
 def test_what_is_refused():
@@ -48,6 +63,8 @@ def test_what_is_refused():
     converted("FP4")
   with pytest.raises(ValueError, match="keeps scales"):
     converted("FP8Delayed")
+  with pytest.raises(ValueError, match="skip_last must not be negative"):
+    converted("BF16", skip_last=-1)
 
 
 def test_the_same_bits_each_time():

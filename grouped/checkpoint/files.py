@@ -1,0 +1,121 @@
+"""Folders of safetensors files: read by name, written shard by shard."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+if TYPE_CHECKING:
+  from collections.abc import Callable, Iterator
+
+  from torch import Tensor
+
+#: The most bytes of a file, by default.
+SHARD_BYTES = 5 * 10**9
+_INDEX = "model.safetensors.index.json"
+
+
+def progress(items: Any, what: str) -> Any:
+  """``items`` with a progress bar on a terminal, if tqdm is installed."""
+  try:
+    from tqdm import tqdm  # noqa: PLC0415
+  except ImportError:
+    return items
+  return tqdm(items, what, disable=None)
+
+
+class Reader:
+  """The tensors of a folder by name; each is read when it is asked for.
+
+  Raises:
+    FileNotFoundError: the folder has no safetensors file, or lacks one that its index names.
+  """
+
+  def __init__(self, folder: str | Path) -> None:
+    self.folder = Path(folder)
+    index = self.folder / _INDEX
+    if index.exists():
+      found = set(json.loads(index.read_text())["weight_map"].values())
+      paths = sorted(self.folder / name for name in found)
+    else:
+      paths = sorted(self.folder.glob("*.safetensors"))
+    missing = [str(path) for path in paths if not path.exists()]
+    if missing or not paths:
+      raise FileNotFoundError(f"no safetensors file {', '.join(missing) or f'in {self.folder}'}")
+    self._files = [safe_open(path, "pt") for path in paths]
+    self._of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+
+  def __contains__(self, name: object) -> bool:
+    return name in self._of
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._of)
+
+  def __len__(self) -> int:
+    return len(self._of)
+
+  def __getitem__(self, name: str) -> Tensor:
+    tensor: Tensor = self._of[name].get_tensor(name)
+    return tensor
+
+  def shape(self, name: str) -> tuple[int, ...]:
+    """The shape of a tensor, without reading it."""
+    return tuple(self._of[name].get_slice(name).get_shape())
+
+  def config(self, name: str = "config.json") -> dict[str, Any]:
+    """A JSON file of the folder; {} if there is none."""
+    path = self.folder / name
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+class Writer:
+  """Writes tensors to files of at most ``shard_bytes``, and their index.
+
+  What is not yet written is held, so up to ``shard_bytes`` and one tensor.
+
+  Raises:
+    FileExistsError: the folder has safetensors files.
+  """
+
+  def __init__(self, folder: str | Path, shard_bytes: int) -> None:
+    self._folder, self._most = Path(folder), shard_bytes
+    self._folder.mkdir(parents=True, exist_ok=True)
+    if any(self._folder.glob("*.safetensors")):
+      raise FileExistsError(f"{self._folder} has safetensors files: choose another folder")
+    self._held: dict[str, Tensor] = {}
+    self._shards: list[tuple[str, ...]] = []
+    self._bytes = self._total = 0
+
+  def add(self, name: str, tensor: Tensor) -> None:
+    """Take a tensor; a full file is written."""
+    if self._held and self._bytes + tensor.nbytes > self._most:
+      self._flush()
+    self._held[name] = tensor.detach().cpu().contiguous().clone()
+    self._bytes += tensor.nbytes
+    self._total += tensor.nbytes
+
+  def close(self, write_json: Callable[[], dict[str, Any]] = dict) -> None:
+    """Write the rest, the index, and JSON files by name."""
+    self._flush()
+    count, names = len(self._shards), dict[str, str]()
+    for i, shard in enumerate(self._shards):
+      file = "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+      self._part(i).rename(self._folder / file)
+      names |= dict.fromkeys(shard, file)
+    files = {_INDEX: {"metadata": {"total_size": self._total}, "weight_map": names}} if count > 1 else {}
+    for name, content in (files | write_json()).items():
+      (self._folder / name).write_text(json.dumps(content, indent=2))
+
+  def _part(self, index: int) -> Path:
+    return self._folder / f"shard-{index}.partial"
+
+  def _flush(self) -> None:
+    if self._held:
+      save_file(self._held, self._part(len(self._shards)), {"format": "pt"})
+      self._shards.append(tuple(self._held))
+    self._held, self._bytes = {}, 0

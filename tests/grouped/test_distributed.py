@@ -1,0 +1,82 @@
+"""Quantized parameters and expert parallelism in two processes; the checks are in ``two_ranks``."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import grouped
+from tests.grouped.two_ranks import CHECKS, assert_same, quantized
+from tests.helpers import each
+
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """Where both processes have left their results and checkpoints."""
+  folder = tmp_path_factory.mktemp("ranks")
+  environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+  processes = [
+    subprocess.Popen(
+      [sys.executable, "-m", "tests.grouped.two_ranks", str(rank), str(folder)],
+      cwd=ROOT,
+      env=environment,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for rank in range(2)
+  ]
+  for process in processes:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+  return folder
+
+
+@each("name", list(CHECKS))
+def test_on_two_ranks(folder, name):
+  for rank in range(2):
+    error = json.loads((folder / f"{rank}.json").read_text())[name]
+    assert not error, error
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
+@each("name", ["save", "async"])
+def test_one_process_loads_what_two_have_saved(folder, name):
+  state = {"layer": {"weight": quantized(shift=1.0)}, "odd": quantized(groups=3, shift=1.0)}
+  dcp.load(state, checkpoint_id=folder / name, no_dist=True)
+  assert_same(state["layer"]["weight"], quantized())
+  assert_same(state["odd"], quantized(groups=3))
+
+
+def test_groups_are_cut_and_joined_as_rows_of_a_tensor():
+  x = quantized()
+  dense = x.dequantize()
+  for cut in (lambda t: t[1:3], lambda t: t.narrow(0, 2, 2), lambda t: t.chunk(3)[1], lambda t: t[4:]):
+    assert type(cut(x)) is grouped.GroupedTensor
+    assert torch.equal(cut(x).dequantize(), cut(dense))
+  assert_same(torch.cat(x.split([1, 0, 3])), x)
+  padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 2))
+  assert torch.equal(padded.dequantize(), torch.cat([dense, torch.zeros_like(dense[:2])]))
+  x[1:2].zero_()
+  assert not x.dequantize()[1].any() and x.dequantize()[2].any()
+  ragged = grouped.quantize(dense[0], x.format, offs=[8, 32])
+  for refused in (
+    lambda: x[:, 1:3],
+    lambda: x.split(8, dim=1),
+    lambda: ragged[:8],
+    lambda: torch.nn.functional.pad(x, (0, 2)),
+    lambda: torch.cat([x, dense]),
+    lambda: torch.cat([x, x.prepack()]),
+    lambda: x.as_strided((4,), (1,)),
+    lambda: x.view(-1).sum(),
+    lambda: x[::2],
+  ):
+    with pytest.raises(TypeError, match=r"does not work on a GroupedTensor|cat needs GroupedTensors"):
+      refused()

@@ -1,0 +1,274 @@
+"""What each of two processes on gloo checks; ``test_distributed`` starts them and has the results.
+
+``python -m tests.grouped.two_ranks RANK FOLDER``
+"""
+
+import copy
+import datetime
+import json
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import grouped
+from grouped import recipes
+from grouped.nn import GroupedLinear
+from tests.grouped.cases import EVERY_FORMAT
+from tests.helpers import assert_same_bytes
+
+GROUPS, N, K = 4, 32, 48
+ENDS = [3, 3, 7, 10]
+SQUARE = grouped.FP8Block(block=(128, 128))
+CHECKS = {}
+RANK = 0
+FOLDER = Path()
+MESH = None
+
+
+def check(function):
+  CHECKS[function.__name__] = function
+  return function
+
+
+def plain_weight(shift=0.0, groups=GROUPS):
+  generator = torch.Generator().manual_seed(7)
+  return torch.randn(groups, N, K, generator=generator).bfloat16() + shift
+
+
+def quantized(fmt=None, shift=0.0, groups=GROUPS):
+  """The same on both ranks; rows of its NVFP4 codes are padded."""
+  return grouped.quantize(plain_weight(shift, groups), fmt or grouped.NVFP4(), columnwise=True)
+
+
+def rows():
+  return torch.randn(10, K, generator=torch.Generator().manual_seed(9)).bfloat16().requires_grad_()
+
+
+def assert_same(got, want):
+  assert type(got) is type(want) is grouped.GroupedTensor and got.shape == want.shape
+  names, context = want.__tensor_flatten__()
+  assert got.__tensor_flatten__() == (names, context)
+  for name in names:
+    assert_same_bytes(getattr(got, name), getattr(want, name), name)
+
+
+def layer(fmt, recipe, train):
+  torch.manual_seed(3)
+  module = GroupedLinear(GROUPS, K, N, recipe=recipe, dtype=torch.bfloat16)
+  module.weight = nn.Parameter(quantized(fmt), requires_grad=train)
+  return module
+
+
+@check
+def data_parallel():
+  """DDP broadcasts the bytes of the first rank, and sums gradients."""
+  for train in (False, True):
+    module = layer(grouped.NVFP4(), recipes.NVFP4(), train)
+    module.weight = nn.Parameter(quantized(shift=RANK), requires_grad=train)
+    parallel = nn.parallel.DistributedDataParallel(module)
+    assert_same(module.weight.data, quantized())
+    x = rows()
+    parallel(x, ENDS).sum().backward()
+    if train:
+      mine = torch.autograd.grad(layer(None, recipes.NVFP4(), True)(x, ENDS).sum(), x)[0]
+      assert_same_bytes(x.grad, mine) and type(module.weight.grad) is torch.Tensor
+
+
+@check
+def moved_by_collectives():
+  mine, second = quantized(shift=RANK), quantized(shift=1)
+  both = [torch.empty_like(mine) for _ in range(2)]
+  dist.all_gather(both, mine)
+  assert_same(both[0], quantized())
+  assert_same(both[1], second)
+  dist.broadcast(mine, 1)
+  assert_same(mine, second)
+  if RANK:
+    dist.send(mine, 0)
+  else:
+    dist.recv(both[0], 1)
+    assert_same(both[0], second)
+  for reduce in (dist.all_reduce, lambda x: dist.reduce(x, 0)):
+    with pytest.raises(TypeError, match="does not work on a GroupedTensor; decode it first"):
+      reduce(mine)
+  with pytest.raises(TypeError, match="needs GroupedTensors of one format"):
+    dist.all_gather([plain_weight(), plain_weight()], mine)
+
+
+@check
+def dtensors():
+  for fmt in EVERY_FORMAT.values():
+    if fmt.second_level is not None and fmt.second_level.per == "row":
+      continue
+    cols = 64 if fmt.k_multiple > 16 else K
+    whole = grouped.quantize(torch.randn(3, N, cols, generator=torch.Generator().manual_seed(1)), fmt, columnwise=True)
+    for groups in (2, 3):
+      part = whole[:groups]
+      sharded = distribute_tensor(nn.Parameter(part, False), MESH, [Shard(0)])
+      assert isinstance(sharded, DTensor)
+      first = RANK * ((groups + 1) // 2)
+      assert_same(sharded.to_local(), whole[first : min(groups, first + (groups + 1) // 2)].clone())
+      assert_same(sharded.full_tensor(), part.clone())
+    one = distribute_tensor(nn.Parameter(whole[:1], False), MESH, [Shard(0)])
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")
+      one.mul_(0.5)  # The second rank has no groups.
+    assert len(one.to_local().dequantize()) == 1 - RANK
+    replica = distribute_tensor(whole, MESH, [Replicate()])
+    assert_same(replica.to_local(), whole)
+    assert_same(replica.redistribute(MESH, [Shard(0)]).full_tensor(), whole)
+
+
+@check
+def layers_of_dtensors():
+  """A layer whose parameters are DTensors multiplies this rank's groups, and keeps their copies."""
+  want = layer(None, recipes.NVFP4(), False)
+  for is_quantized in (False, True):
+    module, alone = layer(None, recipes.NVFP4(), False), want
+    if not is_quantized:
+      alone = GroupedLinear(GROUPS, K, N, recipe=recipes.NVFP4(), dtype=torch.bfloat16)
+      module = copy.deepcopy(alone)
+    y = alone(x := rows(), ENDS)
+    dy = torch.ones_like(y)
+    y.backward(dy)
+    for name, p in list(module.named_parameters()):
+      setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), MESH, [Shard(0)]), p.requires_grad))
+    part, ends = (slice(3, 10), [4, 7]) if RANK else (slice(0, 3), [3, 3])
+    mine = rows().detach()[part].requires_grad_()
+    for first in (True, False):
+      mine.grad = None
+      got = module(mine, ends, is_first_microbatch=first)
+      got.backward(dy[part])
+      assert_same_bytes(got.detach(), y.detach()[part])
+      assert_same_bytes(mine.grad, x.grad[part])
+    if not is_quantized:
+      assert module.weight.grad.placements == (Shard(0),)
+      assert_same_bytes(module.weight.grad.full_tensor(), 2 * alone.weight.grad)
+
+
+@check
+def fully_sharded():
+  """FSDP2: the bits of one process, quantized weights gathered as bytes, trained in place."""
+  for fmt, recipe, train, reshard in (
+    (None, recipes.BF16(), False, True),
+    (None, recipes.NVFP4(), True, True),
+    (None, recipes.NVFP4(), True, False),
+    (grouped.FP8(), recipes.FP8Current(), True, True),
+    (SQUARE, recipes.FP8Block(), True, True),
+  ):
+    alone = layer(fmt, recipe, train)
+    module = fully_shard(copy.deepcopy(alone), mesh=MESH, reshard_after_forward=reshard)
+    assert module.weight.to_local().num_groups == GROUPS // 2
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (module, alone)]
+    for _ in range(2):
+      inputs = rows(), rows()
+      outputs = [m(x, ENDS) for m, x in zip((module, alone), inputs, strict=True)]
+      assert_same_bytes(*(y.detach() for y in outputs))
+      for y in outputs:
+        y.sum().backward()
+      assert_same_bytes(inputs[0].grad, inputs[1].grad)
+      with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for optimizer in optimizers:
+          optimizer.step()
+          optimizer.zero_grad()
+      assert_same(module.weight.full_tensor(), alone.weight.data)
+  module = GroupedLinear(3, K, N, bias=False)
+  module.weight = nn.Parameter(quantized(groups=3), False)
+  fully_shard(module, mesh=MESH)
+  with pytest.raises(ValueError, match="their number, 3, must be a multiple of its 2 ranks"):
+    module(rows(), [3, 7, 10])
+
+
+@check
+def what_fsdp_gathers():
+  whole = grouped.quantize(torch.randn(2, 128, 256), grouped.NVFP4())
+  payload, _ = whole.fsdp_pre_all_gather(MESH, whole.shape, None, None, None)
+  assert sum(t.nbytes for t in payload) == 2 * (128 * 256 * (1 / 2 + 1 / 16) + 4)
+
+
+@check
+def optimizers():
+  """An fp32 master beside it, stochastic rounding, and a warning where a step is lost."""
+  master = nn.Parameter(distribute_tensor(plain_weight().float(), MESH, [Shard(0)]))
+  weight = nn.Parameter(distribute_tensor(quantized(), MESH, [Shard(0)]), False)
+  optimizer = torch.optim.SGD([master], lr=1e-3)
+  for _ in range(3):
+    master.grad = torch.ones_like(master)
+    optimizer.step()
+    weight.copy_(master)
+  want = plain_weight().float()
+  for _ in range(3):
+    want -= 1e-3
+  assert_same(weight.full_tensor(), grouped.quantize(want.bfloat16(), grouped.NVFP4(), columnwise=True))
+  for stochastic in (False, True):
+    fmt = grouped.NVFP4(stochastic_rounding=stochastic)
+    local = grouped.quantize(torch.full((GROUPS, N, K), 3.0).index_fill(2, torch.tensor([0]), 6.0), fmt)
+    p = nn.Parameter(distribute_tensor(local, MESH, [Shard(0)]))
+    p.grad = distribute_tensor(torch.ones(GROUPS, N, K).index_fill(2, torch.tensor([0]), 0), MESH, [Shard(0)])
+    with warnings.catch_warnings(record=True) as caught:
+      warnings.simplefilter("always")
+      for _ in range(20):
+        torch.optim.SGD([p], lr=0.01).step()
+    moved = (p.full_tensor().dequantize()[:, :, 1:] - 3).mean()
+    assert any("changed nothing" in str(w.message) for w in caught) is not stochastic
+    assert (-0.3 < moved < -0.1) if stochastic else moved == 0
+
+
+@check
+def checkpoints():
+  """DCP of shards; ``test_distributed`` loads them as one."""
+  for name, save in (
+    ("save", dcp.save),
+    ("async", lambda state, checkpoint_id: dcp.async_save(state, checkpoint_id=checkpoint_id).result()),
+  ):
+    module = fully_shard(layer(None, recipes.NVFP4(), False), mesh=MESH)
+    odd = distribute_tensor(quantized(groups=3), MESH, [Shard(0)])
+    save({"layer": module.state_dict(), "odd": odd}, checkpoint_id=FOLDER / name)
+    state = {"layer": module.state_dict(), "odd": distribute_tensor(quantized(groups=3), MESH, [Shard(0)])}
+    for tensor in (state["layer"]["weight"], state["odd"]):
+      tensor.to_local().zero_()
+    whole = {"odd": torch.zeros_like(quantized(groups=3))}
+    dcp.load(state, checkpoint_id=FOLDER / name)
+    assert_same(state["layer"]["weight"].full_tensor(), quantized())
+    assert_same(state["odd"].full_tensor(), quantized(groups=3))
+    dcp.load(whole, checkpoint_id=FOLDER / name)
+    assert_same_bytes(whole["odd"], quantized(groups=3).dequantize())
+    dist.barrier()
+
+
+def main():
+  global RANK, FOLDER, MESH
+  RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
+  torch.set_num_threads(1)
+  store = dist.FileStore(str(FOLDER / "store"), 2)
+  timeout = datetime.timedelta(seconds=60)
+  dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=timeout)
+  MESH = init_device_mesh("cpu", (2,))
+  results = {}
+  for name in sys.argv[3:] or CHECKS:
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    try:
+      CHECKS[name]()
+      results[name] = ""
+    except Exception:
+      results[name] = traceback.format_exc()
+    print(RANK, name, f"{time.perf_counter() - start:.2f} s", results[name], flush=True)
+    (FOLDER / f"{RANK}.json").write_text(json.dumps(results))
+  dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+  main()
