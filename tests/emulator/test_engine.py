@@ -257,30 +257,6 @@ def test_no_compiler(monkeypatch):
     compilation.compiler()
 
 
-def test_cache_directory(monkeypatch, tmp_path):
-  monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "a"))
-  assert compilation.cache_directory() == tmp_path / "a" / "emulator"
-  monkeypatch.delenv("CUTE_KERNELS_CACHE_DIR")
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-  assert compilation.cache_directory() == tmp_path / "cute_kernels" / "emulator"
-
-
-def test_unwritable_cache_directory(monkeypatch, tmp_path):
-  """A file where the directory should be stands for one that cannot be written."""
-  (tmp_path / "file").touch()
-  monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "file"))
-  monkeypatch.setattr(compilation.tempfile, "gettempdir", lambda: str(tmp_path))
-  directory = compilation.cache_directory()
-  assert directory == tmp_path / f"cute_kernels-{os.getuid()}" / "emulator"
-  # One that others could fill is not used.
-  directory.parent.chmod(0o777)
-  monkeypatch.setattr(settings, "_warned", set())
-  with pytest.warns(RuntimeWarning, match="other users may write it"):
-    other = compilation.cache_directory()
-  assert other.parent != directory.parent
-  shutil.rmtree(other)
-
-
 @pytest.mark.parametrize(
   ("given", "message"),
   [

@@ -290,24 +290,6 @@ def test_compiled_training_with_changing_token_counts(name, single):
   assert len(frames) == 1
 
 
-def test_compiled_microbatches_and_evaluation():
-  layer = layer_of()
-  twin = copy.deepcopy(layer)
-  compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-  for first, (x, dy) in zip((True, False, False, True, None), step_data(5), strict=True):
-    options = {"is_first_microbatch": first}
-    got = run(compiled, layer, x, dy, **options)
-    assert_all_same(got, run(twin, twin, x, dy, **options))
-    assert_same_state(layer, twin)
-    with torch.no_grad():
-      assert_same_bytes(compiled(x, OFFS), twin(x, OFFS))
-    assert_same_state(layer, twin)
-  layer.requires_grad_(False)
-  twin.requires_grad_(False)
-  assert_same_bytes(compiled(x, OFFS), twin(x, OFFS))
-  assert_same_state(layer, twin)
-
-
 def test_export_of_an_evaluated_layer():
   layer, (x, dy) = layer_of(), step_data(1)[0]
   run(layer, layer, x, dy)

@@ -116,7 +116,7 @@ def test_out_alpha_bias_and_accumulate(trio):
       assert_same_bytes(held[rows:], before[rows:])
 
 
-@each_trio
+@each("trio", [TRIOS["row-scaled"], TRIOS["mxfp8"]], ids=["row-scaled", "mxfp8"])
 def test_a_compiled_product_is_the_eager_one(trio):
   splits = (20, 0, 12)
   held = quantized(trio, splits, tensors(splits))

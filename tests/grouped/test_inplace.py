@@ -30,25 +30,17 @@ def storage(p):
 IN_PLACE = {
   "add_": lambda t, other: t.add_(other),
   "add_ scalar": lambda t, _: t.add_(1),
-  "iadd": lambda t, other: t.__iadd__(other),
-  "sub_": lambda t, other: t.sub_(other, alpha=0.5),
   "mul_": lambda t, _: t.mul_(3),
-  "div_": lambda t, _: t.div_(3),
   "copy_": lambda t, other: t.copy_(other),
   "copy_ broadcast": lambda t, other: t.copy_(other[:, :1]),
-  "copy_ cast": lambda t, other: t.copy_(other.float()),
-  "fill_": lambda t, _: t.fill_(0.5),
   "zero_": lambda t, _: t.zero_(),
   "clamp_": lambda t, _: t.clamp_(-0.5, 0.5),
   "lerp_": lambda t, other: t.lerp_(other, 0.25),
   "addcmul_": lambda t, other: t.addcmul_(other, other, value=0.5),
-  "addcdiv_": lambda t, other: t.addcdiv_(other, other + 2, value=0.5),
   "masked_fill_": lambda t, other: t.masked_fill_(other > 0, 0.0),
   "uniform_": lambda t, _: t.uniform_(-1, 1),
   "normal_": lambda t, _: t.normal_(),
-  "bernoulli_": lambda t, _: t.bernoulli_(0.25),
   "chain": lambda t, other: t.zero_().add_(other).mul_(2),
-  "neg_": lambda t, _: t.neg_(),
 }
 
 
@@ -137,12 +129,9 @@ INITIALIZERS = {
   "normal_": {"std": 0.02},
   "trunc_normal_": {"std": 0.5, "a": -0.5, "b": 0.5},
   "constant_": {"val": 0.5},
-  "ones_": {},
   "zeros_": {},
-  "xavier_uniform_": {},
   "xavier_normal_": {},
   "kaiming_uniform_": {"a": 5**0.5},
-  "kaiming_normal_": {},
 }
 
 

@@ -72,8 +72,7 @@ def test_a_nan_reaches_what_it_was_quantized_with(name, place, single):
   assert_reached(got, place, name == "row-scaled")
 
 
-@each("backend", ["emulated:sm_90a", "emulated:sm_100a"])
-@pytest.mark.parametrize("name", QUANTIZED)
+@each(("name", "backend"), [("row-scaled", "emulated:sm_90a"), ("nvfp4", "emulated:sm_100a")])
 def test_on_kernels(name, backend):
   with cute_kernels.backend(backend):
     for place in ("x", "weight", "dy"):

@@ -101,20 +101,14 @@ BY_OP = {
   },
 }
 CASES = [*[(op, name, make) for op, cases in BY_OP.items() for name, make in cases.items()]]
-
-
-CASES += [
-  ("dequantize", f"{name}, {direction}", lambda fmt=fmt, d=direction: (ragged(fmt=fmt), None, d))
-  for name, fmt in EVERY_FORMAT.items()
-  for direction in ("rowwise", "columnwise")
-]
-CASES += [
-  ("quantize_out", name, lambda fmt=fmt: (sample(ROWS, K), OFFS, None, ragged(fmt=fmt)))
-  for name, fmt in EVERY_FORMAT.items()
-]
-
-
-CASES += [("linear", name, lambda r=r: linear(r, leaf(G, 2 * N, K), leaf(G, 2 * N))) for name, r in ALL_RECIPES.items()]
+#: A shared level, and none: every format is in the tests of the ops below.
+for name in ("fp8", "mxfp8"):
+  CASES += [
+    ("dequantize", f"{name}, columnwise", lambda fmt=EVERY_FORMAT[name]: (ragged(fmt=fmt), None, "columnwise")),
+    ("quantize_out", name, lambda fmt=EVERY_FORMAT[name]: (sample(ROWS, K), OFFS, None, ragged(fmt=fmt))),
+  ]
+for name in ("bf16", "hadamard", "fp8"):
+  CASES.append(("linear", name, lambda r=ALL_RECIPES[name]: linear(r, leaf(G, 2 * N, K), leaf(G, 2 * N))))
 
 
 def registered():

@@ -80,18 +80,6 @@ def test_readers_see_the_same_values():
     assert_same_bytes(got.codes_t, want.codes_t)
 
 
-def test_in_place_ops_and_copies():
-  w = weights()
-  packed = w.prepack()
-  for x in (w, packed):
-    x.mul_(1.5)
-  same_tensor(packed.unpack(), w)
-  other = weights()
-  packed.copy_(other)
-  want = grouped.quantize(other.dequantize(), WEIGHT_FORMAT, columnwise=True)
-  same_tensor(packed.unpack(), want)
-
-
 def test_save_and_load():
   packed = weights().prepack()
   same_tensor(saved(packed), packed)

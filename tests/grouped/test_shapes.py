@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import grouped
 from grouped import GroupedTensor
-from grouped.nn import GroupedLinear
 from tests.grouped.cases import OpCounter, bytes_of
 from tests.helpers import BUILT, Graphs, assert_same_buffers, assert_same_bytes, each, sample, saved
 
@@ -310,32 +309,6 @@ def test_each_shapes_have_a_graph_of_their_own(fresh_dynamo):
   assert len(graphs) == 3
 
 
-def test_compiled_use_of_a_parameter(fresh_dynamo):
-  graphs = Graphs()
-
-  @torch.compile(fullgraph=True, backend=graphs)
-  def step(p, x):
-    return (p.dequantize() * x).sum(), p.shapes, p.element_offsets
-
-  x = sample(CAPACITY)
-  for p in (parameter(), parameter()):
-    loss, shapes, offsets = step(p, x)
-    loss.backward()
-    assert_same_bytes(p.grad, x)
-    assert shapes.equal(p.shapes) and offsets.equal(p.element_offsets)
-  other = nn.Parameter(make(shapes=[(5, 64)]))
-  assert step(other, x)[2].tolist() == [0, 320]
-  assert len(graphs) == 2
-
-
-def test_compiled_in_place(fresh_dynamo):
-  graphs = Graphs()
-  p, want = parameter(requires_grad=False), make()
-  want.copy_(p)
-  torch.compile(lambda t: t.mul_(2), fullgraph=True, backend=graphs)(p)
-  assert_same(p, want.mul_(2))
-
-
 def test_fake_tensors_read_nothing():
   with FakeTensorMode():
     q = quantize(torch.empty(CAPACITY), BY_ROW)
@@ -416,16 +389,6 @@ def test_no_product_takes_them():
   ):
     with pytest.raises(ValueError, match=message):
       call()
-
-
-@each("recipe", [grouped.recipes.NVFP4(), grouped.recipes.BF16()])
-def test_weights_of_a_layer_are_uniform(recipe):
-  layer = GroupedLinear(4, 64, 32, recipe=recipe, dtype=torch.bfloat16)
-  layer.weight = nn.Parameter(make())
-  for mode in (layer.train, layer.eval):
-    mode()
-    with pytest.raises(ValueError, match=r"weight must be uniform of shape \(4, 32, 64\), got"):
-      layer(sample(36, 64), [7, 7, 20, 33])
 
 
 def test_equal_groups_never_lose_rows():

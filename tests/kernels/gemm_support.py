@@ -23,6 +23,7 @@ from cute_kernels.ops.launch.sm100_operands import scale_tiles
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime import architecture, compile_kernel
 from tests.helpers import DTYPES, assert_same_bytes, offsets
+from tests.kernels.op_support import array_of, check_touched
 
 if TYPE_CHECKING:
   from collections.abc import Iterable
@@ -341,6 +342,39 @@ def check_modes(mode: dict[str, object], products: Iterable[tuple[Product, int]]
     want = product.expected()
     with emulator.options(**mode):
       product.check(num_sms, want=want)
+
+
+def check_live_rows(config: GemmConfig) -> None:
+  """Of the output only the rows of groups are touched, to the last, and nothing beside the operands."""
+  product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
+  want, out = product.expected(), product.before.clone()
+  prepared = product.prepared(out, 2)
+
+  def run() -> None:
+    out.copy_(product.before)
+    product.launch(prepared)
+    assert_same_bytes(out, want)
+
+  check_touched(run, [array_of(out)[:105]], [t for t in prepared if t is not out])
+
+
+def check_far_rows(config: GemmConfig) -> None:
+  """Row 64 of the output, and 32 of codes, start at element 2^31; only pages that are written become memory."""
+  product = m_grouped(config, [65, 33], 8, 32)
+  if config.kind.fmt is not None and not config.kind.is_transposed:
+    codes = torch.empty_strided((98, 32), (2**26, 1), dtype=product.a.codes.dtype)
+    product.a.codes = codes.copy_(product.a.codes)
+  out = torch.empty_strided(product.before.shape, (2**25, 1), dtype=product.before.dtype)
+  product.run_into(out)
+  assert_same_bytes(out.contiguous(), product.expected())
+
+
+def check_many_groups(config: GemmConfig) -> None:
+  """More groups than a window of the scheduler; where it accumulates, a tile that is worked on twice shows."""
+  sizes = [0] * 1100
+  for group, rows in ((0, 1), (31, 2), (32, 130), (500, 3), (1099, 4)):
+    sizes[group] = rows
+  product_of(config, sizes, 8, 32).check()
 
 
 def _plain(config: GemmConfig, x: Tensor, live: int | None = None) -> Operand:

@@ -10,8 +10,17 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import DTYPES
-from tests.kernels.gemm_support import SHAPES, check_modes, check_zeroed_tails, m_grouped, quantize
-from tests.kernels.op_support import MODE_IDS, MODES, array_of, check_touched
+from tests.kernels.gemm_support import (
+  SHAPES,
+  check_far_rows,
+  check_live_rows,
+  check_many_groups,
+  check_modes,
+  check_zeroed_tails,
+  m_grouped,
+  quantize,
+)
+from tests.kernels.op_support import MODE_IDS, MODES
 
 BF16, FP16 = (Sm100GemmConfig(dtype, b_operand="nvfp4") for dtype in ("bfloat16", "float16"))
 PAIR, NARROW_PAIR = Sm100Tile(256, 256, 2), Sm100Tile(256, 128, 2)
@@ -103,10 +112,7 @@ def test_the_tail_can_be_zeroed() -> None:
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4 few rows"])
 def test_only_rows_of_groups_are_touched(name: str) -> None:
-  product = m_grouped(CONFIGS[name], [100, 0, 5], 24, 64, tail=30)
-  out = product.before.clone()
-  tensors = [*product.tensors(), product.offs, product.bias]
-  check_touched(lambda: product.run_into(out), [array_of(out)[:105]], tensors)
+  check_live_rows(CONFIGS[name])
 
 
 @pytest.mark.parametrize("name", ["nvfp4 256x256", "nvfp4 few rows", "fp8_block squares", "mxfp8"])
@@ -124,12 +130,5 @@ def test_banks_of_shared_memory_take_few_turns(name: str) -> None:
 
 
 def test_many_groups_and_offsets_past_2_to_the_31() -> None:
-  sizes = [0] * 1100
-  for group, rows in ((0, 1), (32, 130), (1099, 4)):
-    sizes[group] = rows
-  m_grouped(CONFIGS["nvfp4 256x128"], sizes, 8, 32).check()
-  # Row 64 of the output starts at element 2^31; only pages that are written become memory.
-  product = m_grouped(CONFIGS["nvfp4 few rows"], [65, 33], 8, 32)
-  out = torch.empty_strided(product.before.shape, (2**25, 1), dtype=product.before.dtype)
-  product.run_into(out)
-  assert torch.equal(out.contiguous(), product.expected())
+  check_many_groups(CONFIGS["nvfp4 256x128"])
+  check_far_rows(CONFIGS["nvfp4 few rows"])

@@ -10,12 +10,20 @@ import dataclasses
 import pytest
 import torch
 
-from cute_kernels import emulator
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
-from tests.helpers import assert_same_bytes
-from tests.kernels.gemm_support import SHAPES, WGRAD_SHAPES, check_modes, check_zeroed_tails, k_grouped, m_grouped, wild
+from tests.kernels.gemm_support import (
+  SHAPES,
+  WGRAD_SHAPES,
+  check_live_rows,
+  check_many_groups,
+  check_modes,
+  check_zeroed_tails,
+  k_grouped,
+  m_grouped,
+  wild,
+)
 from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.test_gemm_sm90 import DEVICES, K_TILES, M_TILES, name_of
 
@@ -148,19 +156,7 @@ def test_the_tail_can_be_zeroed(config: Sm90GemmConfig, device: str) -> None:
 
 @pytest.mark.parametrize("config", [SPLIT, BLOCK_ALL, UNSWAPPED], ids=["split", "block", "unswapped"])
 def test_only_rows_of_groups_are_touched(config: Sm90GemmConfig) -> None:
-  config = dataclasses.replace(config, out_dtype="float32")
-  product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
-  want = product.expected()
-  memory = product.before.numpy().copy()
-  out = torch.from_numpy(memory)
-  prepared = product.prepared(out, 2)
-  try:
-    tensors = [t for t in prepared if isinstance(t, torch.Tensor) and t is not out]
-    emulator.watch(*tensors, torch.from_numpy(memory[:105]))
-    product.launch(prepared)
-    assert_same_bytes(out, want)
-  finally:
-    emulator.unwatch()
+  check_live_rows(dataclasses.replace(config, out_dtype="float32"))
 
 
 def test_partial_sums_are_promoted_in_order() -> None:
@@ -175,11 +171,8 @@ def test_partial_sums_are_promoted_in_order() -> None:
 
 
 def test_more_groups_than_a_window_of_the_scheduler() -> None:
-  sizes = [0] * 1100
-  sizes[3::100] = [1, 2, 9, 130, 1, 0, 1, 3, 1, 1, 17]
   for config in (FAST, UNSWAPPED):
-    product = m_grouped(config, sizes, 8, 32, tail=2)
-    product.check(2)
+    check_many_groups(config)
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,16 @@ from tests.kernels.gemm_support import (
   SHAPES,
   WGRAD_SHAPES,
   Product,
+  check_far_rows,
+  check_live_rows,
+  check_many_groups,
   check_modes,
   check_zeroed_tails,
   k_grouped,
   m_grouped,
   product_of,
 )
-from tests.kernels.op_support import MODE_IDS, MODES, array_of, check_touched
+from tests.kernels.op_support import MODE_IDS, MODES
 
 FPROP = Sm100GemmConfig("nvfp4", row_scaled=True)
 FPROP_ALL = Sm100GemmConfig("nvfp4", out_dtype="float16", bias_dtype="float32", has_alpha=True, accumulate=True)
@@ -144,13 +147,8 @@ def test_wgrad_of_an_empty_group_is_zero_or_untouched() -> None:
 
 
 def test_more_than_a_thousand_groups() -> None:
-  sizes = [0] * 1100
-  for group, rows in ((0, 1), (31, 2), (32, 130), (500, 3), (1099, 4)):
-    sizes[group] = rows
-  # It accumulates, so a tile that is worked on twice shows.
   for tile in (FPROP_ALL.tile, TILED["128x128 partial"].tile):
-    product = m_grouped(dataclasses.replace(FPROP_ALL, tile=tile), sizes, 8, 32)
-    product.check()
+    check_many_groups(dataclasses.replace(FPROP_ALL, tile=tile))
 
 
 @pytest.mark.parametrize(
@@ -184,26 +182,12 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
   ids=["overwrite", "accumulate", "tails"],
 )
 def test_only_rows_of_groups_are_touched(config: Sm100GemmConfig) -> None:
-  product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
-  want = product.expected()
-  out = product.before.clone()
-  tensors = [*product.tensors(), product.offs, product.bias, product.alpha]
-
-  def run() -> None:
-    out.copy_(product.before)
-    product.run_into(out)
-    assert_same_bytes(out, want)
-
-  check_touched(run, [array_of(out)[:105]], tensors)
+  check_live_rows(config)
 
 
 @pytest.mark.parametrize("config", [FPROP, TILED["swapped 128x64"]], ids=["direct", "swapped"])
 def test_offsets_past_2_to_the_31(config: Sm100GemmConfig) -> None:
-  # Row 64 starts at element 2^31; only pages that are written become memory.
-  product = m_grouped(config, [65, 33], 8, 32)
-  out = torch.empty_strided(product.before.shape, (2**25, 1), dtype=product.before.dtype)
-  product.run_into(out)
-  assert_same_bytes(out.contiguous(), product.expected())
+  check_far_rows(config)
 
 
 @pytest.mark.parametrize("config", [FPROP, TILED["256x256 partial"]], ids=["direct", "partial"])

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
-from tests.helpers import assert_same_bytes
 from tests.kernels.gemm_support import (
   SHAPES,
   WGRAD_SHAPES,
   Product,
+  check_far_rows,
+  check_live_rows,
+  check_many_groups,
   check_zeroed_tails,
   k_grouped,
   m_grouped,
-  product_of,
   wild,
 )
-from tests.kernels.op_support import MODE_IDS, MODES, array_of, check_touched
+from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.test_gemm_sm100 import TAILS
+
+if TYPE_CHECKING:
+  import torch
 
 PARTIAL, WIDE = Sm100Tile(128, 128, swap_partial=True), Sm100Tile(256, 256, 2, swap_partial=True)
 FEW, FEWER = (Sm100Tile(128, n, swap_ab=True) for n in (64, 32))
@@ -136,33 +140,14 @@ def test_the_tail_can_be_zeroed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mxfp8 all", "fp8", "promoted", "promoted all"])
 def test_only_rows_of_groups_are_touched(name: str) -> None:
-  product = m_grouped(M_GROUPED[name], [100, 0, 5], 24, 64, tail=30)
-  want, out = product.expected(), product.before.clone()
-  tensors = [*product.tensors(), product.offs, product.bias, product.alpha]
-
-  def run() -> None:
-    out.copy_(product.before)
-    product.run_into(out)
-    assert_same_bytes(out, want)
-
-  check_touched(run, [array_of(out)[:105]], tensors)
+  check_live_rows(M_GROUPED[name])
 
 
 @pytest.mark.parametrize("config", [M_GROUPED["mxfp8 all"], K_GROUPED["mxfp8 add"], M_GROUPED["promoted all"]])
 def test_more_groups_than_a_window_of_the_scheduler(config: Sm100GemmConfig) -> None:
-  # They accumulate, so a tile that is worked on twice shows.
-  sizes = [0] * 1100
-  for group, rows in ((0, 1), (31, 2), (32, 130), (500, 3), (1099, 4)):
-    sizes[group] = rows
-  product_of(config, sizes, 8, 32).check()
+  check_many_groups(config)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8 few", "promoted"])
 def test_offsets_past_2_to_the_31(name: str) -> None:
-  product = m_grouped(M_GROUPED[name], [65, 33], 8, 32)
-  # Row 64 of the output, and 32 of the codes, start at element 2^31.
-  codes = torch.empty_strided((98, 32), (2**26, 1), dtype=product.a.codes.dtype)
-  product.a.codes = codes.copy_(product.a.codes)
-  out = torch.empty_strided(product.before.shape, (2**25, 1), dtype=product.before.dtype)
-  product.run_into(out)
-  assert_same_bytes(out.contiguous(), product.expected())
+  check_far_rows(M_GROUPED[name])

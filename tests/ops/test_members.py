@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels import support
 from cute_kernels.formats import NVFP4, parse
 from cute_kernels.layout.buffers import buffers, member_parts
 from tests.helpers import BUILT, SENTINEL, assert_all_same, assert_same_bytes, each, ops, poisoned, sample, weird_values
@@ -150,18 +149,6 @@ def test_only_the_parts_of_members_are_written(fmt):
     assert_same_bytes(values, decode(fmt, wanted, len(x), way, flat(shapes)))
 
 
-def test_a_strided_tensor_and_strided_buffers():
-  shapes, fmt = [(5, 64), (2, 32)], NVFP4()
-  x = sample(2 * live(shapes))[::2]
-  got = ops.grouped_quantize(x, fmt.text, None, None, True, True, shapes=flat(shapes))
-  want = ops.grouped_quantize(x.clone(), fmt.text, None, None, True, True, shapes=flat(shapes))
-  assert_all_same(got, want)
-  spread = [torch.stack([t, t], dim=1).flatten()[::2] for t in got]
-  for way in (False, True):
-    a, b = (decode(fmt, named(fmt, shapes, (True, True), t), len(x), way, flat(shapes)) for t in (spread, want))
-    assert_same_bytes(a, b)
-
-
 #: What is passed instead, and the message.
 WRONG = {
   "no members": ({"shapes": []}, ValueError, "at least one member"),
@@ -269,10 +256,3 @@ def test_kernels(arch, text, act):
       ops.grouped_dequantize_out(*given, out=into)
     assert_same_bytes(into[:count], decoded[:count])
     assert not into[count:].view(torch.int16).eq(0).any()
-
-
-def test_no_product_takes_groups_of_shapes():
-  for op in ("grouped_gemm", "grouped_gemm_w4a16", "grouped_amax", "grouped_dbias"):
-    fmt = NVFP4() if "gemm" in op else None
-    status = support(op, fmt, "reference", shapes=True)
-    assert not status and "takes ragged or uniform groups" in status.reason

@@ -17,7 +17,6 @@ _OPTIONS = (
   " --disable-background-networking --mute-audio"
 )
 _SECONDS = 20.0
-_KEYS = {"Tab": 9, "Enter": 13, "Space": 32, "End": 35, "ArrowRight": 39, "ArrowDown": 40}
 
 
 class Browser:
@@ -135,21 +134,6 @@ class Browser:
     self.call("Emulation.setEmulatedMedia", features=[feature])
     self.settle()
 
-  def press(self, key):
-    facts = {"key": " " if key == "Space" else key, "code": key}
-    facts["windowsVirtualKeyCode"] = _KEYS[key]
-    text = {"Enter": {"text": "\r"}, "Space": {"text": " "}}.get(key, {})
-    for kind in ("keyDown" if text else "rawKeyDown", "keyUp"):
-      self.call("Input.dispatchKeyEvent", type=kind, **facts, **text)
-      text = {}
-    self.settle()
-
   def type(self, text):
     """Type into what has the focus."""
     self.call("Input.insertText", text=text)
-
-  def accessible(self):
-    """Role and name of all that a screen reader meets."""
-    nodes = self.call("Accessibility.getFullAXTree")["nodes"]
-    shown = [node for node in nodes if not node["ignored"]]
-    return [(n["role"]["value"], n.get("name", {}).get("value", "")) for n in shown]

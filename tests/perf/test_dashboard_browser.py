@@ -7,7 +7,7 @@ import re
 import pytest
 
 from perf.dashboard.numerics import read_numerics
-from perf.dashboard.page import ASSETS, page
+from perf.dashboard.page import page
 from tests.helpers import each
 from tests.perf.chromium import MISSING, Browser
 from tests.perf.dashboard_records import COUNTS, CURRENT, NVFP4, RECORDS, TOKENS, all_committed, save_numerics
@@ -22,7 +22,6 @@ pytestmark = [
 ROW = "[...e.cells].map((c) => c.title || c.textContent).join('|')"
 VIEWS = ("", "tokens", "roofline", "history", "kernels")
 KERNEL = "kernel/gemm-nvfp4-row-scaled-x-nvfp4-fprop"
-LIGHT, DARK = "rgb(255, 255, 255)", "rgb(18, 21, 27)"
 #: What the page has for whoever looks behind it.
 PAGE = "perfDashboard"
 
@@ -221,81 +220,6 @@ def test_the_page_of_a_kernel_has_its_counts(browser, made):
   assert any(name.startswith("torch") for name in browser.texts(".legend button"))
 
 
-def test_numerics(browser, pages):
-  browser.open(pages / "made.html", "#/numerics")
-  browser.pick("quantity", "amax")
-  browser.pick("operand", "up, input, rowwise, mxfp8")
-  wanted = [r for r in read_numerics([pages / "numerics.jsonl"]) if r["role"] == "input"]
-  wanted = [r["amax"] for r in wanted if r["direction"] == "rowwise"]
-  for expert in (0, 1):
-    drawn = browser.points("numerics", f"expert {expert}")
-    assert drawn == [[step, row[expert]] for step, row in enumerate(wanted)]
-  assert all(browser.drawn("numerics"))
-  browser.pick("step", "0")
-  rows = [e.split("|") for e in browser.all(".profile tbody tr", ROW)]
-  (row,) = (row for name, *row in rows if name.startswith("up, input, r"))
-  assert [*map(float, row)] == wanted[0]
-  # Without them there is no such view.
-  browser.open(pages / "committed.html", "#/numerics")
-  assert browser.texts("h1") == ["No such page"]
-
-
-def test_the_keyboard_reaches_everything(browser, made):
-  browser.open(made, "#/tokens")
-  browser.evaluate("document.activeElement.blur()")
-  active = "document.activeElement"
-  browser.press("Tab")
-  assert browser.evaluate(f"[{active}.className, {active}.offsetLeft >= 0]") == ["skip", True]
-  browser.press("Enter")
-  assert browser.evaluate(f"{active}.id") == "content"
-  reached = []
-  while not (reached and "plot" in reached[-1]) and len(reached) < 40:
-    browser.press("Tab")
-    name = f"{active}.id || {active}.className || {active}.textContent"
-    ring = f"{active}.matches(':focus-visible') && getComputedStyle({active}).outlineStyle"
-    name, outline = browser.evaluate(f"[{name}, {ring}]")
-    reached.append(name)
-    assert outline in ("solid", "auto"), name
-  assert {"case", "rate", "plot"} <= set(reached)
-  said = {
-    "ArrowRight": f"ours · {NVFP4} 1 token an expert: 22.5 µs (0.047 TFLOP/s)",
-    "End": f"ours · {NVFP4} 128 tokens an expert: 340 µs (0.395 TFLOP/s)",
-    "ArrowDown": f"ours, prepacked · {NVFP4} 128 tokens an expert: 170 µs (0.790 TFLOP/s)",
-  }
-  for key, wanted in said.items():
-    browser.press(key)
-    assert browser.texts(".readout") == [f"{wanted} details"]
-  assert browser.evaluate("document.querySelector('.ring').hidden") is False
-  browser.press("Enter")
-  assert browser.evaluate("location.hash").startswith("#/case/")
-  assert browser.evaluate(f"{active}.tagName") == "H1"
-  assert "128 tokens an expert" in browser.texts("h1")[0]
-
-
-def test_a_screen_reader_finds_its_way(browser, made):
-  browser.open(made, "#/tokens")
-  found = browser.accessible()
-  landmarks = {"banner", "navigation", "main", "contentinfo", "search", "status"}
-  assert landmarks <= {role for role, _ in found}
-  controls = {"button", "combobox", "searchbox", "checkbox", "link", "application", "table"}
-  assert not [role for role, name in found if role in controls and not name]
-  names = {name for role, name in found if role in controls}
-  assert {"Suite", "GPU or machine", "Format", "Contender", "Text"} <= names
-  assert any("9 points of 3 series" in name for name in names)
-  assert browser.evaluate("document.documentElement.lang") == "en"
-  for view in (*VIEWS, "numerics", KERNEL):
-    browser.go(view)
-    levels = browser.all("h1,h2,h3", "+e.tagName[1]")
-    assert levels[0] == 1 and all(b - a <= 1 for a, b in itertools.pairwise(levels)), view
-    assert all(browser.all("th", "e.scope")), view
-    ids = browser.all("[id]", "e.id")
-    assert len(ids) == len(set(ids)), view
-    # Beside each plot stands a table of its points.
-    shown = f"{PAGE}.plots.get(e.id).series.filter((s) => !s.roof)"
-    drawn = f"{shown}.flatMap((s) => s.points).length"
-    assert all(browser.all("figure", f"e.querySelectorAll('tbody tr').length === {drawn}"))
-
-
 @each(("width", "which"), [(390, "committed"), (320, "made")])
 def test_a_phone_needs_no_sideways_scrolling(browser, pages, width, which):
   browser.resize(width, 800, is_phone=True)
@@ -314,33 +238,20 @@ def test_a_phone_needs_no_sideways_scrolling(browser, pages, width, which):
   assert [name for name, height in heights if height and height < 32] == []
 
 
-def test_dark_mode(browser, made):
-  browser.prefer("dark")
-  browser.open(made, "#/tokens")
-  for theme, color in (("dark", DARK), ("light", LIGHT)):
-    browser.prefer(theme)
-    assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == color
-    assert all(browser.drawn("tokens"))
-
-
-def contrast(*colors):
-  """Of two colours, as WCAG 2 defines it."""
-  found = []
-  for color in colors:
-    value = color if len(color) == 6 else "".join(c * 2 for c in color)
-    parts = [int(value[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    found.append(sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True)))
-  return (max(found) + 0.05) / (min(found) + 0.05)
-
-
-@each("theme", [0, 1], ids=["light", "dark"])
-def test_colours_can_be_read(theme):
-  style = (ASSETS / "style.css").read_text()
-  pairs = re.findall(r"--(\w+): light-dark\(#(\w+), #(\w+)\)", style)
-  colors = {name: values[theme] for name, *values in pairs}
-  for back in ("back", "panel"):
-    for front in ("text", "muted", "link", "worse", "better"):
-      assert contrast(colors[front], colors[back]) >= 4.5, (front, back)
-  for front in (*(f"c{i}" for i in range(10)), "bar", "focus"):
-    assert contrast(colors[front], colors["back"]) >= 3.0, front
+def test_numerics(browser, pages):
+  browser.open(pages / "made.html", "#/numerics")
+  browser.pick("quantity", "amax")
+  browser.pick("operand", "up, input, rowwise, mxfp8")
+  wanted = [r for r in read_numerics([pages / "numerics.jsonl"]) if r["role"] == "input"]
+  wanted = [r["amax"] for r in wanted if r["direction"] == "rowwise"]
+  for expert in (0, 1):
+    drawn = browser.points("numerics", f"expert {expert}")
+    assert drawn == [[step, row[expert]] for step, row in enumerate(wanted)]
+  assert all(browser.drawn("numerics"))
+  browser.pick("step", "0")
+  rows = [e.split("|") for e in browser.all(".profile tbody tr", ROW)]
+  (row,) = (row for name, *row in rows if name.startswith("up, input, r"))
+  assert [*map(float, row)] == wanted[0]
+  # Without them there is no such view.
+  browser.open(pages / "committed.html", "#/numerics")
+  assert browser.texts("h1") == ["No such page"]

@@ -11,7 +11,7 @@ import torch
 import grouped
 from cute_kernels.capability import UnsupportedError
 from perf.__main__ import main
-from perf.cases import PRODUCTS, GroupedShape
+from perf.cases import GroupedShape
 from perf.contender import Contender, Task, relative_error
 from perf.measure import meter_of
 from perf.measure.base import Measurement, of_times
@@ -22,7 +22,6 @@ from perf.records import read
 from perf.run import Choice, Report, measure_suite, measure_task
 from perf.suites import SUITES, gemm, layer, suite
 from perf.suites.base import Options, element_bytes
-from perf.suites.gemm import Pair
 from perf.suites.quantize import Input, Quantization
 from tests.helpers import each, has_compiler
 
@@ -145,17 +144,6 @@ def test_least_bytes_count_each_input_once():
   assert [element_bytes(fmt) for fmt in formats] == each
 
 
-def test_pairs_fit_products():
-  row_scaled, mixed = Pair("nvfp4:row_scaled", "nvfp4"), Pair(None, "nvfp4")
-  plain = Pair(None, None)
-  assert row_scaled.fits("dgrad") and not row_scaled.fits("wgrad")
-  assert mixed.fits("dgrad") and not mixed.fits("wgrad") and plain.fits("wgrad")
-  assert Pair("nvfp4", "nvfp4:block=16x16").text("wgrad") == "nvfp4 x nvfp4"
-  adding = Pair(None, None, accumulates=True)
-  assert [adding.fits(p) for p in PRODUCTS] == [False, False, True]
-  assert plain.text("fprop") == "bfloat16" and mixed.text("fprop") == "bfloat16 x nvfp4"
-
-
 def run(name, chosen="", **options):
   records = []
   report = measure_suite(name, Options(quick=True, **options), Choice(chosen), records.extend)
@@ -180,16 +168,6 @@ def test_gemm_on_the_reference():
     if product == "wgrad":
       # Its fp32 is read and written, where the others write bf16.
       assert moved["ours, accumulating"] - moved["ours"] == 6 * 3 * 64 * 32
-
-
-def test_quantize_on_the_reference():
-  chosen = r"directions=row\+column amax=given|op=amax|op=dswiglu.*=row "
-  records, _ = run("quantize", chosen, backend="reference")
-  who = {(r.case["op"], r.case.get("directions"), r.format) for r in records}
-  assert {("quantize", "row+column", "nvfp4"), ("amax", None, "bfloat16")} < who
-  assert ("dswiglu+quantize", "row", "mxfp8") in who
-  assert {r.error for r in records if r.case["op"] == "quantize"} == {0.0}
-  assert {r.kind for r in records} == {"cpu"} and all(r.commit and r.machine for r in records)
 
 
 def test_layers_on_the_reference():

@@ -397,16 +397,3 @@ def column_values(
         scale = factor(f32(e4m3_value(int(byte))), group.start + r, i)
         out[group.start + r, k] = f32(e2m1_value(int(code))) * scale
   return out
-
-
-def dot_blocks(a: np.ndarray, b: np.ndarray) -> np.float32:
-  """Blocks of 16 in ascending order, each added to an fp32 accumulator with one rounding."""
-  acc = f32(0)
-  for start in range(0, len(a), 16):
-    pairs = zip(a[start : start + 16], b[start : start + 16], strict=True)
-    acc = f32(float(acc) + math.fsum(float(p) * float(q) for p, q in pairs))
-  return acc
-
-
-def nvfp4_factor(amax_a: np.float32, amax_b: np.float32) -> np.float32:
-  return (amax_a * RCP_2688) * (amax_b * RCP_2688)

@@ -201,16 +201,6 @@ def test_garbage_offsets_act_as_their_clamped_values(rows, text):
   check_out_form(x, text, ends(*rows), quantize(x, text, ends(*rows)))
 
 
-@every_format
-def test_non_contiguous_input(text):
-  wide = sample(64, 128)
-  for x in (wide[:, 32:96], wide[::2, :96], wide.T[:, :32]):
-    offs = offsets((7, x.shape[0] - 7))
-    assert_same_buffers(quantize(x, text, offs), quantize(x.contiguous(), text, offs))
-  weights = sample(3, 64, 48).mT
-  assert_same_buffers(quantize(weights, text), quantize(weights.contiguous(), text))
-
-
 def decoded(buffers, text, columnwise, rows, dtype, offs):
   copy = [buffers[name] for name in parse(text).operand_names(columnwise)]
   return dequantize_arguments(copy, text, rows, dtype, offs, columnwise)

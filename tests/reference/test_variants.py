@@ -235,13 +235,6 @@ def test_missing_rows_of_the_last_chunk_come_back_too():
   assert (found[0] - x.float()).norm() < 0.2 * x.float().norm()
 
 
-def test_non_contiguous_views():
-  base = sample(40, 96)
-  for view in (base[:, 32:64], base[::2, :32], base.T.contiguous().T[:, :32]):
-    for variant in (VARIANTS["both"], VARIANTS["4over6"]):
-      check(view, offsets((view.shape[0] - 7, 7)), variant)
-
-
 def drawn(rows, cols, row_blocks, column_blocks):
   """Bytes (rows, cols) and (slots, cols) of a member behind others with so many blocks."""
   slots = 128 * uniform_tiles(rows)

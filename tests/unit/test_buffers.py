@@ -3,83 +3,16 @@
 import pytest
 import torch
 
-from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
+from cute_kernels.formats import FP8, NVFP4, parse
 from cute_kernels.layout.buffers import buffers, member_parts
 from tests.helpers import each
 
 T, K, G, N = 300, 416, 5, 200
-P = 128 * (T // 128 + G)
-TILES = P // 128
 E5M2 = torch.float8_e5m2
-
-#: format -> (ragged rowwise, ragged columnwise): shapes by name, as the contract has them.
-RAGGED = {
-  "nvfp4": (
-    {"codes": (T, K // 2), "scales": (TILES, 7, 512), "amax": (G,)},
-    {"codes_t": (K, P // 2), "scales_t": (4, P // 16 // 4, 512), "amax_t": (G,)},
-  ),
-  "nvfp4:row_scaled": (
-    {"codes": (T, K // 2), "scales": (TILES, 7, 512), "amax": (T,)},
-    {"codes_t": (K, P // 2), "scales_t": (4, P // 16 // 4, 512), "amax_t": (G,)},
-  ),
-  "mxfp8": ({"codes": (T, K), "scales": (TILES, 4, 512)}, {"codes_t": (P, K), "scales_t": (4, P // 32 // 4, 512)}),
-  "fp8_block": ({"codes": (T, K), "scales": (4, P)}, {"codes_t": (K, P), "scales_t": (P // 128, K)}),
-  "fp8_block:block=128x128": (
-    {"codes": (T, K), "scales": (P // 128, 4)},
-    {"codes_t": (K, P), "scales_t": (P // 128, 4)},
-  ),
-  "fp8": (
-    {"codes": (T, K), "scale_inv": (G,), "scale": (G,), "amax": (G,)},
-    {"codes_t": (K, P), "scale_inv": (G,), "scale": (G,), "amax": (G,)},
-  ),
-}
-UNIFORM = {
-  "nvfp4:block=16x16": (
-    {"codes": (G, N, K // 2), "scales": (G, 2, 7, 512), "amax": (G,)},
-    {"codes_t": (G, K, 128), "scales_t": (G, 4, 4, 512), "amax_t": (G,)},
-  ),
-  "mxfp8": ({"codes": (G, N, K), "scales": (G, 2, 4, 512)}, {"codes_t": (G, 256, K), "scales_t": (G, 4, 2, 512)}),
-  "fp8_block:block=128x128": (
-    {"codes": (G, N, K), "scales": (G, 2, 4)},
-    {"codes_t": (G, K, 256), "scales_t": (G, 2, 4)},
-  ),
-}
-
-
-@each("columnwise", [False, True], ids=["rowwise", "columnwise"])
-@pytest.mark.parametrize(("text", "wanted"), RAGGED.items(), ids=RAGGED)
-def test_ragged_buffers(text, wanted, columnwise):
-  found = buffers(parse(text), (T, K), G, rowwise=not columnwise, columnwise=columnwise)
-  assert {name: spec.shape for name, spec in found.items()} == wanted[columnwise]
-  assert tuple(found) == parse(text).buffer_names(columnwise)
-
-
-@pytest.mark.parametrize(("text", "wanted"), UNIFORM.items(), ids=UNIFORM)
-def test_uniform_buffers_of_both_directions(text, wanted):
-  found = buffers(parse(text), (G, N, K), None, columnwise=True)
-  assert {name: spec.shape for name, spec in found.items()} == wanted[0] | wanted[1]
 
 
 def test_a_row_scaled_uniform_tensor_has_one_level_a_row():
   assert buffers(NVFP4(row_scaled=True), (G, N, K), None)["amax"].shape == (G, N)
-
-
-@each(
-  ("fmt", "codes", "scales"),
-  [
-    (NVFP4(), torch.uint8, torch.uint8),
-    (MXFP8(E5M2), E5M2, torch.uint8),
-    (FP8Block(), torch.float8_e4m3fn, torch.float32),
-    (FP8(), torch.float8_e4m3fn, None),
-  ],
-  ids=lambda value: getattr(value, "text", None),
-)
-def test_dtypes(fmt, codes, scales):
-  found = buffers(fmt, (T, K), G, columnwise=True)
-  assert found["codes"].dtype == found["codes_t"].dtype == codes
-  assert scales is None or found["scales"].dtype == found["scales_t"].dtype == scales
-  vectors = set(found) - {"codes", "scales", "codes_t", "scales_t"}
-  assert all(found[name].dtype == torch.float32 for name in vectors)
 
 
 @each("fmt", [NVFP4(), FP8()], ids=lambda fmt: fmt.text)

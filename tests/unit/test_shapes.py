@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from cute_kernels.layout import shapes, slots
 from cute_kernels.layout.buffers import code_pitch
 from cute_kernels.reference.groups import Groups
-from cute_kernels.reference.scales import tile_scales, untile_scales
 
 sizes = st.integers(0, 1 << 40)
 splits_of_rows = st.lists(st.one_of(st.just(0), st.integers(0, 700)), min_size=1, max_size=20)
@@ -46,13 +45,6 @@ def test_slot_buffer_is_no_larger_than_the_layout_needs(rows, num_groups):
   assert slots.num_slot_tiles(rows, num_groups) == needed + (rows % slots.TILE_ROWS == 0)
 
 
-def scale_offset(row, block, tiles_along_k):
-  """Byte of the scale of ``(row, block)`` in a matrix of 128x4 tiles, ``tiles_along_k`` wide."""
-  tile = (row // shapes.SF_TILE_ROWS) * tiles_along_k + block // shapes.SF_TILE_COLS
-  in_tile = (row % 32) * 16 + (row % shapes.SF_TILE_ROWS) // 32 * 4 + block % shapes.SF_TILE_COLS
-  return tile * shapes.SF_TILE_BYTES + in_tile
-
-
 @given(st.integers(1, 1 << 20), st.sampled_from([16, 32]))
 def test_scale_tiles_hold_every_block_and_waste_less_than_a_tile(elements, sf_vec_size):
   held = shapes.scale_tiles(elements, sf_vec_size) * shapes.SF_TILE_COLS * sf_vec_size
@@ -62,38 +54,6 @@ def test_scale_tiles_hold_every_block_and_waste_less_than_a_tile(elements, sf_ve
 @given(st.integers(0, 1 << 20))
 def test_uniform_tiles_hold_every_row(rows):
   assert 0 <= slots.uniform_tiles(rows) * slots.TILE_ROWS - rows < slots.TILE_ROWS
-
-
-@given(st.integers(1, 3), st.integers(1, 19), st.booleans())
-def test_tiling_follows_the_oracle_and_inverts(row_tiles, cols, batched):
-  rows, width = row_tiles * 128, shapes.scale_tiles(cols, 1)
-  linear = torch.randint(1, 256, (rows, cols), dtype=torch.uint8)
-  tiles = tile_scales(linear[None])[0] if batched else tile_scales(linear)
-  assert tiles.shape == (row_tiles, width, shapes.SF_TILE_BYTES)
-  flat = tiles.flatten()
-  at = torch.tensor([[scale_offset(row, col, width) for col in range(cols)] for row in range(rows)])
-  assert torch.equal(flat[at], linear)
-  assert int((flat != 0).sum()) == rows * cols  # the rest is zero padding
-  assert torch.equal(untile_scales(tiles, cols), linear)
-
-
-@given(splits_of_rows, st.integers(0, 300))
-def test_reference_places_groups_by_the_slot_rule(splits, tail):
-  ends = torch.tensor(splits).cumsum(0)
-  rows = int(ends[-1]) + tail
-  groups = Groups.ragged(ends.int(), rows)
-  starts = [0, *ends.tolist()][:-1]
-  assert groups.first_tile.tolist() == [slots.slot_tile(s, g) for g, s in enumerate(starts)]
-  assert groups.num_tiles == slots.num_slot_tiles(rows, len(splits))
-  tile, group, row = groups.used_tiles()
-  assert tile.unique().numel() == tile.numel()
-  held = row[row >= 0]
-  assert held.tolist() == list(range(int(ends[-1])))  # each live row once, in order, no tail
-  live, slot = groups.slot_of_row()
-  assert live.tolist() == held.tolist()
-  expected = (tile[:, None] * slots.TILE_ROWS + torch.arange(slots.TILE_ROWS))[row >= 0]
-  assert slot.tolist() == expected.tolist()
-  assert group.tolist() == sorted(group.tolist())
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=8), st.integers(0, 600))
@@ -108,14 +68,3 @@ def test_any_offsets_stay_inside_the_buffers(offs, rows):
   live, slot = groups.slot_of_row()
   assert len(live) <= rows
   assert ((slot >= 0) & (slot < groups.num_tiles * slots.TILE_ROWS)).all()
-
-
-@given(st.integers(1, 5), st.integers(0, 300))
-def test_uniform_groups_take_whole_tiles_each(num_groups, rows):
-  groups = Groups.uniform(num_groups, rows, torch.device("cpu"))
-  each = slots.uniform_tiles(rows)
-  assert groups.num_tiles == num_groups * each
-  tile, group, row = groups.used_tiles()
-  assert tile.tolist() == list(range(num_groups * each))
-  assert group.tolist() == [g for g in range(num_groups) for _ in range(each)]
-  assert row[row >= 0].tolist() == list(range(num_groups * rows))
