@@ -88,7 +88,7 @@ _SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Ops that put their input through an activation first.
 _ACTIVATES = ("grouped_quantize", "grouped_dbias")
 #: Architectures whose kernels read rows of a quantized A by an index; plain ones are gathered first.
-_GATHERS_CODES: dict[str, tuple[str, ...]] = {}
+_GATHERS_CODES: dict[str, tuple[str, ...]] = {"fp8_block": ("sm_90a",)}
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
 

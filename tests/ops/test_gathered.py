@@ -1,5 +1,6 @@
 """Products of rows by an index against the same of rows that were gathered before."""
 
+import contextlib
 import functools
 
 import pytest
@@ -54,24 +55,34 @@ def check(op, arguments, rows, **mode):
       assert_same_bytes(product(*arguments, rows=rows), want)
 
 
-@each("text", ["nvfp4:row_scaled", "mxfp8", "fp8_block", "fp8_block:pow2_scales=false"])
-def test_rows_of_codes(text):
-  x, w, rows = sample(TOKENS, 256), sample(2, 24, 256), index_of(150)
+NARROW, WIDE = Sm90Tile(256, 16, swap_ab=True, consumers=4), Sm90Tile(128, 256, num_ctas=2)
+SWAPPED, SQUARE = Sm90Tile(128, 128, swap_ab=True), Sm90Tile(128, 128)
+#: Formats, and tiles of kernels for sm_90a that read their rows by an index.
+CODES = [
+  *((text, None) for text in ("nvfp4:row_scaled", "mxfp8", "fp8_block", "fp8_block:pow2_scales=false")),
+  *(("fp8_block", tile) for tile in (NARROW, SQUARE, WIDE)),
+]
+
+
+@each(("text", "tile"), CODES, ids=str)
+def test_rows_of_codes(text, tile):
+  x, w, rows = sample(TOKENS, 384), sample(2, 24, 384), index_of(150)
   weights = text.replace("row_scaled", "") if "nvfp4" in text else text.replace("fp8_block", "fp8_block:block=128x128")
   weights = weights.removesuffix(":").replace("128:", "128,")
   codes, *scales = quantized(w, weights)
-  formats = {"b_scales": scales, "a_format": text, "b_format": weights}
+  given = {"b_scales": scales, "a_format": text, "b_format": weights}
+  name = "reference" if tile is None else "emulated:sm_90a"
+  a, *a_scales = quantized(x, text, offsets((TOKENS,)))
   for offs in (offsets((130, 9)), offsets((0, 150))):
     whole, *rest = quantized(ops.moe_gather(x, rows), text, offs)
-    want = ops.m_grouped_gemm(whole, codes, offs, a_scales=rest, **formats)
-    a, *a_scales = quantized(x, text, offsets((TOKENS,)))
-    assert_same_bytes(ops.m_grouped_gemm(a, codes, offs, a_scales=a_scales, rows=rows, **formats), want)
-    given = {"b_scales": formats["b_scales"], "a_format": text, "b_format": weights}
-    assert_same_bytes(ops.m_grouped_quantize_gemm(x, codes, offs, **given, rows=rows), want)
+    with cute_kernels.backend(name if tile is None else "reference:sm_90a"):
+      want = ops.m_grouped_gemm(whole, codes, offs, a_scales=rest, **given)
+    with cute_kernels.backend(name), force_tile(tile) if tile else contextlib.nullcontext():
+      assert_same_bytes(ops.m_grouped_gemm(a, codes, offs, a_scales=a_scales, rows=rows, **given), want)
+      if tile is None:
+        assert_same_bytes(ops.m_grouped_quantize_gemm(x, codes, offs, **given, rows=rows), want)
 
 
-NARROW, WIDE = Sm90Tile(256, 16, swap_ab=True, consumers=4), Sm90Tile(128, 256, num_ctas=2)
-SWAPPED, SQUARE = Sm90Tile(128, 128, swap_ab=True), Sm90Tile(128, 128)
 CASES = {
   "narrow": ("m", NARROW, fprop((100, 0, 5, 17), 72)),
   "one row, one token": ("m", NARROW, fprop((1,), 8, 8, tail=0, tokens=1)),

@@ -148,8 +148,8 @@ class Sm90GemmConfig(GemmConfig):
         return f"operands of an m_grouped product of {self.operand} are swapped"
       if not tile.swap_ab and tile.num_ctas > 1 and self.gathers != "m":
         return f"CTAs share operands of {self.operand} that are swapped"
-      if tile.num_ctas > 1 and self.gathers == "n":
-        return "no part of an operand that is gathered comes from another CTA"
+    if tile.num_ctas > 1 and self.gathers == "n" and not self.is_decoded:
+      return "no part of an operand that is gathered comes from another CTA"
     if self.is_decoded and tile.swap_ab and tile.n > _WIDE_N:
       # 3 to 5% slower than 256 x 128 at 512 and 4096 rows a group (H200).
       return f"operands that are decoded have at most {_WIDE_N} columns"

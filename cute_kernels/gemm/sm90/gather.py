@@ -184,10 +184,11 @@ class GatherWarp:
     for panel in cutlass.range_constexpr(self.row_bytes // _PANEL_BYTES):
       byte = panel * _PANEL_BYTES
       is_inside = at + byte + self.own_byte < end
+      # All of them first: what is copied holds on to its address for a while.
+      sources = [base + (Int64(vectors[i]) * _COPY_BYTES + byte) for i in range(self.count)]
       for i in cutlass.range_constexpr(self.count):
-        source = base + (Int64(vectors[i]) * _COPY_BYTES + byte)
         place = shared + (i * self.step + panel * self.rows) * _PANEL_BYTES
-        _copy(place, source, _COPY_BYTES, (vectors[i] >= 0) & is_inside)
+        _copy(place, sources[i], _COPY_BYTES, (vectors[i] >= 0) & is_inside)
 
   @cute.jit
   def copy_scales(self, ids: cute.Tensor, left: Int32, k_tile: Int32, stage: Int32) -> None:

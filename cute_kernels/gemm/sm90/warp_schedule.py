@@ -13,9 +13,8 @@ WARPGROUP_SIZE = _WARPS * WARP_SIZE
 FIRST_EPILOGUE_BARRIER = 1
 #: The first of the two barriers that let a warpgroup begin its epilogue.
 FIRST_PING_PONG_BARRIER = 5
-#: Registers of a thread by the number of consumer warpgroups: of consumers, and of the others.
-#: Together no more than the CTA is launched with: a warp that asks for more waits forever.
-_REGISTERS = {2: (232, 40), 4: (104, 40)}
+#: Registers of an SM, of which a thread has whole eights, and of a thread that does not multiply.
+_REGISTERS, _EIGHT, _FEW = 65536, 8, 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +40,7 @@ class WarpSchedule:
   @property
   def first_gather_warp_id(self) -> int:
     """The first of the warps that gather, the last of the CTA."""
-    return self.scheduler_warp_id + 1
+    return self.num_threads // WARP_SIZE - self.num_gather_warps
 
   @property
   def num_gather_warps(self) -> int:
@@ -60,8 +59,8 @@ class WarpSchedule:
 
   @property
   def num_threads(self) -> int:
-    """Threads of a CTA; two warps of the last warpgroup gather, or do nothing."""
-    return (self.consumers + 1) * WARPGROUP_SIZE
+    """Threads of a CTA; what a warpgroup has left over does nothing."""
+    return (self.consumers + 1 + self.num_gather_warps // _WARPS) * WARPGROUP_SIZE
 
   @property
   def tile_consumer_arrivals(self) -> int:
@@ -70,5 +69,10 @@ class WarpSchedule:
 
   @property
   def registers(self) -> tuple[int, int]:
-    """Registers of a thread: of consumers, and of the others."""
-    return _REGISTERS[self.consumers]
+    """Registers of a thread: of consumers, and of the others.
+
+    Together no more than the CTA is launched with: a warp that asks for more waits forever.
+    """
+    launched = _REGISTERS // self.num_threads // _EIGHT * _EIGHT * self.num_threads // WARPGROUP_SIZE
+    others = self.num_threads // WARPGROUP_SIZE - self.consumers
+    return (launched - others * _FEW) // self.consumers // _EIGHT * _EIGHT, _FEW
