@@ -85,10 +85,12 @@ _COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
 _OF_SCALES = ("delayed_scaling_update",)
 #: Ops that take groups that have shapes of their own.
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
-#: Ops that put their input through an activation first.
-_ACTIVATES = ("grouped_quantize", "grouped_dbias")
 #: Architectures whose kernels read rows of a quantized A by an index; plain ones are gathered first.
 _GATHERS_CODES: dict[str, tuple[str, ...]] = {"fp8_block": ("sm_90a",)}
+#: Where ops put their input through an activation first, or their result last.
+_ACTIVATES = dict.fromkeys(("grouped_quantize", "grouped_dbias"), ARCHITECTURES) | dict.fromkeys(
+  _GEMMS, ("reference", "sm_90a")
+)
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
 
@@ -140,7 +142,7 @@ def support(
     columnwise: the columnwise copy is asked for, alone or with the rowwise one.
     prepacked: the weights have the order of bits of ``cute_kernels.prepack``.
     shapes: the groups have shapes of their own: the last dimension varies.
-    activation: the input goes through an activation first.
+    activation: the input goes through an activation first, or the result of a GEMM last.
     gathered: rows of tokens come by an index.
 
   Returns:
@@ -172,7 +174,7 @@ def support(
   if shapes and not reason:
     reason = _why_not_shapes(op)
   if activation and not reason:
-    reason = _why_not_activation(op)
+    reason = _why_not_activation(op, arch)
   if gathered and not reason:
     reason = _why_not_gathered(op, fmt, arch)
   return Support(False, reason) if reason else _YES
@@ -252,10 +254,10 @@ def _why_not_shapes(op: str) -> str:
   return ""
 
 
-def _why_not_activation(op: str) -> str:
+def _why_not_activation(op: str, arch: str) -> str:
   if op not in _ACTIVATES:
     return f"{op} takes no activation"
-  return ""
+  return "" if arch in _ACTIVATES[op] else f"no {arch} kernel of {op} with an activation yet"
 
 
 def _why_not_gathered(op: str, fmt: Format | None, arch: str) -> str:
@@ -321,7 +323,7 @@ def markdown_table() -> str:
           continue
         titles.setdefault(cells(op, fmt, prepacked=prepacked), []).append(title)
     if op in _ACTIVATES:
-      one = None if (op, None) in _RUNS else NVFP4()
+      one = next(fmt for fmt in (None, NVFP4(), FP8()) if (op, fmt and fmt.name) in _RUNS)
       titles.setdefault(cells(op, one, activation=True), []).append("each with an activation")
     rows += [f"| `{op}` | {', '.join(names)} | {key} |" for key, names in titles.items()]
   return "\n".join(rows)

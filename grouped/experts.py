@@ -22,7 +22,18 @@ from cute_kernels import ops
 from cute_kernels.activations import is_gated
 from grouped import debug
 from grouped.autograd import recipe_of
-from grouped.passes import Copies, LinearCall, Scaling, WgradOperands, backward, forward, joined, wgrad_operand
+from grouped.passes import (
+  Copies,
+  LinearCall,
+  Rows,
+  Scaling,
+  WgradOperands,
+  backward,
+  forward,
+  joined,
+  made,
+  wgrad_operand,
+)
 from grouped.tensor import handler
 from grouped.validation import check_is_tensor
 
@@ -72,12 +83,13 @@ class Layer(NamedTuple):
   probe: Probe | None = None
   flags: Tensor | None = None
 
-  def forward(self, x: Tensor, offs: Tensor, need_dx: bool) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+  def forward(self, x: Rows, offs: Tensor, need_dx: bool) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
     """The product, what the gradient of x reads of the weight, and amaxes."""
     options = (self.copies, (need_dx, False), self.scaling, self.probe)
-    y, (_, weight), amaxes = forward(x, self.weights, self.bias, offs, self.recipe, *options)
+    rows = x if self.flags is None else x.made()
+    y, (_, weight), amaxes = forward(rows, self.weights, self.bias, offs, self.recipe, *options)
     if self.flags is not None:
-      debug.note(self.flags, x, self.weights, y, offs)
+      debug.note(self.flags, made(rows), self.weights, y, offs)
     return y, weight or [], amaxes
 
   def scale(self, role: int) -> Tensor | None:
@@ -129,12 +141,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor, list[list[Tensor]], list[list[Tensor | None]]]:
   """y, z, and of each layer what the gradient of its input reads of its weight, and amaxes."""
   first, second = layers
-  rows = ops.moe_gather(x, r.token)
-  z, weight, amaxes = first.forward(rows, r.offs, needs[0])
-  del rows
-  a = ops.moe_activate(z, style.activation, r.offs, style.interleaved)
+  z, weight, amaxes = first.forward(Rows(x, r.offs, r.token), r.offs, needs[0])
+  a = Rows(z, r.offs, None, style.activation, style.interleaved)
   h, weight_2, amaxes_2 = second.forward(a, r.offs, needs[1])
-  del a
   y = ops.moe_combine(h, r.row, p, style.dtype)
   return y, z, [weight, weight_2], [amaxes, amaxes_2]
 
@@ -239,8 +248,9 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
   dtype = call_1.dtype
   if z is None:
     z = _again(ctx, first, x, offs, token, scales_1[0], again)
-  rows = ops.moe_gather(dy.to(dtype), token)
+  rows: Tensor | Rows = Rows(dy.to(dtype), offs, token)
   if second.flags is not None:
+    rows = made(rows)
     debug.note_gradient(second.flags, rows, offs)
   needs = (need_dz or need_dp, of_second[0], False)
   got = backward(call_2, needs, rows, offs, ([], weight_2), scales_2[1])
@@ -273,7 +283,7 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
     del dz, weight_1
     wgrad = got.wgrad
     if wgrad is not None:
-      operand, _ = wgrad_operand(call_1, ops.moe_gather(x, token), offs, scales_1[0])
+      operand, _ = wgrad_operand(call_1, Rows(x, offs, token), offs, scales_1[0])
       wgrad = wgrad._replace(x=operand)
     if got.dx is not None:
       dx = ops.moe_combine(got.dx, row, None, dtype)
@@ -293,7 +303,7 @@ def _again(
     scaling = Scaling([scale, weight_scale, scale])
   sources = [weights[0].new_empty(())] if ctx.has_copies else weights
   layer = layer._replace(weights=sources, bias=bias, copies=copies, scaling=scaling, probe=None, flags=None)
-  return layer.forward(ops.moe_gather(x, token), offs, False)[0]
+  return layer.forward(Rows(x, offs, token), offs, False)[0]
 
 
 def _record(layer: Layer, of_operands: list[Tensor | None], of_gradient: Tensor | None) -> None:

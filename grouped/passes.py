@@ -59,6 +59,49 @@ class Scaling(NamedTuple):
         largest.copy_(torch.maximum(largest, amax))
 
 
+class Rows(NamedTuple):
+  """Rows that are made where they are read: rows of a tensor by an index, or what becomes of them.
+
+  Attributes:
+    x: (T, W).
+    offs: (G,) end rows.
+    at: (R,) int32, the row of ``x`` of each; None for all in order.
+    activation: text of what is done to them; None for nothing.
+    interleaved: as ``moe_activate`` takes it.
+  """
+
+  x: Tensor
+  offs: Tensor
+  at: Tensor | None = None
+  activation: str | None = None
+  interleaved: bool = False
+
+  @property
+  def dtype(self) -> torch.dtype:
+    """That of the rows."""
+    return self.x.dtype
+
+  def made(self) -> Tensor:
+    """The rows in memory."""
+    x = self.x if self.at is None else ops.moe_gather(self.x, self.at)
+    return x if self.activation is None else ops.moe_activate(x, self.activation, self.offs, self.interleaved)
+
+  def read_by(self, fmt: Format, is_seen: bool) -> tuple[Tensor, str | None, Tensor | None]:
+    """What a quantizer reads, what it does to it, and its index; the bits are those of the rows.
+
+    Rows that something else sees are made, and so are activations that a quantizer does not round
+    to their dtype, or not at all.
+    """
+    if is_seen or (self.activation is not None and (self.interleaved or not fmt.truncates)):
+      return self.made(), None, None
+    return self.x, self.activation, self.at
+
+
+def made(x: Tensor | Rows) -> Tensor:
+  """``x`` in memory."""
+  return x.made() if isinstance(x, Rows) else x
+
+
 #: What the gradients read: of x the tensor and of the weight the parameters if plain, all of the
 #: columnwise copy if quantized; None where no gradient is wanted.
 Kept: TypeAlias = "tuple[list[Tensor] | None, list[Tensor] | None]"
@@ -110,7 +153,9 @@ class LinearCall(NamedTuple):
   probe: Probe | None = None
 
   @classmethod
-  def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, probe: Probe | None = None) -> LinearCall:
+  def of(
+    cls, x: Tensor | Rows, weight: Tensor, bias: Tensor | None, recipe: Recipe, probe: Probe | None = None
+  ) -> LinearCall:
     """Of the call with these operands, the first parameter of the weight among them."""
     prepacked, weight_format = False, recipe.texts[1]
     if isinstance(weight, GroupedTensor):
@@ -161,14 +206,24 @@ def _format(recipe: Recipe, role: str) -> Format:
 
 
 def _quantize(
-  x: Tensor, offs: Tensor | None, fmt: Format, recipe: Recipe, rowwise: bool, columnwise: bool, scale: Tensor | None
+  x: Tensor | Rows,
+  offs: Tensor | None,
+  fmt: Format,
+  recipe: Recipe,
+  rowwise: bool,
+  columnwise: bool,
+  scale: Tensor | None,
 ) -> Copies:
   """Quantize rowwise, columnwise or both."""
+  activation = index = None
+  if isinstance(x, Rows):
+    x, activation, index = x.read_by(fmt, recipe.propagate_nonfinite)
   if recipe.propagate_nonfinite and fmt.element.holds_nan:
     # Codes of FP8 hold no infinity, or are not made of one.
     x = x.masked_fill(x.isinf(), torch.nan)
   given = (scale, draw_seed(fmt, x.device))
-  buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, *given)
+  options = (*given, activation, None, None, index)
+  buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, *options)
   directions = [way for way, asked in ((False, rowwise), (True, columnwise)) if asked]
   names = [name for way in directions for name in fmt.buffer_names(way)]
   named = dict(zip(dict.fromkeys(names), buffers, strict=True))
@@ -209,7 +264,7 @@ def _groups_of(rows: Tensor, offs: Tensor | None) -> Tensor:
 
 def _quantize_and_multiply(
   role: str,
-  x: Tensor,
+  x: Tensor | Rows,
   weight: list[Tensor],
   offs: Tensor,
   bias: Tensor | None,
@@ -227,14 +282,17 @@ def _quantize_and_multiply(
   codes, *scales = weight
   options = (bias, None, transpose, call.dtype)
   is_seen = call.recipe.propagate_nonfinite or call.probe is not None
+  if is_seen:
+    x = made(x)
   if not columnwise and scale is None and not is_seen:
     texts = (fmt.text, call.weight_format)
-    last = (call.prepacked, draw_seed(fmt, x.device))
-    y = ops.m_grouped_quantize_gemm(x, codes, offs, scales, *texts, *options, *last)
+    source, *how = x.read_by(fmt, False) if isinstance(x, Rows) else (x, None, None)
+    last = (call.prepacked, draw_seed(fmt, source.device), None, *how)
+    y = ops.m_grouped_quantize_gemm(source, codes, offs, scales, *texts, *options, *last)
     return y, Copies()
   copies = _quantize(x, offs, fmt, call.recipe, True, columnwise, scale)
   if call.probe is not None:
-    call.probe.see(role, x, copies, fmt, offs)
+    call.probe.see(role, made(x), copies, fmt, offs)
   a_codes, *a_scales = cast("list[Tensor]", copies.rowwise)
   operands = (a_scales, scales, fmt.text, call.weight_format, call.prepacked)
   return ops.m_grouped_gemm(a_codes, codes, offs, *options, *operands), copies
@@ -262,7 +320,7 @@ def _low_weight(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def forward(
-  x: Tensor,
+  x: Tensor | Rows,
   weights: Sequence[Tensor],
   bias: Tensor | None,
   offs: Tensor,
@@ -282,6 +340,7 @@ def forward(
   if isinstance(weight, GroupedTensor):
     _check_grouped(weight, need_dx)
   if not recipe.is_quantized:
+    x = made(x)
     low_x = x if isinstance(weight, GroupedTensor) else low(x)
     low_weight = _low_weight(weights, low_x.dtype)
     y = _plain_product(low_x, low_weight, bias, offs, False, x.dtype)
@@ -348,7 +407,7 @@ def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
 
 
 def wgrad_operand(
-  call: LinearCall, x: Tensor, offs: Tensor, scale: Tensor | None
+  call: LinearCall, x: Tensor | Rows, offs: Tensor, scale: Tensor | None
 ) -> tuple[list[Tensor], Tensor | None]:
   """What the gradient of the weight reads of the input, and its amax under delayed scaling.
 
@@ -361,25 +420,29 @@ def wgrad_operand(
     scale: (G,) scales of ``x``, where its format takes them.
   """
   if not call.recipe.is_quantized:
-    return [low(x)], None
+    return [low(made(x))], None
+  if call.probe is not None:
+    x = made(x)
   fmt = _format(call.recipe, "input")
   copies = _quantize(x, offs, fmt, call.recipe, False, True, scale)
   if call.probe is not None:
-    call.probe.see("input", x, copies, fmt, offs)
+    call.probe.see("input", made(x), copies, fmt, offs)
   return copies.columnwise or [], copies.amax
 
 
 def backward(
-  call: LinearCall, needs: Sequence[bool], dy: Tensor, offs: Tensor, kept: Kept, scale: Tensor | None = None
+  call: LinearCall, needs: Sequence[bool], dy: Tensor | Rows, offs: Tensor, kept: Kept, scale: Tensor | None = None
 ) -> Gradients:
   """The gradients of x and bias and what that of the weight is made of, as far as needed."""
   amax = None
+  if needs[2] or call.probe is not None or not call.recipe.is_quantized:
+    dy = made(dy)
   if call.recipe.is_quantized:
     dx, copies = _quantized_gradients(call, needs, dy, offs, kept, scale)
     of_dy, amax = copies.columnwise, copies.amax
   else:
-    dx, of_dy = _plain_gradients(call, needs, dy, offs, kept)
-  dbias = ops.grouped_dbias(dy, offs).to(call.bias_dtype) if needs[2] else None
+    dx, of_dy = _plain_gradients(call, needs, made(dy), offs, kept)
+  dbias = ops.grouped_dbias(made(dy), offs).to(call.bias_dtype) if needs[2] else None
   x, _ = kept
   wgrad = None if of_dy is None or x is None else WgradOperands(of_dy, x, offs)
   return Gradients(dx, wgrad, dbias, amax)
@@ -401,7 +464,7 @@ def _plain_gradients(
 
 
 def _quantized_gradients(
-  call: LinearCall, needs: Sequence[bool], dy: Tensor, offs: Tensor, kept: Kept, scale: Tensor | None
+  call: LinearCall, needs: Sequence[bool], dy: Tensor | Rows, offs: Tensor, kept: Kept, scale: Tensor | None
 ) -> tuple[Tensor | None, Copies]:
   """The gradient of x, and quantized dy, whose columnwise copy that of the weight reads."""
   (_, weight), (need_dx, need_dweight) = kept, needs[:2]
@@ -413,6 +476,6 @@ def _quantized_gradients(
   if need_dweight:
     copies = _quantize(dy, offs, fmt, call.recipe, False, True, scale)
     if call.probe is not None:
-      call.probe.see("grad_output", dy, copies, fmt, offs)
+      call.probe.see("grad_output", made(dy), copies, fmt, offs)
     return None, copies
   return None, Copies()

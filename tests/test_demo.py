@@ -225,25 +225,3 @@ def test_gradients_reach_all_parameters():
 def test_expert_load():
   load = ExpertLoad.of(torch.tensor([[4, 0, 2, 2], [3, 3, 6, 0]]))
   assert load == ExpertLoad(max_over_mean=2.0, idle=2)
-
-
-def test_the_last_step_is_inspected_and_more_on_request(tmp_path):
-  path, other = tmp_path / "numerics.jsonl", "MXFP8"
-  path.write_text("of an earlier run")
-  sizes = ("--intermediate", "64", "--steps", "20", "--plot", "never")
-  recipes = ("--recipe", "BF16", other)
-  _, printed, results = run_demo(tmp_path, *sizes, *recipes, "--inspect", str(path))
-  lines = [json.loads(line) for line in path.read_text().splitlines()]
-  assert f", {path}\n" in printed and {line["run"] for line in lines} == {"BF16", other}
-  assert sorted({line["step"] for line in lines}) == list(range(1, 20, 2))
-  last = [e for e in lines if (e["run"], e["step"], e["direction"]) == (other, 19, "rowwise")]
-  roles = {"weights": "weight", "activations": "input", "gradients": "grad_output"}
-  for name, role in roles.items():
-    totals = [(sum(e["signal"]), sum(e["noise"])) for e in last if e["role"] == role]
-    ratios = [10 * math.log10(signal / noise) for signal, noise in totals]
-    assert len(ratios) == 2  # gate_up and down
-    assert results["runs"][1]["snr_db"][name] == pytest.approx(sum(ratios) / 2, rel=1e-4)
-  # To look changes nothing.
-  _, _, without = run_demo(tmp_path, *sizes, *recipes)
-  for run, same in zip(results["runs"], without["runs"], strict=True):
-    assert all(run[key] == same[key] for key in ("losses", "end_loss", "snr_db"))

@@ -16,6 +16,12 @@ from cute_kernels.layout.slots import TILE_ROWS
 
 
 @cute.jit
+def indexed(index: cute.Tensor, row: Int32, rows: Int32) -> Int32:
+  """``index[row]``, clamped to a matrix of so many ``rows``."""
+  return cutlass.max(cutlass.min(index[row], rows - 1), Int32(0))
+
+
+@cute.jit
 def group_end(offs: cute.Tensor, group: Int32, num_rows: Int32) -> Int32:
   """``offs[group]``, clamped to the buffer."""
   return cutlass.max(cutlass.min(offs[group], num_rows), Int32(0))
@@ -47,11 +53,11 @@ class Grouping:
   rows_each: Int32
 
   @classmethod
-  def of(cls, x: cute.Tensor, offs: cute.Tensor | None) -> Grouping:
-    """The grouping of ``x``: (T, K) with offs, or (G, N, K) without."""
+  def of(cls, x: cute.Tensor, offs: cute.Tensor | None, index: cute.Tensor | None = None) -> Grouping:
+    """The grouping of ``x``: (T, K) with offs, or (G, N, K) without; or of its rows by an index."""
     if offs is None:
       return cls(None, x.shape[0], x.shape[0] * x.shape[1], x.shape[1])
-    return cls(offs, offs.shape[0], x.shape[0], Int32(0))
+    return cls(offs, offs.shape[0], (x if index is None else index).shape[0], Int32(0))
 
   def tiles_each(self) -> Int32:
     """Slot tiles of a uniform group."""

@@ -104,7 +104,7 @@ class FakeArguments:
     dtype = DSL_TYPES[self.config.out_dtype]
     if self.is_k_grouped:
       return _pitched(dtype, self.groups, self.m, self.n)
-    return _pitched(dtype, self.rows, self.n)
+    return _pitched(dtype, self.rows, cute.sym_int(divisibility=N_ALIGN) if self.config.is_gated else self.n)
 
   def arguments(self) -> GemmArguments:
     """All of them, both operands as they are stored."""
@@ -130,4 +130,5 @@ class FakeArguments:
       alpha=self.per_group() if config.has_alpha else None,
       out=self.out(),
       num_sms=Int32(1),
+      z=_pitched(DSL_TYPES[config.out_dtype], self.rows, self.n) if config.keeps_z else None,
     )

@@ -35,7 +35,7 @@ class StageLoad(NamedTuple):
   Attributes:
     source: where it comes from, (rows, K, G); of block scales see ``views``.
     shared: its stages, (rows, K, STAGE), or of scale tiles (row tiles, K tiles, words, STAGE).
-    tiler: its extents in one stage, without the last.
+    tiler: its extents in one stage, without the last; of rows that are paired two.
     k_divisor: elements of K for one of its own along K.
     first_row: where this CTA's rows begin in the cluster's tile.
     cta: number of this CTA among those that share the rows.
@@ -45,7 +45,7 @@ class StageLoad(NamedTuple):
 
   source: TmaSource
   shared: cute.Tensor
-  tiler: tuple[int, ...]
+  tiler: tuple[Any, ...]
   k_divisor: int
   first_row: Int32
   cta: Int32
@@ -62,9 +62,13 @@ class StageLoad(NamedTuple):
     """Source tiles along K from ``k_start`` on, and stages to put them in."""
     k_start = k_start // self.k_divisor
     row += self.first_row
-    modes = len(self.tiler)
+    modes, pairs = len(self.tiler), isinstance(self.tiler[0], tuple)
     if cutlass.const_expr(modes == 3):
-      at = (row // SF_TILE_ROWS, k_start, Int32(0), group)
+      row = row // SF_TILE_ROWS
+    if cutlass.const_expr(pairs):
+      row = (Int32(0), row // 2)
+    if cutlass.const_expr(modes == 3):
+      at = (row, k_start, Int32(0), group)
       rest = (0, None, 0, 0)
     else:
       at, rest = (row, k_start, group), (0, None, 0)

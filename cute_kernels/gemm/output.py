@@ -2,7 +2,8 @@
 
 The factors are folded first, ``f = fl(fl(amax_a * c) * fl(amax_b * c))`` with ``c`` the factor of
 the operands' second level, 1/2688 for NVFP4, times alpha if there is one; then each element is
-``cast(fl(fl(fl(acc * f) + bias) + out))``. Every product and sum is rounded by itself.
+``cast(fl(fl(fl(acc * f) + bias) + out))``. Every product and sum is rounded by itself. An activation
+is one of what was cast, so that its bits are those of a kernel that reads it from memory.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class EpilogueTensors(NamedTuple):
     amax_b: (G,) fp32, None if B is plain.
     alpha: (G,) fp32 or None.
     bias: (G, N) or None.
+    z: (T, N) as (1, T, N): what goes into an activation; None if it is not kept.
   """
 
   out: cute.Tensor
@@ -34,6 +36,7 @@ class EpilogueTensors(NamedTuple):
   amax_b: cute.Tensor | None
   alpha: cute.Tensor | None
   bias: cute.Tensor | None
+  z: cute.Tensor | None = None
 
   @cute.jit
   def factor(self, config: GemmConfig, group: Int32, at: Int32) -> Float32:

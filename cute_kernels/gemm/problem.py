@@ -26,9 +26,10 @@ import abc
 import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from cute_kernels.activations import Activation, parse_activation
 from cute_kernels.capability import Support
 from cute_kernels.gemm.operands import DTYPE_BYTES, OPERANDS, OperandKind
-from cute_kernels.layout.shapes import ceil_div
+from cute_kernels.layout.shapes import SF_TILE_ROWS, ceil_div
 
 #: N of every output must be a multiple of this: 16 bytes of the narrowest output type.
 N_ALIGN = 8
@@ -136,6 +137,7 @@ class GemmArguments(NamedTuple):
   alpha: Any
   out: Any
   num_sms: Any
+  z: Any = None
 
 
 class Extents(NamedTuple):
@@ -172,6 +174,10 @@ class GemmConfig(abc.ABC):
     b_operand: name of the kind of B where it is not that of A.
     pow2_scales: fp32 block scales of both operands are powers of two.
     gathered: rows of tokens, of A or in a k_grouped product of B, are read by an index.
+    activation: what rows go through, rounded to ``out_dtype``, on their way to the output.
+    interleaved: rows of B for the two inputs of a gated one alternate; otherwise they are halves,
+      whose rows a tile has by turns.
+    keeps_z: what goes into the activation is stored, too, with columns as B has rows.
   """
 
   operand: str
@@ -187,6 +193,9 @@ class GemmConfig(abc.ABC):
   b_operand: str | None = None
   pow2_scales: bool = False
   gathered: bool = False
+  activation: str | None = None
+  interleaved: bool = False
+  keeps_z: bool = False
 
   #: The class of the kernel, which the runtime imports.
   kernel: ClassVar[str]
@@ -226,6 +235,10 @@ class GemmConfig(abc.ABC):
       raise ValueError(f"blocks of {self.operand} run along the rows of a group: there are none to gather")
     if self.kind.has_squares and self.b_kind.has_squares:
       raise ValueError("one operand must have a scale for each row")
+    if self.activation is not None and (self.grouping == "k_grouped" or self.accumulate or self.transpose_b):
+      raise ValueError("activation needs an m_grouped product without accumulate and transpose_b")
+    if self.keeps_z and self.activation is None or self.interleaved and not self.is_gated:
+      raise ValueError("keeps_z needs an activation, and interleaved a gated one")
     if reason := self.refuses(self.tile):
       raise ValueError(f"this product cannot have the tile {self.tile}: {reason}")
 
@@ -268,6 +281,21 @@ class GemmConfig(abc.ABC):
   def b_kind(self) -> OperandKind:
     """What B is made of."""
     return OPERANDS[self.b_operand or self.operand]
+
+  @property
+  def act(self) -> Activation | None:
+    """The record of ``activation``."""
+    return None if self.activation is None else parse_activation(self.activation)
+
+  @property
+  def is_gated(self) -> bool:
+    """Whether two columns of the product become one of the output."""
+    return self.act is not None and self.act.is_gated
+
+  @property
+  def pairs_rows(self) -> bool:
+    """Whether row 2 i + h of a tile of B is row i of half h."""
+    return self.is_gated and not self.interleaved
 
   @property
   def is_alike(self) -> bool:
@@ -345,8 +373,14 @@ class GemmConfig(abc.ABC):
       return Support(False, f"compiled for {' '.join(mine)}, not {' '.join(asked)}")
     if problem.groups < 1 or problem.rows < 1:
       return Support(False, "needs at least one group and one row")
-    if problem.n < 1 or problem.n % N_ALIGN:
-      return Support(False, f"N must be a positive multiple of {N_ALIGN}, got {problem.n}")
+    align = N_ALIGN * (1 + self.is_gated)
+    if problem.n < 1 or problem.n % align:
+      return Support(False, f"N must be a positive multiple of {align}, got {problem.n}")
+    if self.pairs_rows and self.b_kind.is_block_scaled:
+      if self.b_kind.has_row_scales and not self.b_kind.has_squares:
+        return Support(False, "fp32 block scales of B's single rows are not taken by turns: interleave B")
+      if problem.n % (2 * SF_TILE_ROWS):
+        return Support(False, f"halves of B must have whole {SF_TILE_ROWS} rows beside block scales: interleave B")
     if self.grouping == "m_grouped":
       align = max(self.kind.k_align, self.b_kind.k_align)
       if problem.k < 1 or problem.k % align:

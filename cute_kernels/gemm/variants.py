@@ -62,6 +62,10 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
         base = Sm100GemmConfig("bfloat16", b_operand=operand, zero_tail=True)
         for tile in filter(base.may_choose, base.tile_shapes):
           yield dataclasses.replace(base, tile=tile)
+      if (arch, operand) == ("sm_90a", "bfloat16"):
+        base = cls(operand, tile=cls.any_tile("m_grouped"), zero_tail=True, activation="swiglu")
+        for tile, keeps_z in itertools.product(filter(base.may_choose, cls.tile_shapes), (False, True)):
+          yield dataclasses.replace(base, tile=tile, keeps_z=keeps_z)
       if arch == "sm_90a" and not kind.is_wgmma:
         yield from (ExpandConfig(is_ragged) for is_ragged in (False, True))
         yield from _served(kind)
@@ -86,7 +90,11 @@ def _fp8(arch: str) -> Iterator[GemmConfig]:
         yield from _outputs(base, "bfloat16")
         continue
       for tile in filter(base.may_choose, cls.tile_shapes):
-        yield dataclasses.replace(base, tile=tile, zero_tail=True)
+        config = dataclasses.replace(base, tile=tile, zero_tail=True)
+        yield config
+        if arch == "sm_90a" and config.b_kind.has_squares:
+          # Serving's first product of experts.
+          yield dataclasses.replace(config, activation="swiglu")
 
 
 def _served(kind: OperandKind) -> Iterator[KernelSpec]:

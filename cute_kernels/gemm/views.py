@@ -81,6 +81,15 @@ def matrix_view(matrix: cute.Tensor, kind: OperandKind, mn_major: bool, depth: A
   return cute.make_tensor(cute.recast_ptr(matrix.iterator, dtype=element_type(kind)), layout)
 
 
+def paired_rows(x: cute.Tensor) -> cute.Tensor:
+  """(rows, ...) as ((2, rows / 2), ...): row 2 i + h is row i of half h."""
+  half, pitch = x.shape[0] // 2, x.stride[0]
+  aligned = PITCH_ALIGNMENT * 8 // x.element_type.width
+  strides = (cute.assume(Int64(pitch) * half, aligned), pitch)
+  layout = cute.make_layout(((2, half), *x.shape[1:]), stride=(strides, *x.stride[1:]))
+  return cute.make_tensor(x.iterator, layout)
+
+
 def codes_view(codes: cute.Tensor, width: Any = None) -> cute.Tensor:
   """([G,] rows, bytes) codes as bytes (rows, bytes, G or 1), of which the first ``width`` count."""
   groups, group_stride = 1, Int64(0)

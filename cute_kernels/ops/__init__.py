@@ -17,7 +17,9 @@ __all__ = [
   "grouped_quantize",
   "k_grouped_gemm",
   "m_grouped_gemm",
+  "m_grouped_gemm_activate",
   "m_grouped_quantize_gemm",
+  "m_grouped_quantize_gemm_activate",
   "moe_activate",
   "moe_activate_gradient",
   "moe_combine",
@@ -33,7 +35,9 @@ grouped_dequantize = dequantize.GroupedDequantize.invoke
 grouped_quantize = quantize.GroupedQuantize.invoke
 k_grouped_gemm = gemm.KGroupedGemm.invoke
 m_grouped_gemm = gemm.MGroupedGemm.invoke
+m_grouped_gemm_activate = gemm.MGroupedGemmActivate.invoke
 m_grouped_quantize_gemm = gemm.MGroupedQuantizeGemm.invoke
+m_grouped_quantize_gemm_activate = gemm.MGroupedQuantizeGemmActivate.invoke
 moe_activate = moe.MoeActivate.invoke
 moe_activate_gradient = moe.MoeActivateGradient.invoke
 moe_combine = moe.MoeCombine.invoke

@@ -64,6 +64,15 @@ def check_offs(offs: Tensor, num_groups: int | None = None) -> None:
     raise ValueError(f"offs must have one end row for each of the {num_groups} groups, got {offs.shape[0]} entries")
 
 
+def check_rows(rows: Tensor, name: str, x: Tensor) -> None:
+  """``rows`` must be an int32 index of the rows of ``x``, which has some if there are any."""
+  check_tensor("rows", rows, dtypes=(torch.int32,), ndim=(1,))
+  check_tensor(name, x, ndim=(2,))
+  same_device(name, x.device, rows=rows)
+  if rows.shape[0] and not x.shape[0]:
+    raise ValueError(f"rows must be empty, for {name} has no rows")
+
+
 def check_seed(seed: Tensor | None, fmt: Format, first: str, device: torch.device) -> None:
   """``seed`` must be there for a stochastic format only, on the device of the argument ``first``.
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from cute_kernels import reference
+from cute_kernels.activations import parse_activation
 from cute_kernels.capability import require
 from cute_kernels.formats import Format, parse
 from cute_kernels.layout.buffers import BufferSpec
@@ -29,6 +30,7 @@ from cute_kernels.ops.checks import (
   check_dtype,
   check_multiple,
   check_offs,
+  check_rows,
   check_seed,
   check_tensor,
   same_device,
@@ -36,9 +38,11 @@ from cute_kernels.ops.checks import (
 from cute_kernels.ops.derivatives import not_differentiable
 from cute_kernels.ops.launch import gemm as launch_gemm
 from cute_kernels.ops.pairs import check_accumulation, check_pair, check_transforms, is_w4a8
+from cute_kernels.ops.prologue import check_prologue, result_columns
 from cute_kernels.ops.quantize import GroupedQuantize
 from cute_kernels.ops.registry import Allocator, Op, register
 from cute_kernels.reference.groups import Groups
+from cute_kernels.reference.moe import activate
 
 if TYPE_CHECKING:
   from collections.abc import Callable, Sequence
@@ -136,12 +140,12 @@ class GroupedGemm(Op):
   out_dtype: torch.dtype | None
   prepacked: bool = False
   accumulation: str | None = None
-  rows: Tensor | None
+  rows: Tensor | None = None
 
   @property
-  def num_rows(self) -> int:
-    """T: of A, or of the index into it; of slots the most rows that they hold."""
-    return len(self.a if self.rows is None else self.rows)
+  def index(self) -> Tensor | None:
+    """Which rows of an operand the product reads, where that is not all in their order."""
+    return None if self.quantizes_a else self.rows
 
   @property
   def a_record(self) -> Format | None:
@@ -181,7 +185,12 @@ class GroupedGemm(Op):
     # What adds like a tensor core takes what the kernels do that it stands for.
     arch = backend.arch if backend.tensor_core is None else f"reference:{backend.tensor_core}"
     dtype = self.a.dtype if fmt is None or name == "grouped_gemm_w4a16" else None
-    facts = {"columnwise": self.uses_columnwise, "prepacked": self.prepacked, "gathered": self.rows is not None}
+    facts = {
+      "columnwise": self.uses_columnwise,
+      "prepacked": self.prepacked,
+      "activation": self.has_activation,
+      "gathered": self.index is not None,
+    }
     require(name, fmt, arch, dtype=dtype, **facts)
     if self.b_record not in (None, fmt):
       name = "grouped_gemm_w4a16" if name == "grouped_gemm_w4a8" else name
@@ -217,6 +226,16 @@ class MGrouped(GroupedGemm):
   transpose_b: bool
 
   fills_fresh: ClassVar[bool] = True
+
+  @property
+  def of_activation(self) -> tuple[Any, ...]:
+    """The arguments of ops with an activation in the epilogue that others lack."""
+    return ()
+
+  @property
+  def num_rows(self) -> int:
+    """T, the rows of the result."""
+    return (self.a if self.rows is None else self.rows).shape[0]
 
   @property
   def depth(self) -> int:
@@ -255,8 +274,8 @@ class MGrouped(GroupedGemm):
     self._check_formats()
     groups, depth = self.b.shape[0], self.depth
     check_offs(self.offs, groups)
-    if self.rows is not None:
-      check_tensor("rows", self.rows, dtypes=(torch.int32,), ndim=(1,))
+    if self.index is not None:
+      check_tensor("rows", self.index, dtypes=(torch.int32,), ndim=(1,))
       _check_own_scales(self.a_record)
     a, b = self.a_record, self.b_record
     if a is None or self.quantizes_a:
@@ -268,7 +287,7 @@ class MGrouped(GroupedGemm):
           f"a_format {a.text!r} takes a scale of each group, which {self.name} has no argument for: quantize a first"
         )
     else:
-      copy, cut = (self.a, self.a_scales or []), groups if self.rows is None else 1
+      copy, cut = (self.a, self.a_scales or []), groups if self.index is None else 1
       check_copy("a", "a_scales", copy, a, (len(self.a), depth), cut, columnwise=False)
     if b is None:
       plain = (None, depth, None) if self.transpose_b else (None, None, depth)
@@ -304,7 +323,7 @@ class MGrouped(GroupedGemm):
     return launch_gemm.m_grouped(self, launch)
 
   def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
-    (out,) = outputs
+    out = outputs[0]
     b = unpack(self.b) if self.prepacked else self.b
     reference.m_grouped_gemm(
       _reference_operand(self.a, self.a_scales, self.a_record, False, self.rows),
@@ -435,7 +454,8 @@ class MGroupedQuantizeGemm(MGrouped):
     prepacked: as for ``m_grouped_gemm``.
     seed: as for ``grouped_quantize``.
     accumulation: as for ``m_grouped_gemm``.
-    rows: likewise. Rows of ``a`` are quantized once, before they are gathered.
+    activation: as for ``grouped_quantize``, of ``a``: (T, 2K) of a gated one.
+    rows: as for ``grouped_quantize``, of ``a``; there are R rows then.
 
   Returns:
     (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
@@ -454,15 +474,34 @@ class MGroupedQuantizeGemm(MGrouped):
   prepacked: bool = False
   seed: Tensor | None = None
   accumulation: str | None = None
+  activation: str | None = None
   rows: Tensor | None = None
 
   name: ClassVar[str] = "m_grouped_quantize_gemm"
+  product_type: ClassVar[type[MGroupedGemm]] = MGroupedGemm
   quantized_sides: ClassVar[str] = "b"
   a_scales: ClassVar[None] = None  # type: ignore[misc]
 
   def require(self, backend: Backend) -> None:
     super().require(backend)
     self.quantizer().require(backend)
+
+  @property
+  def depth(self) -> int:
+    return result_columns(self.a.shape[1], self.activation, None)
+
+  def check(self) -> None:
+    super().check()
+    check_prologue("a", self.a, self.activation, None)
+    if self.rows is not None:
+      check_rows(self.rows, "a", self.a)
+
+  def reader(self) -> Callable[[GroupedGemm], tuple[Parts, Parts]]:
+    read = super().reader()
+    if self.rows is None:
+      return read
+    # Where codes have scales, for what quantizes A to them.
+    return lambda op: ((op.a, cast("MGroupedQuantizeGemm", op).rows, None), read(op)[1])
 
   def kernels(self, launch: Launcher) -> Runner:
     return launch_gemm.quantizing(self, launch) or _one_after_the_other(self, launch)
@@ -475,15 +514,13 @@ class MGroupedQuantizeGemm(MGrouped):
 
   def quantizer(self) -> GroupedQuantize:
     """What quantizes A."""
-    offs = self.offs
-    if self.rows is not None:
-      offs = torch.full((1,), len(self.a), dtype=torch.int32, device=self.device)
-    return GroupedQuantize(self.a, self.a_format, offs, seed=self.seed)
+    given: dict[str, Any] = {"seed": self.seed, "activation": self.activation, "rows": self.rows}
+    return GroupedQuantize(self.a, self.a_format, self.offs, **given)
 
   def product(self, a: Sequence[Tensor]) -> MGroupedGemm:
     """The GEMM of what the quantizer made of A."""
     read = len(parse(self.a_format).operand_names(columnwise=False))
-    return MGroupedGemm(
+    return self.product_type(
       a[0],
       self.b,
       self.offs,
@@ -497,7 +534,8 @@ class MGroupedQuantizeGemm(MGrouped):
       self.b_format,
       self.prepacked,
       self.accumulation,
-      self.rows,
+      None,
+      *self.of_activation,
     )
 
 
@@ -514,6 +552,97 @@ def _one_after_the_other(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner:
     multiply(op.product(a), outputs, **options)
 
   return run
+
+
+class _Activated(MGrouped):
+  """What m_grouped GEMMs with an activation share."""
+
+  accumulates: ClassVar[bool] = False
+  returns_list: ClassVar[bool] = True
+  setup_context = None
+  backward = None
+
+  epilogue: str
+  interleaved: bool
+  keeps_z: bool
+
+  @property
+  def has_activation(self) -> bool:
+    return True
+
+  @property
+  def of_activation(self) -> tuple[str, bool, bool]:
+    return self.epilogue, self.interleaved, self.keeps_z
+
+  def check(self) -> None:
+    super().check()
+    is_gated = parse_activation(self.epilogue).is_gated
+    if self.transpose_b:
+      raise ValueError("transpose_b is of dgrad, whose result goes through no activation")
+    if is_gated and self.cols % 2:
+      raise ValueError(f"b (G, 2N, K) of {self.epilogue}, which is gated, must have an even N, got {self.cols} rows")
+    if self.interleaved and not is_gated:
+      raise ValueError(f"interleaved is of gated activations, which {self.epilogue} is not")
+
+  def outputs(self) -> list[BufferSpec]:
+    (z,) = super().outputs()
+    width = result_columns(self.cols, self.epilogue, None)
+    return [z._replace(shape=(z.shape[0], width)), *[z] * self.keeps_z]
+
+
+@register
+@dataclasses.dataclass
+class MGroupedGemmActivate(_Activated, MGroupedGemm):  # type: ignore[misc]
+  """``m_grouped_gemm`` and ``moe_activate`` of that in one kernel, with the bits of the two.
+
+  So z, the product with its factors and bias, is rounded to ``out_dtype`` before the activation.
+
+  Args:
+    a: as for ``m_grouped_gemm``, and so all up to ``accumulation``.
+    b: (G, N, K), or (G, 2 N, K) of a gated activation, whose rows are halves [A | B].
+    epilogue: its text, as ``moe_activate`` takes it.
+    interleaved: rows of ``b`` (and of ``bias``) for the two inputs of a gated activation alternate, A first.
+    keeps_z: z is returned, too, with columns in the order of the rows of ``b``.
+
+  Returns:
+    a (T, N), then z (T, N or 2 N) if kept; rows of the tail are zeros. The ``_out`` form leaves
+    them alone.
+  """
+
+  epilogue: str = "swiglu"
+  interleaved: bool = False
+  keeps_z: bool = False
+
+  name: ClassVar[str] = "m_grouped_gemm_activate"
+
+  def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+    (spec,) = MGrouped.outputs(self)
+    z = outputs[1] if self.keeps_z else spec.allocate(self.device, True)
+    super().run_reference([z], **options)
+    activate(z, parse_activation(self.epilogue), self.offs, self.interleaved, outputs[0])
+
+
+@register
+@dataclasses.dataclass
+class MGroupedQuantizeGemmActivate(_Activated, MGroupedQuantizeGemm):
+  """``grouped_quantize`` of ``a`` and ``m_grouped_gemm_activate`` of that in one op.
+
+  Args:
+    a: as for ``m_grouped_quantize_gemm``, and so all up to ``rows``.
+    epilogue: as for ``m_grouped_gemm_activate``.
+    interleaved: likewise.
+    keeps_z: likewise.
+
+  Returns:
+    As ``m_grouped_gemm_activate``.
+  """
+
+  epilogue: str = "swiglu"
+  interleaved: bool = False
+  keeps_z: bool = False
+
+  name: ClassVar[str] = "m_grouped_quantize_gemm_activate"
+  product_type: ClassVar[type[MGroupedGemm]] = MGroupedGemmActivate
 
 
 @register

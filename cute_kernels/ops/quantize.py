@@ -13,7 +13,7 @@ from cute_kernels import reference
 from cute_kernels.formats import Format, parse
 from cute_kernels.layout.buffers import BufferSpec, buffers, member_parts
 from cute_kernels.layout.slots import TILE_ROWS, uniform_tiles
-from cute_kernels.ops.checks import check_input, check_multiple, check_seed, check_tensor, same_device
+from cute_kernels.ops.checks import check_input, check_multiple, check_rows, check_seed, check_tensor, same_device
 from cute_kernels.ops.launch import quantize as launch_quantize
 from cute_kernels.ops.members import check_shapes, member_views, pairs
 from cute_kernels.ops.prologue import (
@@ -71,6 +71,8 @@ class GroupedQuantize(Op):
       the codes and scales of a uniform tensor of this one group. With an activation these are
       the shapes of what is quantized: without ``grad`` a gated one reads (m, 2n) of ``x``
       for each; ``grad`` is flat, too.
+    rows: (R,) int32 with ``offs``, without ``grad``: row r of what is quantized, of R rows, is
+      row ``rows[r]`` of ``x``, or made of it. What is none of them is unspecified.
 
   Returns:
     The buffers of the directions that are asked for, in the order of ``Format.buffer_names``
@@ -90,6 +92,7 @@ class GroupedQuantize(Op):
   activation: str | None = None
   grad: Tensor | None = None
   shapes: list[int] | None = None
+  rows: Tensor | None = None
 
   name: ClassVar[str] = "grouped_quantize"
   returns_list: ClassVar[bool] = True
@@ -109,6 +112,10 @@ class GroupedQuantize(Op):
   def check(self) -> None:
     fmt = self.record
     check_input("x", self.x, self.offs, self.shapes)
+    if self.rows is not None:
+      check_rows(self.rows, "x", self.x)
+      if self.offs is None or self.grad is not None:
+        raise ValueError("rows is for a ragged x: with offs and without grad")
     multiple = fmt.k_multiple
     check_prologue("x", self.x, self.activation, self.grad, self.shapes)
     columns = result_columns(self.x.shape[-1], self.activation, self.grad)
@@ -156,11 +163,16 @@ class GroupedQuantize(Op):
         f"amax is the second level of groups, which {self.format} does not use in the directions that are asked for"
       )
 
+  @property
+  def lead(self) -> tuple[int, ...]:
+    """The shape of what is quantized but for its columns."""
+    return tuple(self.x.shape[:-1] if self.rows is None else self.rows.shape)
+
   def specs(self) -> dict[str, BufferSpec]:
     """The buffers that are asked for, by name."""
     return buffers(
       self.record,
-      result_shape(self.x.shape, self.activation, self.grad),
+      result_shape((*self.lead, self.x.shape[-1]), self.activation, self.grad),
       None if self.offs is None else self.num_groups,
       rowwise=self.rowwise,
       columnwise=self.columnwise,
@@ -229,9 +241,12 @@ class GroupedQuantize(Op):
       drawn_before: how many blocks others that share the seed have rowwise and columnwise.
     """
     out = dict(zip(self.specs(), outputs, strict=True))
-    groups = Groups.of(self.x.shape, self.offs, self.device)
+    x = self.x
+    if self.rows is not None and len(x):
+      x = x[self.rows.long().clamp(0, len(x) - 1)]
+    groups = Groups.of(x.shape, self.offs, self.device)
     truncates = self.record.truncates
-    elements = elements_of(self.x, self.activation, self.grad, truncates=truncates)
+    elements = elements_of(x, self.activation, self.grad, truncates=truncates)
     draws = None
     if self.seed is not None:
       draws = reference.KeyedDraws(self.seed, elements.cols, drawn_before)

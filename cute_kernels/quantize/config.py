@@ -316,8 +316,10 @@ class TileConfig:
   @property
   def num_teams(self) -> int:
     """Tiles that a CTA converts at the same time; at least half of ``num_stages``."""
-    if self.makes_tiles:
+    if self.prologue is not None and self.prologue.activation is not None:
       return 3  # that many warps have the registers
+    if self.makes_tiles:
+      return 4 if DTYPE_BYTES[self.dtype] == 2 else 3
     return 4 if self.num_tiles > 4 else 2
 
   @property
@@ -336,6 +338,8 @@ class TileConfig:
     """Whether the kernel takes ``problem``."""
     if not (self.rowwise or self.columnwise):
       return Support(False, "neither direction is asked for")
+    if self.prologue is not None and self.prologue.gathered and self.compute_amax:
+      return Support(False, "amaxes of gathered rows are given")
     if self.uses_row_amax and not self.rowwise:
       return Support(False, f"{self.format} is about the rowwise copy")
     return _takes_copies(self, problem, self.columnwise)

@@ -75,7 +75,7 @@ class ElementMaker:
     """
     at = col * self.size
     out = [x_at + at]
-    if self.prologue.record.is_gated:
+    if self.prologue.is_gated:
       half = cols * self.size
       out.append(x_at + (at + (half // 2 if self.prologue.is_joint else half)))
     if self.prologue.is_gradient:
@@ -111,6 +111,8 @@ class ElementMaker:
 
   def words_of(self, inputs: Sequence[Sequence[Uint32]]) -> list[list[Uint32]]:
     """``made``, rounded to ``dtype``."""
+    if self.prologue.activation is None:
+      return [list(words) for words in inputs]
     return [pack_words(numbers, self.dtype) for numbers in self.made(inputs)]
 
   def make(self, inputs: Sequence[Sequence[Uint32]], is_second: Boolean | None = None) -> list[Uint32]:
@@ -131,6 +133,6 @@ class ElementMaker:
 
 def maker_of(config: Any) -> ElementMaker | None:
   """What makes the elements of a configuration; None where they are the input's."""
-  if config.prologue is None:
+  if config.prologue is None or config.prologue.activation is None:
     return None
   return ElementMaker(config.prologue, config.dtype, config.arch)

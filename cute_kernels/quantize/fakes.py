@@ -58,10 +58,14 @@ class FakeBuffers:
     if prologue is None:
       return self._plain(self.dtype, self.cols)
     wide = cute.sym_int(divisibility=2 * K_MULTIPLE) if prologue.halves else self.cols
+    if prologue.gathered:
+      return _compact(DSL_TYPES[prologue.dtype], cute.sym_int(), wide)
     return self._plain(prologue.dtype, wide)
 
   def grad(self, prologue: Prologue | None) -> Any:
-    """The gradient of what a prologue's activation gives, None if it does not take one."""
+    """The gradient of what a prologue's activation gives, or an index; None if it takes neither."""
+    if prologue is not None and prologue.gathered:
+      return compact(Int32, self.rows, align=4)
     if prologue is None or not prologue.is_gradient:
       return None
     half = cute.sym_int(divisibility=K_MULTIPLE // 2)

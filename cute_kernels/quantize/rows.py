@@ -31,7 +31,7 @@ from cute_kernels.device.absmax import absmax_words, fmax, warp_max
 from cute_kernels.device.codecs import Level, codec_of
 from cute_kernels.device.codecs.bytes import ByteCodec
 from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.groups import Grouping, next_item
+from cute_kernels.device.groups import Grouping, indexed, next_item
 from cute_kernels.device.launch import env_stream
 from cute_kernels.device.memory import bulk_load, load_shared, store_global, store_shared, store_shared_byte, wait_each
 from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits, select
@@ -128,6 +128,7 @@ class RowsQuantizer:
     self.maker = maker_of(config)
     self.piece_words = self.piece * DTYPE_BYTES[config.dtype] // 4
     prologue = config.prologue
+    self.gathered = prologue is not None and prologue.gathered
     #: Bytes that a piece takes of each input.
     self.piece_bytes = self.piece * DTYPE_BYTES[prologue.dtype if prologue else config.dtype]
     self.team_threads = config.warps_per_row * WARP_SIZE
@@ -135,7 +136,7 @@ class RowsQuantizer:
     self.pieces_per_lane = config.max_cols // self.piece // self.lanes_per_row
     #: Bytes of the longest row of the input; of that and of the gradient of the result.
     self.row_capacity = row_bytes = config.max_cols * self.piece_bytes // self.piece
-    if prologue:
+    if self.maker:
       wide, of_grad = self.maker.row_bytes(config.max_cols)
       self.row_capacity, row_bytes = wide, wide + of_grad
     self.row_pitch = row_bytes
@@ -241,7 +242,7 @@ class RowsQuantizer:
   ) -> None:
     """The loader: a lane finds the packets of its team and starts the copies of their rows."""
     config = self.config
-    groups = Grouping.of(x, offs)
+    groups = Grouping.of(x, offs, grad if self.gathered else None)
     stage, phase, group = Int32(0), Int32(1), Int32(0)
     step = cute.arch.grid_dim()[0] * config.num_teams
     item = cute.arch.block_idx()[0] * config.num_teams + team
@@ -294,9 +295,12 @@ class RowsQuantizer:
     target = shared.rows.toint() + slot * self.stage_bytes
     for i in cutlass.range_constexpr(len(rows)):
       if rows[i] < count:
-        source = x.iterator.toint() + Int64(first + rows[i]) * row_bytes
+        of_x = first + rows[i]
+        if cutlass.const_expr(self.gathered):
+          of_x = indexed(grad, of_x, x.shape[0])
+        source = x.iterator.toint() + Int64(of_x) * row_bytes
         bulk_load(target + i * self.row_pitch, source, row_bytes, bar)
-        if cutlass.const_expr(grad is not None):
+        if cutlass.const_expr(grad is not None and not self.gathered):
           source = grad.iterator.toint() + Int64(first + rows[i]) * grad_bytes
           place = target + (i * self.row_pitch + self.row_capacity)
           bulk_load(place, source, grad_bytes, bar)

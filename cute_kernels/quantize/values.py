@@ -33,11 +33,11 @@ class RowValuesQuantizer(RowsQuantizer):
 
   @staticmethod
   def fake_args(config: ValuesConfig) -> tuple[Any, ...]:
-    """Stand-ins for (x, None, offs, amax, values, None, None, None, num_sms, stream)."""
+    """Stand-ins for (x, index, offs, amax, values, None, None, None, num_sms, stream)."""
     fake = FakeBuffers(config.dtype, config.grouping, config.format)
     amax = fake.level(config.computes_amax)
     nothing = (None, None, None)
-    inputs = (fake.x(), None, fake.offs())
+    inputs = (fake.x(config.prologue), fake.grad(config.prologue), fake.offs())
     return (*inputs, amax, fake.values(), *nothing, Int32(1), env_stream())
 
   @cute.jit

@@ -81,6 +81,23 @@ def kernel_specs(arch: str) -> Iterator[Config]:
         prologue=Prologue("bfloat16", "swiglu", is_gradient),
       )
       yield TileConfig.choose(fmt, made, arch, columnwise=True, compute_amax=True)
+  yield from _gathered(arch)
+
+
+def _gathered(arch: str) -> Iterator[Config]:
+  """Rows of tokens by an index, of 1025 columns to 8192."""
+  prologue = Prologue("bfloat16", None, gathered=True)
+  for fmt in (FP8Block(), NVFP4(row_scaled=True)):
+    if not support("grouped_quantize", fmt, arch):
+      continue
+    is_expanded = arch == "sm_90a" and fmt.element.per_byte > 1
+    kind = ValuesConfig if is_expanded and support("grouped_gemm", fmt, arch) else RowsConfig
+    for warps in (1, 2, 4):
+      yield kind(fmt.text, "bfloat16", warps_per_row=warps, arch=arch, prologue=prologue)
+    if fmt.second_level is None:
+      problem = QuantizeProblem("bfloat16", fmt.k_multiple, prologue=prologue)
+      for rowwise in (False, True):
+        yield TileConfig.choose(fmt, problem, arch, rowwise=rowwise, columnwise=True)
 
 
 def _dequantizers(fmt: Format, dtype: str, grouping: str) -> Iterator[DequantizeConfig]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.formats.base import FP8_ELEMENTS
 from grouped.checkpoint.files import Reader, progress
 from grouped.checkpoint.layouts import LAYOUTS, Layout, stacked_suffix
 from grouped.checkpoint.parts import joined_rows, reconciled, stacked
@@ -49,7 +50,8 @@ def load(
   a columnwise copy and without a gradient, of NVFP4 or FP8Block, as the files are. Their bytes are
   those of the files, except where ``Report.reconciled`` says so. An NVFP4 second level is kept as
   the amax that it was made of, so what it decodes by may differ in the last bit of fp32; ``save``
-  gives the file's again. Plain weights are copied into what the module has.
+  gives the file's again. Plain weights are copied into what the module has, others that are
+  quantized, as attention is in some checkpoints, are decoded into it.
 
   Args:
     module: a model of ``grouped.nn`` layers, or of transformers whose experts implementation is
@@ -63,7 +65,8 @@ def load(
     FileNotFoundError: the folder lacks files.
     KeyError: the module has what the checkpoint does not; or, if strict, the other way round.
       Nothing is loaded then.
-    ValueError: a tensor of another shape, or MXFP4 weights that are no exact NVFP4.
+    ValueError: a tensor of another shape, of FP8 without scales, or on the meta device; or MXFP4
+      weights that are no exact NVFP4.
   """
   files, report = Reader(folder), Report()
   plans, used = [], set()
@@ -77,9 +80,15 @@ def load(
     plans.append((weight, *plan))
     used |= {name for names in plan[1] for name in names}
   of_experts = {weight.key for weight in weights}
-  others = {renamed(key, rename): t for key, t in state_of(module).items() if key not in of_experts}
-  missing += [name for name in others if name not in files]
-  report.unexpected = [name for name in files if name not in used and name not in others]
+  state = state_of(module)
+  for key, t in state.items():
+    if t.is_meta:
+      raise ValueError(f"{key} is on the meta device: give the module storage first, as by to_empty(device=...)")
+  others = {renamed(key, rename): t for key, t in state.items() if key not in of_experts}
+  sources = {name: _source(name, files) for name in others}
+  missing += [name for name, (_, names) in sources.items() if names[0] not in files]
+  used |= {name for _, names in sources.values() for name in names}
+  report.unexpected = [name for name in files if name not in used]
   scales = tuple(layout.input_scale for layout in LAYOUTS.values() if layout.input_scale)
   for name in [n for n in report.unexpected if n.endswith(scales)]:
     report.unexpected.remove(name)
@@ -87,11 +96,31 @@ def load(
   if missing or (strict and report.unexpected):
     raise KeyError(f"{files.folder} lacks {_some(missing)} and has, beyond the module, {_some(report.unexpected)}")
   for name, t in others.items():
-    _check_shape(name, files.shape(name), tuple(t.shape))
-    t.copy_(files[name])
+    found = _read(*sources[name], files)
+    _check_shape(name, tuple(found.shape), tuple(t.shape))
+    t.copy_(found)
   for weight, layout, names in progress(plans, "experts"):
     _load_weight(weight, layout, names, files, report)
   return report
+
+
+def _source(name: str, files: Reader) -> tuple[Layout | None, list[str]]:
+  """The layout of a tensor that is no expert's, None if plain, and the names that it consists of."""
+  base = name.removesuffix(".weight")
+  for layout in LAYOUTS.values() if base != name else ():
+    names = [base + suffix for suffix in layout.suffixes]
+    if all(n in files for n in names):
+      return layout, names
+  return None, [name]
+
+
+def _read(layout: Layout | None, names: list[str], files: Reader) -> Tensor:
+  tensors = [files[name] for name in names]
+  if layout is not None:
+    return layout.parts(*tensors).decoded(layout.fmt)
+  if tensors[0].dtype in FP8_ELEMENTS:
+    raise ValueError(f"{names[0]} is {tensors[0].dtype} without the scales of a layout: {', '.join(LAYOUTS)}")
+  return tensors[0]
 
 
 def _some(names: list[str]) -> str:

@@ -7,7 +7,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from cute_kernels import emulator
 from tests.emulator.ptx import elementwise
 
 _EDGES32 = [0, 0x80000000, 0x3F800000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x007FFFFF,
@@ -43,13 +42,6 @@ def test_fma_rounds_once():
   doubles = np.array([float(v) for v in exact])
   assert all(Fraction(d) == v for d, v in zip(doubles.tolist(), exact, strict=True))
   _equal(got, doubles.astype(np.float32))
-
-
-def test_decimal_literals():
-  a = np.ones(32, np.float32)
-  assert (elementwise("add.f32 %out, %a0, 1.5;", a, out=np.float32) == 2.5).all()
-  with pytest.raises(emulator.EmulatorError, match="not modelled"):
-    elementwise("add.f64 %out, %a0, 1.5;", a.astype(np.float64), out=np.float64)
 
 
 def test_min_max():

@@ -245,6 +245,28 @@ def test_convert(to, stacked, tmp_path, capsys):
     convert.main([str(source), str(tmp_path / "a"), "--to", *to])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_weights_that_are_quantized_are_decoded(layout, tmp_path):
+  """Attention of DeepSeek's own checkpoints, say; FP8 without scales is no weight."""
+  model, record = moe(), checkpoint.LAYOUTS[layout]
+  checkpoint.save(model, tmp_path / "a", layout)
+  weight = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(4)).bfloat16()
+  parts = quantized(weight[None], record.fmt).expert(0)
+  tensors = files_of(tmp_path / "a")
+  del tensors["router.weight"]
+  (tmp_path / "b").mkdir()
+  path = tmp_path / "b" / "model.safetensors"
+  save_file({**tensors, **{f"router{s}": t for s, t in record.stored(parts).items()}}, path)
+  checkpoint.load(model, tmp_path / "b")
+  want = decoded(files_of(tmp_path / "b"), "router", layout)
+  np.testing.assert_allclose(model.router.weight.detach().float().numpy(), want, rtol=4e-3)
+  save_file({**tensors, "router.weight": weight.to(torch.float8_e4m3fn)}, path)
+  with pytest.raises(ValueError, match="router.weight is torch.float8_e4m3fn without the scales"):
+    checkpoint.load(model, tmp_path / "b")
+  with pytest.raises(ValueError, match="meta device"):
+    checkpoint.load(model.to("meta"), tmp_path / "a")
+
+
 def test_convert_without_experts(tmp_path):
   save_file({"w": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
   with pytest.raises(ValueError, match="no weights of experts"):

@@ -181,9 +181,7 @@ PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
     ({"a": X, "b": W.dequantize()}, TypeError, "GroupedTensor and Tensor"),
     ({"a": PLAIN["a"], "b": W}, ValueError, "offs is missing"),
     ({"a": PLAIN["a"], "b": X, "offs": [7, 7, 33]}, ValueError, "b must be uniform"),
-    ({"a": PLAIN["a"].float(), "b": W, "offs": [7, 7, 33]}, TypeError, "a must be bfloat16"),
     ({"a": PLAIN["a"][:, 16:], "b": W, "offs": [7, 7, 33]}, ValueError, "b contracts, 160"),
-    ({"a": PLAIN["a"], "b": W, "offs": [7, 33]}, ValueError, "offs"),
     ({"a": PLAIN["a"], "b": PLAIN["b"]}, ValueError, "offs is missing"),
     ({"a": X, "b": W, "offs": [1]}, ValueError, "operands carry their own"),
     ({"a": W, "b": W}, ValueError, "a must be ragged"),
@@ -193,18 +191,14 @@ PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
       ValueError,
       "out_dtype is torch.float16, but out is torch.float32",
     ),
-    ({"a": X, "b": W, "out": torch.zeros(35, N)}, ValueError, "out must have shape"),
     ({"a": X, "b": W, "out": torch.zeros(N, 36).T}, ValueError, "row-major"),
     ({"a": X, "b": X, "bias": torch.zeros(3, K)}, ValueError, "bias has no meaning"),
     ({"a": X, "b": X, "transpose_b": True}, ValueError, "transpose_b has no meaning"),
     (PLAIN | {"b": PLAIN["a"], "transpose_b": True}, ValueError, "transpose_b has no meaning"),
     ({"a": X, "b": operands((7, 26))[2]}, ValueError, "cut alike: 3 groups.*2 groups"),
-    ({"a": X, "b": operands(tail=4)[2]}, ValueError, "cut alike"),
     ({"a": X, "b": operands((5, 28))[1]}, ValueError, "3 groups|2 groups"),
     ({"a": DY, "b": W}, ValueError, "as many columns as b contracts, 160"),
     ({"a": X, "b": W, "transpose_b": True}, ValueError, "as b contracts, 96"),
-    (PLAIN | {"offs": [36]}, ValueError, "offs must have one end row"),
-    (PLAIN | {"offs": [7, 8, 37]}, ValueError, "within the 36 rows"),
   ],
 )
 def test_grouped_gemm_refuses(call, error, match):
@@ -242,9 +236,3 @@ def test_a_direction_that_is_missing_is_named():
     grouped.grouped_gemm(x, column)
   with pytest.raises(RuntimeError, match="b has no columnwise copy"):
     grouped.grouped_gemm(column, x)
-
-
-def test_a_row_scaled_weight_is_refused():
-  w = grouped.quantize(sample(3, N, K), FORMATS["row-scaled"])
-  with pytest.raises(ValueError, match="one second-level scale a group, got 'nvfp4:row_scaled'"):
-    grouped.grouped_gemm(X, w)

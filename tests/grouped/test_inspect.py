@@ -24,9 +24,10 @@ from tests.grouped.cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT
 from tests.helpers import assert_all_same, assert_same_bytes, each, sample
 
 K, N, ENDS = 64, 96, [13, 13, 35]
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 #: What is rounded to the largest code, over that.
 HEADROOM = {"e2m1": 7 / 6, "e4m3": 464 / 448, "e5m2": 61440 / 57344}
+#: Its code; of E2M1 two.
+LARGEST = {"e2m1": 0x77, "e4m3": 0x7E, "e5m2": 0x7B}
 EVERY = ALL_RECIPES | {
   "stochastic": recipes.NVFP4(stochastic_rounding=True),
   "hybrid": recipes.MXFP8(grad_dtype=torch.float8_e5m2, weight_block=(32, 32)),
@@ -70,45 +71,22 @@ def groups_of(x):
   return list(x) if x.ndim == 3 else [x[a:b] for a, b in zip([0, *ENDS], ENDS, strict=False)]
 
 
-def decoded(q, group, columnwise):
-  """(values, the largest that the scale of each stands for) of one group, from its bytes."""
-  fmt, m, end = q.format, q.member(group), "_t" * columnwise
-  codes, scales = getattr(m, "codes" + end), getattr(m, "scales" + end, None)
-  if fmt.element.name == "e2m1":
-    pairs = np.stack([codes.numpy() & 15, codes.numpy() >> 4], -1)
-    pairs = pairs.reshape(len(codes), 2 * codes.shape[1])
-    values = np.where(pairs > 7, -1, 1) * E2M1[pairs & 7]
-  else:
-    values = codes.double().numpy()
-  factor, turned = np.ones(()), columnwise and fmt.columnwise == "transposed"
-  if fmt.scale is not None:
-    exponent = scales.dtype == torch.uint8
-    numbers = scales.double().numpy()
-    factor = np.exp2(numbers - 127) if exponent else numbers
-    axis = 0 if columnwise and not turned else 1
-    factor = factor.repeat(fmt.scale.vec_size, axis)
-    if fmt.is_2d and len(factor) < len(values):
-      factor = factor.repeat(fmt.scale.vec_size, 0)
-    rows, cols = values.shape
-    factor = np.broadcast_to(factor[:rows, :cols], factor[:rows, :cols].shape)
-    values = values[:, : factor.shape[1]]
-  level = fmt.level(columnwise)
-  if level is not None:
-    vector = getattr(m, level.buffers[0] + ("" if level.is_shared else end))
-    factor = factor * vector.double().numpy().reshape(-1, 1) * level.factor
-  values, limit = values * factor, np.broadcast_to(factor * fmt.element.max, values.shape)
-  return (values.T, limit.T) if turned else (values, limit)
+def decoded(q, direction):
+  """Values of each group, and the largest that the scale of each stands for: every code the largest one."""
+  top = q.clone()
+  getattr(top, direction).codes.view(torch.uint8).fill_(LARGEST[q.format.element.name])
+  return [groups_of(t.dequantize(torch.float32, direction)) for t in (q, top)]
 
 
 def expected(x, q, columnwise):
   """The lists of ``records`` by the text of their definitions."""
   lists = []
+  values, limits = (None, None) if q is None else decoded(q, "columnwise" if columnwise else "rowwise")
   for g, a in enumerate(groups_of(x)):
     if q is None:
       copied, limit = groups_of(x.bfloat16())[g], np.inf
     else:
-      copied, limit = decoded(q, g, columnwise)
-      copied, limit = copied[: len(a)], limit[: len(a)] * HEADROOM[q.format.element.name]
+      copied, limit = values[g], limits[g] * HEADROOM[q.format.element.name]
     entry = {"rows": len(a), "nonfinite": 0, "nonfinite_copy": 0, "amax": abs(a).max(initial=0)}
     entry["signal"] = signal = (a**2).sum()
     entry["noise"] = noise = ((a - copied) ** 2).sum()

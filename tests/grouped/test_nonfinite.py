@@ -157,14 +157,6 @@ def test_kept_weights_have_the_option_too():
     layer(sample(40, K), ENDS, is_first_microbatch=False)
 
 
-def test_as_many_rows_as_groups():
-  """An amax a row and one a group are told apart by the format, not by their shapes."""
-  layer = GroupedLinear(3, K, N, recipe=PROPAGATING["nvfp4"], bias=False)
-  x = sample(3, K)
-  x[1, 2] = torch.nan
-  assert layer(x, [2, 2, 3]).isnan().all(1).tolist() == [True, True, False]
-
-
 # Grouped.debug
 
 

@@ -121,24 +121,3 @@ def test_a_quantized_tensor_owns_its_boundaries():
   grouped.quantize(x, FORMATS["1x16"], offs=second, out=xq)
   xq.offs.zero_()
   assert offs.tolist() == [3, 3, 3] and second.tolist() == [1, 2, 3]
-
-
-@each("dtype", [torch.int32, torch.int64])
-@each("splits", [torch.int32, torch.int64])
-def test_compute_offsets(dtype, splits):
-  got = grouped.compute_offsets(torch.tensor([3, 0, 5], dtype=splits), multiplier=64, dtype=dtype)
-  assert got.dtype == dtype
-  assert got.tolist() == [192, 192, 512]
-
-
-@each(
-  ("splits", "dtype", "error"),
-  [
-    (torch.tensor([1.0]), torch.int32, TypeError),
-    (torch.tensor([[1]]), torch.int32, ValueError),
-    (torch.tensor([1]), torch.float32, TypeError),
-  ],
-)
-def test_compute_offsets_refuses(splits, dtype, error):
-  with pytest.raises(error):
-    grouped.compute_offsets(splits, dtype=dtype)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import grouped
-from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
 from tests.grouped.cases import RECIPES, WEIGHT_FORMAT, bytes_of
 from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample, saved
@@ -196,16 +195,3 @@ def test_functional_call_and_repr():
 
 
 # Recipes
-
-
-def test_row_scaled_gradients():
-  """A recipe of one's own: dgrad then rescales per row."""
-  row = grouped.NVFP4(row_scaled=True)
-  recipe = recipes.Recipe(grouped.NVFP4(), WEIGHT_FORMAT, row)
-  layer = layer_of(recipe=recipe, bias=False, dtype=torch.float32)
-  x, dy = torch.randn(40, K, requires_grad=True), torch.randn(40, N)
-  layer(x, OFFS).backward(dy)
-  w = grouped.quantize(layer.weight, WEIGHT_FORMAT).dequantize().double()
-  low = grouped.quantize(dy, row, offs=OFFS).dequantize().double()
-  want = torch.cat([low[:13] @ w[0], low[13:35] @ w[2], torch.zeros(5, K)])
-  torch.testing.assert_close(x.grad.double(), want, rtol=0, atol=3e-6 * float(want.abs().max()))

@@ -67,8 +67,6 @@ def test_a_format_finds_its_kind_by_element_and_scale() -> None:
   assert kinds[0] is OPERANDS["nvfp4"]
   for fmt in (FP8(), FP8(scaling="delayed")):
     assert operand_of(fmt) is OPERANDS["fp8"]
-  # Scales of squares are repeated in tiles.
-  assert operand_of(MXFP8(block=(32, 32))) is OPERANDS["mxfp8"]
   for block, squares in (((1, 128), False), ((128, 128), True)):
     for fmt in (FP8Block(block), FP8Block(block, pow2_scales=False)):
       kind = operand_of(fmt)

@@ -313,12 +313,14 @@ def test_dbias_refuses(arguments, error, message):
 
 
 def test_ops_that_take_none_say_so():
-  for op in ("grouped_amax", "grouped_dequantize", "grouped_gemm"):
+  for op in ("grouped_amax", "grouped_dequantize"):
     fmt = None if op == "grouped_amax" else NVFP4()
     reason = support(op, fmt, "reference", activation=True).reason
     assert reason == f"{op} takes no activation"
   for op, fmt in (("grouped_quantize", FP8()), ("grouped_dbias", None)):
     assert all(support(op, fmt, arch, activation=True) for arch in ARCHITECTURES)
+  assert support("grouped_gemm", NVFP4(), "sm_90a", activation=True)
+  assert "activation yet" in support("grouped_gemm", NVFP4(), "sm_100a", activation=True).reason
 
 
 # The dispatcher

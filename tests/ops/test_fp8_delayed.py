@@ -82,16 +82,6 @@ def test_ragged(splits, directions, dtype):
     check(q, x, scale, dtype, spans)
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=IDS)
-@each("directions", DIRECTIONS)
-@each("shape", [(1, 1, 16), (3, 40, 48), (2, 129, 80), (2, 0, 16)])
-def test_uniform(shape, directions, dtype):
-  options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
-  x, scale = sample(*shape), scales(shape[0])
-  q = grouped.quantize(x, FORMATS[dtype], scale=scale, **options)
-  check(q, x, scale, dtype, [(0, 0)] * shape[0])
-
-
 def test_many_groups_and_views():
   offs = many_groups()
   total = int(offs[-1])

@@ -6,7 +6,6 @@ import torch
 
 import cute_kernels
 from cute_kernels.formats import parse
-from cute_kernels.layout.buffers import buffers
 from cute_kernels.runtime.backend import BACKENDS
 from tests.helpers import NVFP4_TEXTS, assert_same_buffers, each, offsets, ops, sample
 
@@ -44,13 +43,6 @@ def test_the_sign_of_an_amax_is_dropped(name, call):
   assert_same_buffers(on(name, call, x, offs, SIGNED), want)
 
 
-@each("name", NAMES)
-def test_the_sign_of_an_amax_of_uniform_groups_is_dropped(name):
-  w, amax = sample(2, 16, 32), torch.tensor([-4.0, 2.0])
-  want = on("reference", CALLS["square"], w, None, amax.abs())
-  assert_same_buffers(on(name, CALLS["square"], w, None, amax), want)
-
-
 @each("call", CALLS)
 @each("uniform", [False, True])
 @each("name", NAMES)
@@ -63,14 +55,3 @@ def test_groups_without_elements_keep_the_given_amax(name, uniform, call):
     assert found["amax"].tolist() == [2.5, 3.0]
   if columnwise:
     assert found["amax_t"].tolist() == [2.5, 3.0]
-
-
-@each("name", NAMES)
-def test_groups_without_elements_into_given_buffers(name):
-  x, given = torch.empty(0, 32), torch.tensor([2.5, -3.0])
-  specs = buffers(parse("nvfp4"), x.shape, 2)
-  out = {key: spec.allocate(x.device, True) for key, spec in specs.items()}
-  out["amax"].fill_(torch.nan)
-  with cute_kernels.backend(name):
-    ops.grouped_quantize_out(x, "nvfp4", offsets((0, 0)), given, out=list(out.values()))
-  assert out["amax"].tolist() == [2.5, 3.0]

@@ -10,7 +10,7 @@ import cute_kernels
 import grouped
 from cute_kernels.moe import RoutingConfig
 from cute_kernels.ops import registry
-from tests.helpers import DTYPES, Graphs, assert_all_same, assert_same_bytes, each, ops, sample
+from tests.helpers import DTYPES, Graphs, assert_all_same, assert_same_bytes, each, ops, poisoned, sample
 
 I32 = torch.int32
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -218,6 +218,43 @@ def test_activation_kernels(arch, name, dtype, cols, interleaved):
         # Of the tail nothing is said.
         rows = live if len(got) == 40 else None
         assert_same_bytes(got[:rows], wanted[:rows], any_nan=True)
+
+
+GATHERED = [
+  *(("fp8_block", "both", None), ("nvfp4:row_scaled", "rowwise", None), ("mxfp8", "columnwise", None)),
+  *(("fp8_block", "rowwise", "swiglu"), ("fp8:scaling=delayed", "both", None), ("nvfp4", "both", None)),
+]
+
+
+@each(("text", "way", "act"), GATHERED)
+@each("arch", ("reference", *ARCHITECTURES))
+def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
+  """The bits of gathering first, by kernels over poison; in a GEMM, too."""
+  x, _, _, _, _ = operands(50, 320 if act else 160, dtype=torch.bfloat16)
+  offs, token, _, _ = ops.compute_routing(ids_of(50, 3, 5), 5)
+  scale = torch.exp2(torch.arange(5.0)) if "delayed" in text else None
+  facts = (None, way != "columnwise", way != "rowwise", scale, None, act, None, None)
+  into = torch.ops.cute_kernels.grouped_quantize_out
+  given = [(ops.moe_gather(x, token), text, offs, *facts), (x, text, offs, *facts, token)]
+  like = ops.grouped_quantize(*given[0])
+  if arch == "reference":
+    assert_all_same(ops.grouped_quantize(*given[1]), like)
+    return
+  pytest.importorskip("cutlass")
+  if arch == "sm_100a" and text in ("mxfp8", "fp8:scaling=delayed", "nvfp4"):
+    return
+  want, got = ([poisoned(t) for t in like] for _ in given)
+  into = torch.ops.cute_kernels.grouped_quantize_out
+  into(*given[0], out=want)
+  with cute_kernels.backend(f"emulated:{arch}", **MODES[GATHERED.index((text, way, act)) % 4]):
+    into(*given[1], out=got)
+    assert_all_same(got, want)
+    if way == "rowwise" and (act or arch == "sm_90a"):
+      of_weight = "fp8_block:block=128x128" if act else "nvfp4"
+      codes, *scales = ops.grouped_quantize(torch.randn(5, 32, 160).bfloat16(), of_weight)
+      product = (codes, offs, scales, text, of_weight, None, None, False, None, False, None, None, act)
+      want = ops.m_grouped_quantize_gemm(given[0][0], *product)
+      assert_same_bytes(ops.m_grouped_quantize_gemm(x, *product, token), want)
 
 
 def test_gradients():

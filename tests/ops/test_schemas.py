@@ -208,6 +208,13 @@ BY_OP = {
       *(None, INDEX),
     ),
   },
+  "m_grouped_gemm_activate": {
+    "plain": lambda: (x(16), w(3, 8, 16), OFFS, None, None, False, torch.bfloat16),
+    "keeps z": lambda: (*prepacked(), None, None, "geglu", True, True),
+  },
+  "m_grouped_quantize_gemm_activate": {
+    "row-scaled": lambda: (*quantizing(x(48), weight(3, 8, 48), None, None, False, F32, a_format=BY_ROW),)
+  },
   "k_grouped_gemm": {
     "plain": lambda: (x(8, True), x(16, True), OFFS),
     "alpha": lambda: (x(8, True), x(16, True), OFFS, torch.rand(3), F32),

@@ -6,18 +6,13 @@ import re
 import statistics
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_kernels.formats import parse
-from grouped.nn import GroupedMLP
-from grouped.nn.activation import activate
 from perf import explain
 from perf.__main__ import main
-from perf.planner import layer, observed, work
+from perf.planner import layer, observed
 from perf.planner.gpus import GPUS
 from perf.planner.work import Counts, Kernel
-from perf.records import RESULTS, latest, load, write
+from perf.records import RESULTS, load, write
 from perf.suites.layer import recipes
 
 H200, B200 = GPUS["H200"], GPUS["B200"]
@@ -93,89 +88,6 @@ def test_times_follow_the_formula(fitted):
   # What no record knows has a range.
   low, high = found.range(decoded, H200)
   assert low < found.time(decoded, H200)[0] < high
-
-
-def test_padding_on_blackwell_is_what_the_emulator_counts(records):
-  seen = 0
-  for record in latest(records):
-    case = record.case
-    is_ours = record.is_count and record.contender == "ours" and "sm_100a" in record.gpu
-    if not is_ours or record.what != "MMA operations" or case.get("product") != "fprop":
-      continue
-    texts = record.format.split(" x ")
-    a, b = (None if t == "bfloat16" else parse(t) for t in (texts[0], texts[-1]))
-    rows = [int(size) for size in case["routing"].split()]
-    made = work.Product("fprop", rows, case["n"], case["k"], a, b)
-    _, useful, padded, *_ = work._m_grouped(made, B200, False)
-    assert useful == record.flops
-    if a is not None:
-      assert padded == pytest.approx(record.value, rel=0.03)
-      seen += 1
-  assert seen >= 4
-
-
-class Traffic(TorchDispatchMode):
-  """Bytes that ops read and write, and how many compute something."""
-
-  def __init__(self):
-    super().__init__()
-    self.bytes = self.launches = 0
-    self.names = []
-
-  def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-    out = func(*args, **(kwargs or {}))
-    self.names.append(str(func))
-    name = func._schema.name
-    computes = not func.is_view and "empty" not in name and "detach" not in name
-    outs = [out] if isinstance(out, torch.Tensor) else out
-    if computes and name.startswith(("aten::", "cute_kernels::moe_activate")):
-      given = [a for a in args if isinstance(a, torch.Tensor)]
-      if name == "aten::copy_":
-        given = given[1:]
-      self.bytes += sum(t.nbytes for t in (*given, *outs))
-      self.launches += 1
-    return out
-
-
-def test_the_gate_moves_what_is_said():
-  x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
-  dy = torch.randn(16, 32, dtype=torch.bfloat16)
-  with Traffic() as forward:
-    y = activate(x, "swiglu")
-  with Traffic() as backward:
-    y.backward(dy)
-  for traffic, which in ((forward, "forward"), (backward, "backward")):
-    kernel = work.gate("", dy.numel(), which)
-    assert (kernel.bytes, kernel.launches) == (traffic.bytes, traffic.launches)
-
-
-def test_a_step_calls_the_ops_that_are_planned(records):
-  recipe = recipes()["NVFP4"]
-  mlp = GroupedMLP(2, 64, 64, recipe=recipe, dtype=torch.bfloat16)
-  x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
-  with Traffic() as traffic:
-    y = mlp(x, torch.tensor([16, 32], dtype=torch.int32))
-    y.backward(torch.ones_like(y))
-  names = [name for name in traffic.names if name.startswith("cute_kernels.")]
-  planned = layer.passes(layer.Layer((16, 16), 64, 64), recipe, H200, Counts(records, "sm_90a"))
-  step = layer.step_of(planned)
-  assert sum("quantize" in n for n in names) == sum(k.kind == "quantize" for k in step)
-  assert sum("k_grouped" in n for n in names) == sum(k.kind == "wgrad" for k in step)
-  assert sum("m_grouped" in n for n in names) == sum(k.kind == "product" for k in step)
-
-
-def test_memory_is_that_of_the_suite(records):
-  kept = {(r.format, r.what): r for r in records if r.suite == "memory"}
-  for name in ("BF16", "NVFP4"):
-    case = kept[name, "peak"].case
-    sizes = (case["rows"] // case["experts"],) * case["experts"]
-    of_layer = layer.Layer(sizes, case["hidden"], case["intermediate"])
-    found = layer.memory(of_layer, recipes()[name])
-    for what in ("peak", "saved of activations", "saved of weights"):
-      assert found[what] == kept[name, what].value
-  # Codes of 4 bits and a scale for each 16, twice; scales are in whole tiles.
-  elements = found["weights"] / 2
-  assert found["quantized"] == pytest.approx(2 * 0.5625 * elements, rel=1e-3)
 
 
 def test_it_prints_a_plan(capsys):

@@ -1,8 +1,5 @@
 """Peers: what they are given and how their results are read, where that can be wrong."""
 
-import sys
-import types
-
 import pytest
 import torch
 
@@ -11,9 +8,8 @@ from cute_kernels.reference.scales import tile_scales
 from perf.cases import GroupedShape
 from perf.measure import meter_of
 from perf.operands import Operands
-from perf.peers import PEERS, all_peers, pytorch, quack
+from perf.peers import PEERS, all_peers, pytorch
 from perf.peers.base import NOISE, linear_nvfp4, padded_rows, row_scales, unpadded_rows
-from perf.suites import layer
 from perf.suites.quantize import Input, Quantization
 from tests.helpers import each
 
@@ -23,34 +19,12 @@ SIZES = "17 0 130 1"
 ROWS = 148
 
 
-@pytest.fixture
-def install(monkeypatch):
-  """Put a module with these functions where an import finds it."""
-
-  def put(name, **functions):
-    module = types.ModuleType(name)
-    module.__dict__.update(functions)
-    monkeypatch.setitem(sys.modules, name, module)
-    return module
-
-  return put
-
-
 def error_of(contender):
   return contender.error(contender.prepare()())
 
 
 def product(kind="fprop"):
   return Operands(SHAPE, ROWS, kind, SIZES, CPU, seed=2)
-
-
-def matmul_of_groups(a, b, ends):
-  """What every grouped product is, of rows (T, K) and (G, K, N)."""
-  out, start = a.new_zeros(len(a), b.shape[2]), 0
-  for group, end in enumerate(ends):
-    out[start:end] = (a[start:end].float() @ b[group].float()).to(a.dtype)
-    start = end
-  return out
 
 
 def test_every_peer_says_whether_it_is_here():
@@ -115,57 +89,6 @@ def test_weights_for_other_libraries_are_ours():
   values = torch.stack([pytorch.nvfp4_values(c, s, 1 / n) for c, s, n in zip(codes, scales, level, strict=True)])
   want = grouped.quantize(weight, grouped.NVFP4()).dequantize(torch.float32)
   assert torch.allclose(values, want, rtol=1e-6)
-
-
-def swiglu(pre):
-  gate, value = pre.unflatten(-1, (-1, 2)).unbind(-1)
-  return torch.nn.functional.silu(gate.float()) * value.float()
-
-
-def fake_quack(install):
-  """quack 0.6.5's calls: the starts of groups, (G, K, N) weights, gate and value interleaved."""
-
-  def gemm(a, b, cu_seqlens_m=None, cu_seqlens_k=None):
-    bounds = (cu_seqlens_m if cu_seqlens_k is None else cu_seqlens_k).tolist()
-    assert bounds[0] == 0
-    if cu_seqlens_k is None:
-      return matmul_of_groups(a, b, bounds[1:])
-    pairs = list(zip(bounds, bounds[1:], strict=False))
-    parts = [(a[:, s:e].float() @ b[s:e].float()).to(b.dtype) for s, e in pairs]
-    return torch.stack(parts)
-
-  def gated(a, b, activation, store_preact, cu_seqlens_m):
-    assert activation == "swiglu"
-    pre = gemm(a, b, cu_seqlens_m)
-    return pre if store_preact else None, swiglu(pre).to(a.dtype)
-
-  def dgated(a, b, pre, activation, cu_seqlens_m):
-    assert activation == "swiglu"
-    d_post = gemm(a, b, cu_seqlens_m)
-    leaf = pre.detach().float().requires_grad_()
-    post = swiglu(leaf)
-    post.backward(d_post.float())
-    return leaf.grad.to(a.dtype), post.detach().to(a.dtype)
-
-  install("quack")
-  install("quack.gemm_interface", gemm=gemm, gemm_gated=gated, gemm_dgated=dgated)
-
-
-@each("kind", ["fprop", "dgrad", "wgrad"])
-def test_quack_products(install, kind):
-  fake_quack(install)
-  (contender,) = quack.PEER({}).products(product(kind))
-  assert error_of(contender) <= contender.bound
-
-
-@pytest.mark.parametrize("passes", layer.PASSES)
-def test_quack_mlp(install, passes):
-  fake_quack(install)
-  work = layer.LayerWork("mlp", layer._TINY, 40, "17 0 22 1", passes, CPU)
-  (contender,) = quack.PEER({}).layers(work)
-  assert error_of(contender) <= contender.bound
-  linear = layer.LayerWork("linear", layer._TINY, 40, "17 0 22 1", passes, CPU)
-  assert not list(quack.PEER({}).layers(linear))
 
 
 def test_torchao_quantizers():

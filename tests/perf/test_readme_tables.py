@@ -6,8 +6,7 @@ import pytest
 
 from perf import readme
 from perf.__main__ import main
-from perf.records import RESULTS, load
-from perf.tables import TABLES, Cell, Column, Row, Table
+from perf.tables import Cell, Column, Row, Table
 from tests.perf.test_records import BASE
 
 _RUN = {"commit": "cd73e60abcdef", "protocol": "sustained", "value": 141.4, "spread": 3.0}
@@ -75,16 +74,3 @@ def test_kinds_never_mix():
     readme.render(any_kind, [RECORD, changed(kind="cpu", contender="torch")])
   with pytest.raises(ValueError, match="no record"):
     readme.render(TABLE, [changed(kind="cpu")])
-
-
-def test_every_table_names_its_kind_and_its_suite():
-  for table in TABLES.values():
-    assert {"kind", "suite"} <= table.where.keys(), table.name
-
-
-def test_no_number_of_a_table_is_lost():
-  """Cells are empty only where the records have nothing."""
-  records = load(RESULTS)
-  for table in TABLES.values():
-    text = readme.render(table, records)
-    assert text.count("\n| ") >= len(table.rows) or table.name.startswith("counts"), table.name

@@ -10,12 +10,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
-
-if TYPE_CHECKING:
-  from collections.abc import Callable
 
 f32 = np.float32
 np.seterr(all="ignore")
@@ -339,28 +336,7 @@ def _write_columnwise(
         codes_t[column, at] |= code << 4 * (i % 2)
 
 
-# ---------------------------------------------------------------------------- decoding, GEMM
-
-
-#: What codes are multiplied by, of a scale, its row and its group.
-Factor: TypeAlias = "Callable[[np.float32, int, int], np.float32]"
-
-
-def row_values(
-  result: Quantized, groups: list[Group], cols: int, factor: Factor = lambda scale, *_: scale
-) -> np.ndarray:
-  """Code times block scale of the rowwise copy, (T, K); rows of the tail are 0."""
-  blocks = 4 * ceil_div(cols, 64)
-  out = np.zeros((result.codes.shape[0], cols), f32)
-  for i, group in enumerate(groups):
-    for r in range(group.start, group.end):
-      slot = group.tile * 128 + r - group.start
-      for k in range(cols):
-        byte = result.scales[scale_byte(slot, k // 16, blocks)]
-        code = result.codes[r, k // 2] >> 4 * (k % 2) & 15
-        scale = factor(f32(e4m3_value(int(byte))), r, i)
-        out[r, k] = f32(e2m1_value(int(code))) * scale
-  return out
+# ---------------------------------------------------------------------------- decoding
 
 
 def dequantize(
@@ -373,27 +349,20 @@ def dequantize(
   bound: float = 448.0,
 ) -> np.ndarray:
   """fl(code * fl(fl(scale * g) * fl(1 / (6 * bound)))), fp32 (T, K); rows of the tail are 0."""
-
-  def factor(scale: np.float32, row: int, group: int) -> np.float32:
-    per_group = result.amax_t if columnwise else result.amax
-    level = result.amax[row] if row_scaled and not columnwise else per_group[group]
-    return (scale * level) * f32(1 / (6 * bound))
-
-  return (column_values if columnwise else row_values)(result, groups, cols, factor)
-
-
-def column_values(
-  result: Quantized, groups: list[Group], cols: int, factor: Factor = lambda scale, *_: scale
-) -> np.ndarray:
-  """Code times block scale of the columnwise copy of ragged input, (T, K) as the input lies."""
-  codes_t, scales_t = result.codes_t[0], result.scales_t[0]
-  blocks = codes_t.shape[1] // 8
   out = np.zeros((result.codes.shape[0], cols), f32)
+  codes, scales = (result.codes_t[0], result.scales_t[0]) if columnwise else (result.codes, result.scales)
+  blocks = codes.shape[1] // 8 if columnwise else 4 * ceil_div(cols, 64)
   for i, group in enumerate(groups):
     for r in range(group.end - group.start):
+      row = group.start + r
+      level = result.amax_t[i] if columnwise else result.amax[row if row_scaled else i]
       for k in range(cols):
-        byte = scales_t[scale_byte(k, 8 * group.tile + r // 16, blocks)]
-        code = codes_t[k, 64 * group.tile + r // 2] >> 4 * (r % 2) & 15
-        scale = factor(f32(e4m3_value(int(byte))), group.start + r, i)
-        out[group.start + r, k] = f32(e2m1_value(int(code))) * scale
+        if columnwise:
+          byte = scales[scale_byte(k, 8 * group.tile + r // 16, blocks)]
+          code = codes[k, 64 * group.tile + r // 2] >> 4 * (r % 2) & 15
+        else:
+          byte = scales[scale_byte(group.tile * 128 + r, k // 16, blocks)]
+          code = codes[row, k // 2] >> 4 * (k % 2) & 15
+        factor = (f32(e4m3_value(int(byte))) * level) * f32(1 / (6 * bound))
+        out[row, k] = f32(e2m1_value(int(code))) * factor
   return out

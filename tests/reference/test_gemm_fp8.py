@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from cute_kernels.formats import parse
-from cute_kernels.reference.scales import tile_view
 from tests.helpers import (
   DTYPES,
   assert_same_bytes,
@@ -277,39 +276,6 @@ def test_out_leaves_tail_and_empty_groups_alone(pair, accumulate):
   kept = poisoned(functional)
   ops.k_grouped_gemm_out(*wgrad.arguments(), out=kept, accumulate=True)
   assert_same_bytes(kept[1], poisoned(functional)[1])
-
-
-def poison(copy, text, columnwise, rows, live_tiles):
-  """Everything of a ragged copy that belongs to no group, neither to the first ``rows`` nor to
-  slots in ``live_tiles``, becomes NaN; a second level has one number a group.
-  """
-  fmt, (codes, *rest) = parse(text), [t.clone() for t in copy]
-  dead = torch.ones(codes.shape[columnwise and fmt.columnwise == "transposed"] // 128 + 9).bool()
-  dead[live_tiles] = False
-  by_byte = codes.view(torch.uint8)
-  if not columnwise:
-    by_byte[rows:] = 0x7F
-  else:
-    by_slot = by_byte.T if fmt.columnwise == "transposed" else by_byte
-    each = 64 if codes.dtype == torch.uint8 else 128
-    by_slot[dead.repeat_interleave(each)[: len(by_slot)]] = 0x7F
-  if fmt.scale is None:
-    return [codes, *rest]
-  scales, nan = rest[0], 0xFF if rest[0].dtype == torch.uint8 else torch.nan
-  by_tile = tile_view(fmt, scales, columnwise)
-  by_tile[dead[: len(by_tile)]] = nan
-  assert by_tile.untyped_storage().data_ptr() == scales.untyped_storage().data_ptr()
-  return [codes, *rest]
-
-
-@each_kind
-def test_what_belongs_to_no_group_is_not_read(pair):
-  case, wgrad = Product(pair, (20, 0, 12), tail=200), Wgrad(pair, (20, 0, 12), tail=200)
-  want, want_wgrad = case.run(), wgrad.run()
-  case.a = poison(case.a, pair[0], False, 32, [0, 2])
-  assert_same_bytes(case.run(), want)
-  wgrad.copies = [poison(copy, text, True, 32, [0, 2]) for copy, text in zip(wgrad.copies, pair, strict=True)]
-  assert_same_bytes(wgrad.run(), want_wgrad)
 
 
 @each_fp8

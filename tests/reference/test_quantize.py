@@ -256,18 +256,3 @@ def test_ties_of_codes_and_of_scales(text):
   quarter[:, 32:] *= torch.randint(1, 120, (32, 1))  # scales between E4M3 numbers
   quarter[:, 0] = 2688.0
   check(quarter, text, ends(32))
-
-
-@every_nvfp4
-def test_dequantize_uniform_is_dequantize_of_each_member(text):
-  x, whole = sample(3, 140, 48), ends(140)
-  for columnwise in (False, True):
-
-    def values(x, offs, columnwise=columnwise):
-      buffers = quantize(x, text, offs, not columnwise, columnwise)
-      arguments = decoded(buffers, text, columnwise, 140, torch.float32, offs)
-      return ops.grouped_dequantize(*arguments)
-
-    got = values(x, None)
-    for g in range(3):
-      assert_same_bytes(got[g], values(x[g], whole))

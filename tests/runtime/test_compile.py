@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import itertools
 import subprocess
 import sys
 import threading
@@ -60,22 +59,6 @@ def test_memory_then_disk_then_compiler(traced):
   forget_kernels()
   assert callable(compile_kernel(SPEC, SM90))
   assert traced() == 0
-
-
-def test_variants_and_targets_are_kernels_of_their_own(traced):
-  variants = list(itertools.product((SPEC, Scale(3.0)), (SM90, SM100, SM103)))
-  assert len({compile_kernel(spec, arch) for spec, arch in variants}) == 6
-  assert traced() == 6
-  objects = [object_path(spec, arch).read_bytes() for spec, arch in variants]
-  assert len(set(objects)) == 6
-
-
-def test_kernels_are_named_after_their_variant():
-  compile_kernel(SPEC, SM90)
-  compile_kernel(Scale(3.0), SM100)
-  name = f"{cache.short_name(SPEC)}_sm_90a_kernel_".encode()
-  assert name in object_path().read_bytes()
-  assert b"_sm_90a_kernel_" not in object_path(Scale(3.0), SM100).read_bytes()
 
 
 def test_who_waited_for_another_process_does_not_compile(on_disk, monkeypatch):
@@ -280,16 +263,6 @@ def test_precompile_reports_every_failure(traced, capsys):
   assert capsys.readouterr().err == ""
 
 
-def test_precompile_without_a_disk_cache(traced, monkeypatch):
-  monkeypatch.setenv("CUTE_KERNELS_CACHE", "0")
-  specs = [Scale(1.0), Scale(2.0)]
-  assert cute_kernels.precompile(specs, arch="sm_90a", jobs=2).compiled == 2
-  compile_kernel(Scale(1.0), SM90)
-  assert traced() == 2
-  with pytest.raises(aot.PrecompileError, match="cannot be kept on disk"):
-    cute_kernels.precompile(specs, arch="sm_90a", load=False)
-
-
 def test_precompile_needs_a_device_or_an_architecture(monkeypatch):
   monkeypatch.setattr("torch.cuda.is_available", lambda: False)
   with pytest.raises(UnsupportedError, match="name an arch"):
@@ -320,17 +293,6 @@ def test_command_line(family, capsys):
     assert f"sm_103a: {expected}" in capsys.readouterr().out
   assert is_on_disk(Scale(2.0, "Float16"), SM103)
   assert not is_on_disk(Scale(1.0), SM103)
-
-
-def test_command_line_errors(family, capsys):
-  assert aot.main(["--arch", "sm_80"]) == 1
-  assert "arch must be one of" in capsys.readouterr().err
-
-
-def test_progress_without_tqdm(family, capsys, monkeypatch):
-  monkeypatch.setitem(sys.modules, "tqdm", None)
-  assert aot.main(["--arch", "sm_90a", "--jobs", "1"]) == 0
-  assert f"1/1 {cache.short_name(Scale(3.0))} compiled" in capsys.readouterr().err
 
 
 def test_the_command_is_run_and_not_imported():

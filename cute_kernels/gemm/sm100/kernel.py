@@ -148,6 +148,7 @@ class Sm100Gemm:
     alpha: cute.Tensor | None,
     out: cute.Tensor,
     num_sms: Int32,
+    z: cute.Tensor | None,
     stream: Any,
   ) -> None:
     """Launch the kernel.
@@ -170,6 +171,7 @@ class Sm100Gemm:
       alpha: (G,) fp32, or None.
       out: (T, N), or (G, M, N) of a k_grouped product.
       num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
+      z: None.
       stream: where to launch.
 
     Rows of ``a``, ``b`` and ``out`` may have any pitch of whole 16 bytes.

@@ -21,12 +21,13 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from cute_kernels.capability import Support
 from cute_kernels.gemm.operands import DTYPE_BYTES, OPERANDS
 from cute_kernels.gemm.problem import N_ALIGN, GemmConfig, GemmGrouping, GemmProblem, RowPart, TileShape
 from cute_kernels.gemm.sm90.heuristics import estimated_cycles
 from cute_kernels.gemm.sm90.parts import parts_of
 from cute_kernels.layout.pieces import DECODED_SCALE
-from cute_kernels.layout.shapes import PIECE_K
+from cute_kernels.layout.shapes import PIECE_K, SF_TILE_ROWS
 
 #: Bytes along K of one stage: one swizzle atom. Where operand M is decoded a stage has a piece that
 #: the lanes of a quad read at once, see ``decode``, and two of them in tiles of up to
@@ -158,6 +159,11 @@ class Sm90GemmConfig(GemmConfig):
     if not self.is_decoded and (tile.fitted or tile.n == _DECODED_N):
       return "only products of operands that are decoded have this tile"
     return ""
+
+  def can_implement(self, problem: GemmProblem) -> Support:
+    if self.is_decoded and self.pairs_rows and self.tile.m < 2 * SF_TILE_ROWS:
+      return Support(False, "a tile must have whole tiles of block scales of both halves of B")
+    return super().can_implement(problem)
 
   def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
     return estimated_cycles(self, problem, num_sms)

@@ -7,11 +7,13 @@ of a row, and rows outside of the group are left out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
+from cute_kernels.device.activations import activated
+from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import asm, asm_volatile, bits_as_f32, f32_as_bits
@@ -43,30 +45,43 @@ def _store_matrices(address: Int32, words: list[Uint32], transpose: bool) -> Non
 
 
 def _store_if(address: Int64, words: list[Uint32], rows: tuple[Int32, int], cols: tuple[Int32, int]) -> None:
-  """Store 16 bytes if there are more rows and more columns than given; never a branch."""
+  """Store 8 or 16 bytes if there are more rows and more columns than given; never a branch."""
+  count = len(words)
+  names = ", ".join(f"${i + 1}" for i in range(count))
   asm_volatile(
     f"""{{
         .reg .pred p;
-        setp.gt.s32 p, $5, {rows[1]};
-        setp.gt.and.s32 p, $6, {cols[1]}, p;
-        @p st.global.v4.b32 [$0], {{$1, $2, $3, $4}};
+        setp.gt.s32 p, ${count + 1}, {rows[1]};
+        setp.gt.and.s32 p, ${count + 2}, {cols[1]}, p;
+        @p st.global.v{count}.b32 [$0], {{{names}}};
         }}""",
     [address, *words, rows[0], cols[0]],
   )
 
 
-class _Window(NamedTuple):
-  """The part of the output that a thread's vectors go to.
-
-  Attributes:
-    address: of the first vector of the tile's first block.
-    pitch: bytes from one row to the next.
-    rows: rows that exist from the first vector's on.
-    cols: columns that exist from the first vector's on.
-  """
+class _Target(NamedTuple):
+  """Where the first vector of a thread goes in a tensor, and bytes from one row to the next."""
 
   address: Int64
   pitch: Int64
+
+  def at(self, row: int, offset: int) -> Int64:
+    """The address ``row`` rows and ``offset`` bytes further."""
+    return self.address + self.pitch * row + offset
+
+
+class _Window(NamedTuple):
+  """What a thread's vectors of a tile become.
+
+  Attributes:
+    out: the place of the tile's first block in the output.
+    z: likewise in what goes into an activation, for its A and B if they are halves.
+    rows: rows that exist from the first vector's on.
+    cols: columns of the product that exist from the first vector's on.
+  """
+
+  out: _Target
+  z: list[_Target]
   rows: Int32
   cols: Int32
 
@@ -223,12 +238,19 @@ class Epilogue:
     values = cute.make_rmem_tensor(2, Float32)
     row = tile.m_row + self.first_m + repeat * self.step + self.warp * 16 + self.lane // 4
     for half in cutlass.range_constexpr(2):
-      col = row + half * 8
-      value = Float32(0.0)
-      if tile.k_blocks > 0 and col < bias.shape[1]:
-        value = bias[tile.group, col].to(Float32)
-      values[half] = value
+      values[half] = self.bias_of(tile, row + half * 8)
     return values
+
+  @cute.jit
+  def bias_of(self, tile: WorkTile, col: Int32) -> Float32:
+    """The bias of a column of the product, 0 where nothing was multiplied or there is none."""
+    bias = self.tensors.bias
+    value = Float32(0.0)
+    if tile.k_blocks > 0 and col < bias.shape[1]:
+      if cutlass.const_expr(self.config.pairs_rows):
+        col = col // 2 + col % 2 * (bias.shape[1] // 2)
+      value = bias[tile.group, col].to(Float32)
+    return value
 
   @cute.jit
   def finish(
@@ -264,14 +286,10 @@ class Epilogue:
   @cute.jit
   def add_bias_of_columns(self, values: cute.Tensor, j: int, tile: WorkTile) -> None:
     """Add the bias of the thread's two columns of the ``j``-th eight of operand N."""
-    bias = self.tensors.bias
     addends = cute.make_rmem_tensor(4, Float32)
     for i in cutlass.range_constexpr(2):
       col = tile.n_row + j * 8 + self.lane % 4 * 2 + i
-      value = Float32(0.0)
-      if tile.k_blocks > 0 and col < bias.shape[1]:
-        value = bias[tile.group, col].to(Float32)
-      addends[i] = addends[i + 2] = value
+      addends[i] = addends[i + 2] = self.bias_of(tile, col)
     _each("add.rn.f32", values, addends)
 
   def stage(self, values: list[cute.Tensor], buffer: Int32, first: int) -> None:
@@ -314,8 +332,8 @@ class Epilogue:
 
   @cute.jit
   def window(self, tile: WorkTile) -> _Window:
-    """Where in the output the thread's first vector of the tile's first block goes."""
-    out, width = self.tensors.out, self.tensors.out.element_type.width // 8
+    """Where the thread's first vector of the tile's first block goes."""
+    config, out, z = self.config, self.tensors.out, self.tensors.z
     row, col = self.own_row, tile.n_row + self.own_col
     first_m = tile.m_row + self.first_m
     if cutlass.const_expr(self.config.tile.swap_ab):
@@ -329,9 +347,21 @@ class Epilogue:
     if cutlass.const_expr(self.vectors < WARPGROUP_SIZE):
       if self.thread >= self.vectors:
         rows = Int32(0)
-    offset = out_offset(self.config, out, tile.group, row, col)
-    address = out.iterator.toint() + offset * width
-    return _Window(address, Int64(out.stride[1]) * width, rows, out.shape[2] - col)
+    cols = out.shape[2]
+    narrow = col
+    if cutlass.const_expr(config.is_gated):
+      cols, narrow = 2 * cols, col // 2
+    targets = []
+    if cutlass.const_expr(z is not None):
+      starts = [narrow, narrow + out.shape[2]] if config.pairs_rows else [col]
+      targets = [self.target(z, tile, row, start) for start in starts]
+    return _Window(self.target(out, tile, row, narrow), targets, rows, cols - col)
+
+  def target(self, x: cute.Tensor, tile: WorkTile, row: Int32, col: Int32) -> _Target:
+    """A place in a tensor."""
+    width = x.element_type.width // 8
+    offset = out_offset(self.config, x, tile.group, row, col)
+    return _Target(x.iterator.toint() + offset * width, Int64(x.stride[1]) * width)
 
   @cute.jit
   def copy(self, buffer: Int32, window: _Window, repeat: int, first_n: int) -> None:
@@ -347,12 +377,27 @@ class Epilogue:
       else:
         row, col = m + row, first_n + col
       width = self.tensors.out.element_type.width // 8
-      address = window.address + window.pitch * row + col * width
+      limits = (window.rows, row), (window.cols, col)
       if cutlass.const_expr(self.config.accumulate):
         if window.rows > row and window.cols > col:
-          self.add(address, words)
+          self.add(window.out.at(row, col * width), words)
+      elif cutlass.const_expr(self.config.activation is None):
+        _store_if(window.out.at(row, col * width), words, *limits)
       else:
-        _store_if(address, words, (window.rows, row), (window.cols, col))
+        self.store_activated(words, window, row, col * width, limits)
+
+  def store_activated(self, words: list[Uint32], window: _Window, row: int, offset: int, limits: Any) -> None:
+    """Store what an activation makes of a vector, ``offset`` bytes into the product's row."""
+    config, act = self.config, self.config.act
+    numbers = unpack_words(words, config.out_dtype)
+    inputs = [numbers[::2], numbers[1::2]] if act.is_gated else [numbers]
+    (made,) = activated(act, False, "sm_90a", inputs)
+    narrow = offset // len(inputs)
+    _store_if(window.out.at(row, narrow), pack_words(made, config.out_dtype), *limits)
+    if len(window.z) == 1:
+      _store_if(window.z[0].at(row, offset), words, *limits)
+    for target, half in zip(window.z[: 2 * (len(window.z) > 1)], inputs, strict=False):
+      _store_if(target.at(row, narrow), pack_words(half, config.out_dtype), *limits)
 
   def step_of(self, i: int) -> tuple[int, int]:
     """Rows and columns of a block from a thread's first vector to its ``i``-th."""

@@ -36,6 +36,7 @@ from cute_kernels.gemm.views import (
   codes_view,
   matrix_view,
   output_view,
+  paired_rows,
   ragged_rows_view,
   row_scales_view,
   scale_words_view,
@@ -107,6 +108,7 @@ class Sm90Gemm:
     alpha: cute.Tensor | None,
     out: cute.Tensor,
     num_sms: Int32,
+    z: cute.Tensor | None,
     stream: Any,
   ) -> None:
     """Launch the kernel.
@@ -127,6 +129,7 @@ class Sm90Gemm:
       alpha: (G,) fp32, or None.
       out: (T, N), or (G, M, N) of a k_grouped product.
       num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
+      z: (T, N), where the output has what an activation makes of it; None if it is not kept.
       stream: where to launch.
 
     What is fp16 or bf16 beside codes has its elements in the order of ``decode``, and K as a
@@ -147,6 +150,8 @@ class Sm90Gemm:
     sources = Sources(m_source, n_source)
     if cutlass.const_expr(config.is_decoded):
       words = scale_words_view(m_scales)
+      if cutlass.const_expr(config.pairs_rows):
+        words = paired_rows(words)
       scales = self.source(words, layouts.stages.m_scales, layouts.tilers.m_scales)
       sources = sources._replace(m_scales=scales)
     squares = (None, None)
@@ -165,12 +170,12 @@ class Sm90Gemm:
       # T itself is not known here; the most rows that the slots hold give the same slots.
       num_rows = most_rows(n.shape[1] // TILE_ROWS, offs.shape[0])
     depth = (n if config.tile.swap_ab else m).shape[1]
-    extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], depth)))
+    extents = Extents(*(Int32(x) for x in (num_rows, cute.size(m, mode=[0]), cute.size(n, mode=[0]), depth)))
     self.kernel(
       sources.each("atom"),
       sources.each("tensor"),
       squares,
-      EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias),
+      EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias, None if z is None else output_view(z)),
       gathered,
       offs,
       extents,
@@ -189,9 +194,13 @@ class Sm90Gemm:
     if config.ragged_k:
       return ragged_rows_view(m), ragged_rows_view(n)
     if config.is_decoded:
-      return codes_view(m), matrix_view(n, OPERANDS[config.multiplied], False)
-    m_major, n_major = config.mn_major
-    return matrix_view(m, config.m_kind, m_major, depth), matrix_view(n, config.n_kind, n_major, depth)
+      m, n = codes_view(m), matrix_view(n, OPERANDS[config.multiplied], False)
+    else:
+      m_major, n_major = config.mn_major
+      m, n = matrix_view(m, config.m_kind, m_major, depth), matrix_view(n, config.n_kind, n_major, depth)
+    if not config.pairs_rows:
+      return m, n
+    return (paired_rows(m), n) if config.tile.swap_ab else (m, paired_rows(n))
 
   def row_scales(
     self, layouts: Layouts, m_scales: cute.Tensor, n_scales: cute.Tensor

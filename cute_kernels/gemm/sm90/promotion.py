@@ -84,9 +84,11 @@ class Promoter:
       self.m_rows = stages.m_scales.iterator.toint() + row * 4
     if stages.n_scales is not None:
       self.n_rows = stages.n_scales.iterator.toint() + lane % 4 * 8
+    #: Which half of B the thread's rows are of, where operand M has its rows by turns.
+    self.half = lane // 4 % 2
     self.num_squares = int(self.m_squares is not None)
     if self.n_squares is not None:
-      self.num_squares += max(1, config.tile.n // _SQUARE)
+      self.num_squares += 2 if config.pairs_rows else max(1, config.tile.n // _SQUARE)
     self.squares = cute.make_rmem_tensor(max(1, self.num_squares), Float32)
     self.has_columns = config.row_scales[1] > 0
     #: Whether s * t is multiplied first.
@@ -112,7 +114,12 @@ class Promoter:
         squares, row = self.n_squares, tile.n_sf_row + i * _SQUARE
         is_ragged = k_grouped or swapped
       group = None if is_ragged else tile.group
-      self.squares[i] = scale_at(squares, row // config.kind.sf_vec_size, block, group)
+      square = row // config.kind.sf_vec_size
+      if config.pairs_rows:
+        # The tile's columns of the output are in one square of each half.
+        first = tile.m_sf_row + self.first_m if swapped else tile.n_sf_row
+        square = first // 2 // _SQUARE + (self.half if swapped else i) * (squares.shape[0] // 2)
+      self.squares[i] = scale_at(squares, square, block, group)
 
   def of_stage(self, stage: Int32) -> StageScales | None:
     """Scales of rows of operand M for a stage that is there, and of the squares just read."""
@@ -171,7 +178,7 @@ class Promoter:
         if scales.n is None:
           n = columns[j][i % 2]
         else:
-          n = scales.n[part * self.config.partial_n // _SQUARE]
+          n = scales.n[i % 2 if self.config.pairs_rows else part * self.config.partial_n // _SQUARE]
         acc[at] = self.scaled(value, scales.m[i // 2], n, total)
 
   def scaled(self, value: Float32, m: Float32, n: Float32, total: Float32) -> Float32:

@@ -74,6 +74,12 @@ class Layouts:
       rows = config.row_scales
       self.tilers = Stages(m_tiler, n_tiler, *((r, 1) if r else None for r in rows))
       self.stages = Stages(m, n, *(self._scales(r) if r else None for r in rows))
+    if config.pairs_rows:
+      names = ("m", "m_scales") if tile.swap_ab else ("n", "n_scales")
+      given = {name: getattr(self.tilers, name) for name in names}
+      self.tilers = self.tilers._replace(
+        **{name: ((2, t[0] // 2), *t[1:]) for name, t in given.items() if t is not None}
+      )
 
   def mma_of(self, width: int) -> cute.TiledMma:
     """The MMA of all consumer warpgroups for ``width`` columns."""

@@ -26,7 +26,7 @@ _MOST_BYTES = 2**35
 
 def gathers_first(op: GroupedGemm, side: str, arch: str) -> bool:
   """Whether those of a plain operand ``side`` are: unless both are plain, on sm_90a."""
-  if op.rows is None or op.a_record is not None:
+  if op.index is None or op.a_record is not None:
     return False
   x: Tensor = getattr(op, side)
   return arch != "sm_90a" or op.b_record is not None or len(x) * x.stride(0) * x.itemsize > _MOST_BYTES
@@ -36,7 +36,7 @@ def multiply_gathered(op: Any, side: str, launch: Launcher, multiply: Callable[[
   """How that runs, with ``multiply`` for the rows of operand ``side`` one after the other."""
 
   def gathering(op: Any) -> MoeGather:
-    return MoeGather(getattr(op, side), op.rows)
+    return MoeGather(getattr(op, side), op.index)
 
   def product(op: Any, rows: Tensor) -> Any:
     return dataclasses.replace(op, rows=None, **{side: rows})

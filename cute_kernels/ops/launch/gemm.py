@@ -85,8 +85,8 @@ def _sm90_fields(op: GroupedGemm) -> dict[str, Any]:
 
 def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
   """How the ``m_grouped`` GEMMs run."""
-  (spec,) = op.outputs()
-  rows, cols = spec.shape
+  spec = op.outputs()[0]
+  rows, cols = spec.shape[0], op.cols
   if rows == 0 or cols == 0:
     return _nothing
   if gathers_first(op, "a", launch.arch):
@@ -102,7 +102,8 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
     bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
     has_alpha=op.alpha is not None,
     transpose_b=op.is_b_mn_major,
-    gathered=op.rows is not None,
+    gathered=op.index is not None,
+    **dict(zip(("activation", "interleaved", "keeps_z"), op.of_activation, strict=False)),
     **(_sm90_fields(op) if launch.arch == "sm_90a" else {}),
   )
   problem = GemmProblem(base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth)
@@ -131,7 +132,7 @@ def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
     tile=cls.any_tile("k_grouped"),
     out_dtype=dtype_name(spec.dtype),
     has_alpha=op.alpha is not None,
-    gathered=op.rows is not None,
+    gathered=op.index is not None,
     **(_sm90_fields(op) if launch.arch == "sm_90a" else {}),
   )
   problem = GemmProblem(base.operand, "k_grouped", base.out_dtype, groups, op.num_rows, n, m=m)
@@ -164,9 +165,10 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
   # Strides are the same in every call; addresses are not.
   read = op.reader()
   is_addressable = all(map(_is_addressable, read(op)))
-  vectors = (op.offs, op.rows, getattr(op, "bias", None), op.alpha)
+  vectors = (op.offs, op.index, getattr(op, "bias", None), op.alpha)
   is_dense = all(v is None or v.is_contiguous() for v in vectors)
 
+  keeps_z = config.keeps_z
   parts = (config,) if _forced else config.parts(problem, launch.num_sms)
 
   @functools.cache
@@ -177,16 +179,17 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
     a, b = read(op)
     if not is_addressable or _is_misaligned(a) or _is_misaligned(b):
       a, b = _addressable_parts(a), _addressable_parts(b)
-    offs, rows, bias, alpha = op.offs, op.rows, getattr(op, "bias", None), op.alpha
+    offs, rows, bias, alpha = op.offs, op.index, getattr(op, "bias", None), op.alpha
     if not is_dense:
       offs, rows, bias, alpha = offs.contiguous(), dense(rows), dense(bias), dense(alpha)
     # Parameters may be views of one flat buffer, at any element of it.
     bias = aligned(bias, PITCH_ALIGNMENT)
     if prepare is not None:
       a, b = prepare(a, b, offs)
+    out, z = outputs if keeps_z else (outputs[0], None)
     for kernel in kernels(accumulate, fresh):
       # As GemmArguments names them; making one takes half a microsecond of every call.
-      kernel(*a, *b, offs, rows, bias, alpha, outputs[0], launch.num_sms)
+      kernel(*a, *b, offs, rows, bias, alpha, out, launch.num_sms, z)
 
   return run
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from cute_kernels.moe.config import ActivateConfig, CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.moe.config import ActivateConfig, CombineConfig, RoutingConfig
 from cute_kernels.ops.arguments import dense, dtype_name, readable
+from cute_kernels.ops.launch.rows import gatherer
 
 if TYPE_CHECKING:
   from collections.abc import Sequence
@@ -39,15 +38,8 @@ def gather(op: MoeGather, launch: Launcher) -> Runner:
     return lambda op, outputs: None
   if not op.x.numel():
     return lambda op, outputs: outputs[0].zero_()
-  config = GatherConfig.choose(op.x.shape[1] * op.x.itemsize)
-  kernel = launch.kernel(config)
-  kind = torch.int16 if config.width == 2 else torch.int32
-
-  def run(op: MoeGather, outputs: Sequence[Tensor]) -> None:
-    x, out = (t.flatten().view(kind).view(len(t), -1) for t in (readable(op.x), outputs[0]))
-    kernel(x, dense(op.index), out, launch.num_sms)
-
-  return run
+  run = gatherer(op.x, launch)
+  return lambda op, outputs: run(op.x, op.index, outputs[0])
 
 
 def combine(op: MoeCombine, launch: Launcher) -> Runner:

@@ -6,15 +6,17 @@ Each function takes an op for its metadata alone and returns what runs every cal
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.buffers import code_pitch
+from cute_kernels.layout.buffers import BufferSpec, code_pitch
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops.arguments import ALIGNMENT, dense, dtype_name, readable
+from cute_kernels.ops.launch.rows import gatherer
 from cute_kernels.ops.prologue import result_columns
+from cute_kernels.ops.registry import Allocator
 from cute_kernels.quantize.config import (
   AmaxConfig,
   DbiasConfig,
@@ -45,28 +47,30 @@ def _problem(x: Tensor, offs: Tensor | None) -> QuantizeProblem:
   return QuantizeProblem(dtype_name(x.dtype), x.shape[-1], "uniform" if offs is None else "ragged")
 
 
-def _prologue(x: Tensor, activation: str | None, grad: Tensor | None) -> Prologue | None:
+def _prologue(x: Tensor, activation: str | None, grad: Tensor | None, gathered: bool = False) -> Prologue | None:
   """What an activation makes of ``x``, as a fact of kernels' configurations."""
-  if activation is None:
+  if activation is None and not gathered:
     return None
-  return Prologue(dtype_name(x.dtype), activation, grad is not None)
+  return Prologue(dtype_name(x.dtype), activation, grad is not None, gathered)
 
 
-def _quantized(op: GroupedQuantize) -> QuantizeProblem:
-  """What is quantized: ``x``, or the elements that an activation makes of it."""
+def quantized(op: GroupedQuantize) -> QuantizeProblem:
+  """What is quantized: ``x``, or its rows by an index, or the elements that an activation makes of it."""
   problem = _problem(op.x, op.offs)
-  if op.activation is None:
+  if op.activation is None and op.rows is None:
     return problem
   return dataclasses.replace(
     problem,
-    dtype=problem.dtype if op.record.truncates else "float32",
+    dtype=problem.dtype if op.activation is None or op.record.truncates else "float32",
     cols=result_columns(op.x.shape[-1], op.activation, op.grad),
-    prologue=_prologue(op.x, op.activation, op.grad),
+    prologue=_prologue(op.x, op.activation, op.grad, op.rows is not None),
   )
 
 
 def _inputs(op: GroupedQuantize) -> tuple[Tensor | None, ...]:
-  """x, grad and offs as kernels take them."""
+  """x, grad or the index of rows, and offs as kernels take them."""
+  if op.rows is not None:
+    return readable(op.x), dense(op.rows), dense(op.offs)
   grad = None if op.grad is None else readable(op.grad)
   return readable(op.x), grad, dense(op.offs)
 
@@ -136,14 +140,29 @@ def quantize(op: GroupedQuantize, launch: Launcher, drawn: tuple[int, int] | Non
   if op.shapes is not None:
     before = op.drawn_before() if op.seed is not None else [None] * op.num_groups
     return _each_member(lambda member, i: quantize(member, launch, before[i]))
-  if not op.x.numel():
+  if not op.x.numel() or (op.rows is not None and not op.rows.numel()):
     return _no_elements(op)
-  fmt, problem = op.record, _quantized(op)
+  fmt, problem = op.record, quantized(op)
   if op.rowwise and not op.columnwise:
     rows = RowsConfig.choose(fmt, problem, launch.arch)
-    if rows.is_preferred and rows.can_implement(problem):
+    computes_first = op.rows is not None and rows.takes_amax and op.amax is None
+    if (rows.is_preferred or op.rows is not None) and not computes_first and rows.can_implement(problem):
       return _rows(op, rows, launch)
   return _tiles(op, fmt, problem, launch, drawn)
+
+
+def _gathered_first(op: GroupedQuantize, launch: Launcher) -> Runner:
+  """Rows by an index go to memory where amaxes of groups, which are of no token, come first."""
+  gather = gatherer(op.x, launch)
+  workspace = Allocator([BufferSpec((*op.lead, op.x.shape[1]), op.x.dtype)], op.device)
+  after = quantize(dataclasses.replace(op, x=workspace.make()[0], rows=None), launch)
+
+  def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
+    (x,) = workspace.make()
+    gather(op.x, cast("Tensor", op.rows), x)
+    after(dataclasses.replace(op, x=x, rows=None), outputs)
+
+  return run
 
 
 def _each_member(runner_of: Callable[[Any, int], Runner]) -> Runner:
@@ -191,6 +210,10 @@ def _tiles(
   config = TileConfig.choose(
     fmt, problem, launch.arch, rowwise=op.rowwise, columnwise=op.columnwise, compute_amax=op.amax is None
   )
+  if config.prologue is not None and config.prologue.gathered:
+    by_group = config.compute_amax or (config.uses_row_amax and op.amax is not None)
+    if by_group:
+      return _gathered_first(op, launch)
   if drawn is not None:
     config = dataclasses.replace(config, is_member=True)
   kernel = launch.kernel(config)

@@ -14,9 +14,10 @@ from cute_kernels.formats import parse
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.layout.shapes import PIECE_K, ceil_div
-from cute_kernels.ops.arguments import dtype_name, readable
+from cute_kernels.ops.arguments import dense, readable
+from cute_kernels.ops.launch.quantize import quantized
 from cute_kernels.ops.registry import Allocator
-from cute_kernels.quantize.config import AmaxConfig, QuantizeProblem, ValuesConfig
+from cute_kernels.quantize.config import AmaxConfig, ValuesConfig
 
 if TYPE_CHECKING:
   from collections.abc import Callable
@@ -66,9 +67,10 @@ def rows_first(op: GroupedGemm, config: GemmConfig) -> Prepare | None:
 
 def values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> ValuesConfig | None:
   """The quantizer of A to values; None where no kernel can."""
-  problem = QuantizeProblem(dtype_name(op.a.dtype), op.a.shape[1])
+  problem = quantized(op.quantizer())
   config = ValuesConfig.choose(parse(op.a_format), problem, launch.arch)
-  return config if config.can_implement(problem) else None
+  computes_first = op.rows is not None and config.takes_amax
+  return config if config.can_implement(problem) and not computes_first else None
 
 
 def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
@@ -103,8 +105,8 @@ def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
   kernel = launch.kernel(config)
   amax_kernel = None
   if not config.computes_amax:
-    amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch))
-  rows, depth = op.a.shape
+    amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch, prologue=config.prologue))
+  rows, depth = op.num_rows, op.depth
   count = rows if config.computes_amax else op.offs.shape[0]
   specs = [_pieces(rows, depth, torch.float16), BufferSpec((count,), torch.float32)]
   workspace = Allocator(specs, op.device)
@@ -114,7 +116,8 @@ def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
     values, amax = workspace.make()
     if amax_kernel is not None:
       amax_kernel(x, None, offs, None, amax, launch.num_sms)
-    kernel(x, None, offs, amax, values, None, None, None, launch.num_sms)
+    index = None if a[1] is None else dense(a[1])
+    kernel(x, index, offs, amax, values, None, None, None, launch.num_sms)
     return (values, None, amax), b
 
   return run

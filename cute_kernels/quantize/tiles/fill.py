@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
+from cute_kernels.device.groups import indexed
 from cute_kernels.device.memory import load_global, store_shared
 from cute_kernels.device.ptx import in_place
-from cute_kernels.quantize.elements import maker_of
+from cute_kernels.quantize.elements import ElementMaker
 from cute_kernels.quantize.tiles.geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class TileFiller:
   """Makes tiles, see the module."""
 
   def __init__(self, config: TileConfig, team: Team):
-    self.maker = maker_of(config)
+    self.maker = ElementMaker(config.prologue, config.dtype, config.arch)
+    self.gathered = config.prologue.gathered
     self.team = team
     #: Chunks of a unit, units of a row, and rows that the team has at once.
     self.chunks = self.maker.words // 4
@@ -60,13 +62,14 @@ class TileFiller:
     rounds = (what.count + (self.rows_at_once * self.batch - 1)) // (self.rows_at_once * self.batch)
     self.team.sync(team)  # until then a warp may still read the tile before
     if col < cols:
-      sources, is_second = self.maker.sources(x, grad, what.first, col, cols)
+      origin = Int32(0) if self.gathered else what.first
+      sources, is_second = self.maker.sources(x, None if self.gathered else grad, origin, col, cols)
       for n in cutlass.range(rounds, unroll=1):
-        inputs = []
-        for i in cutlass.range_constexpr(self.batch):
-          index = row + (n * self.batch + i) * self.rows_at_once
-          index = Int64(cutlass.min(index, what.count - 1))
-          inputs.append([load_global(at + index * pitch, 4) for at, pitch in sources])
+        rows = [row + (n * self.batch + i) * self.rows_at_once for i in range(self.batch)]
+        rows = [cutlass.min(r, what.count - 1) for r in rows]
+        if cutlass.const_expr(self.gathered):
+          rows = [indexed(grad, what.first + r, x.shape[0]) for r in rows]
+        inputs = [[load_global(at + Int64(r) * pitch, 4) for at, pitch in sources] for r in rows]
         for i in cutlass.range_constexpr(self.batch):
           self.store(to, n, i, self.maker.make(inputs[i], is_second))
     else:

@@ -234,7 +234,8 @@ class TileQuantizer(ChunkAmaxKernels):
     cute.arch.sync_threads()
 
     cols = x.shape[len(x.shape) - 1] if self.maker is None else self.maker.cols(x)
-    groups = Grouping.of(x, offs)
+    index = grad if cutlass.const_expr(config.prologue is not None and config.prologue.gathered) else None
+    groups = Grouping.of(x, offs, index)
     warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
     if warp == self.num_compute_warps:
       boxes = lines = None

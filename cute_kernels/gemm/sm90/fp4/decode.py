@@ -150,6 +150,9 @@ class FragmentDecoder:
     #: Bytes of scale tiles of 128 rows: of a piece, and of a stage.
     self.piece_scale_bytes = PIECE_K // config.kind.scale_tile_k * SF_TILE_BYTES
     self.scale_row_bytes = config.pieces * self.piece_scale_bytes
+    #: Whether rows are those of two tiles of scales by turns; bytes from a row's scales to the next's.
+    self.pairs = config.pairs_rows
+    self.next_scales = _NEXT_ROW // (1 + self.pairs) * 16
     thread = cute.arch.thread_idx()[0]
     lane, quad_lane = thread % 32, thread % 4
     row = thread // WARPGROUP_SIZE * WARPGROUP_M
@@ -175,8 +178,11 @@ class FragmentDecoder:
   def scale_offset(self, row: Int32, quad_lane: Int32) -> Int32:
     """The thread's first block scales in a stage."""
     lanes_of_tile = SF_TILE_COLS // _LANE_SCALES
+    tile = row // SF_TILE_ROWS
+    if self.pairs:
+      tile, row = row % 2, row // 2
     return (
-      row // SF_TILE_ROWS * self.scale_row_bytes
+      tile * self.scale_row_bytes
       + quad_lane // lanes_of_tile * SF_TILE_BYTES
       + row % 32 * 16
       + row % SF_TILE_ROWS // 32 * SF_TILE_COLS
@@ -193,8 +199,12 @@ class FragmentDecoder:
         at = codes + (repeat * self.step + row * _NEXT_ROW) * self.row_bytes
         for i, word in enumerate(load_shared(at, _LANE_BYTES // 4)):
           self.words[i, row, repeat] = word
-        at = scales + repeat * (self.step // SF_TILE_ROWS) * self.scale_row_bytes
-        self.scales[row, repeat] = self.codes.scales(_load_u16(at + row * _NEXT_ROW * 16))
+        at = scales + row * self.next_scales
+        if self.pairs:
+          at += repeat * (self.step // 2 // 32 * SF_TILE_COLS)
+        else:
+          at += repeat * (self.step // SF_TILE_ROWS) * self.scale_row_bytes
+        self.scales[row, repeat] = self.codes.scales(_load_u16(at))
 
   def decode(self, fragment: cute.Tensor, stage: Int32, group: int) -> None:
     """Write the fragment of a stage's group of instructions, ((2, 2, 2), repeats, blocks)."""
