@@ -63,12 +63,17 @@ def compute_routing(expert_ids: Tensor, num_experts: int) -> Routing:
 
 
 class Style(NamedTuple):
-  """What the experts do besides products; ``dtype`` is that of y."""
+  """What the experts do besides products; ``dtype`` is that of y.
+
+  ``apart``: y is not multiplied by p. Who asks for that does it, and passes back the gradient of
+  the product instead of that of y: p times it is what the backward pass makes, as ever.
+  """
 
   activation: str
   interleaved: bool
   recompute: bool
   dtype: torch.dtype
+  apart: bool = False
 
 
 class Layer(NamedTuple):
@@ -144,7 +149,7 @@ def _forward(
   z, weight, amaxes = first.forward(Rows(x, r.offs, r.token), r.offs, needs[0])
   a = Rows(z, r.offs, None, style.activation, style.interleaved)
   h, weight_2, amaxes_2 = second.forward(a, r.offs, needs[1])
-  y = ops.moe_combine(h, r.row, p, style.dtype)
+  y = ops.moe_combine(h, r.row, None if style.apart else p, style.dtype)
   return y, z, [weight, weight_2], [amaxes, amaxes_2]
 
 
@@ -331,7 +336,7 @@ _LIBRARY.define(
   "experts(Tensor x, Tensor p, Tensor offs, Tensor token, Tensor pair, Tensor row, "
   f"Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, {_FORMATS}, "
   "bool propagate_nonfinite_1, bool propagate_nonfinite_2, str activation, bool interleaved, "
-  "bool recompute, ScalarType dtype, Tensor[]? scales_1, Tensor[]? amaxes_1, "
+  "bool recompute, ScalarType dtype, bool apart, Tensor[]? scales_1, Tensor[]? amaxes_1, "
   "Tensor[]? scales_2, Tensor[]? amaxes_2) -> Tensor",
   tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -344,11 +349,11 @@ def _unpacked(arguments: Sequence[Any], records: bool) -> tuple[Tensor, Tensor, 
   layers = []
   for i in range(2):
     recipe = recipe_of(*formats[3 * i : 3 * i + 3], flags[i])
-    scales, amaxes = arguments[22 + 2 * i : 24 + 2 * i]
+    scales, amaxes = arguments[23 + 2 * i : 25 + 2 * i]
     scaling = None if scales is None else Scaling(scales, amaxes if records else None)
     weight, bias = arguments[6 + 2 * i : 8 + 2 * i]
     layers.append(Layer([weight], bias, recipe, scaling=scaling))
-  return x, p, Routing(*arguments[2:6]), layers[0], layers[1], Style(*arguments[18:22])
+  return x, p, Routing(*arguments[2:6]), layers[0], layers[1], Style(*arguments[18:23])
 
 
 def _below_autograd(*arguments: Any) -> Tensor:

@@ -133,7 +133,7 @@ def activate_gradient(
 def _warp_sum(terms: Tensor) -> Tensor:
   """The sum of each row, in the order of a warp."""
   padded = torch.nn.functional.pad(terms, (0, -terms.shape[1] % (_RUN * _LANES)))
-  strips = padded.view(len(terms), -1, _LANES, _RUN)
+  strips = padded.view(len(terms), padded.shape[1] // (_LANES * _RUN), _LANES, _RUN)
   lanes = terms.new_zeros(len(terms), _LANES)
   for i in range(strips.shape[1]):
     for j in range(_RUN):

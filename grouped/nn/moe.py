@@ -101,6 +101,8 @@ class MoE(nn.Module):
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
     self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
     self.recompute = recompute
+    #: What runs the experts where they are spread over processes: ``grouped.distributed``.
+    self.exchange: Any = None
     self.router = Router(
       *(hidden_size, num_experts, top_k),
       score=score,
@@ -207,7 +209,8 @@ class MoE(nn.Module):
       needs_dx = needs_dx or weights.requires_grad or first._has_trainable()
     act = self.experts.activation.text
     style = Style(act, self.experts.interleaved, self.recompute, dtype)
-    return experts(rows, weights, routing, layers[0], layers[1], style)
+    run = experts if self.exchange is None else self.exchange
+    return run(rows, weights, routing, layers[0], layers[1], style)
 
   def backward_dw(self) -> None:
     """As ``GroupedLinear.backward_dw``, of all experts."""

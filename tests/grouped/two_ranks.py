@@ -6,6 +6,7 @@
 import copy
 import datetime
 import json
+import os
 import sys
 import time
 import traceback
@@ -20,17 +21,20 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import grouped
 from grouped import recipes
-from grouped.nn import GroupedLinear
+from grouped.distributed import Exchange, ExpertParallel, ExpertTensorParallel
+from grouped.experts import compute_routing, experts
+from grouped.nn import GroupedLinear, MoE
 from tests.grouped.cases import EVERY_FORMAT
 from tests.helpers import assert_same_bytes
 
 GROUPS, N, K = 4, 32, 48
 ENDS = [3, 3, 7, 10]
 SQUARE = grouped.FP8Block(block=(128, 128))
-CHECKS = {}
+CHECKS, RESULTS = {}, {}
 RANK = 0
 FOLDER = Path()
 MESH = None
@@ -151,7 +155,7 @@ def layers_of_dtensors():
       got = module(mine, ends, is_first_microbatch=first)
       got.backward(dy[part])
       assert_same_bytes(got.detach(), y.detach()[part])
-      assert_same_bytes(mine.grad, x.grad[part])
+      assert_same_bytes(mine.grad, x.grad[part], name)
     if not is_quantized:
       assert module.weight.grad.placements == (Shard(0),)
       assert_same_bytes(module.weight.grad.full_tensor(), 2 * alone.weight.grad)
@@ -248,25 +252,224 @@ def checkpoints():
     dist.barrier()
 
 
+H, I, TOKENS = 128, 128, (9, 7)  # noqa: E741
+SPREAD = {
+  "bf16": (recipes.BF16(), {}),
+  "capacity": (recipes.BF16(), {"capacity": 18}),
+  "row-scaled": (recipes.NVFP4RowScaled(), {"capacity": 18}),
+  "fp8-block": (recipes.FP8Block(), {}),
+  "wire": (recipes.FP8Block(), {"wire": grouped.FP8Block(), "gradient_wire": grouped.FP8Block()}),
+  "nvfp4 wire": (recipes.BF16(), {"wire": grouped.NVFP4(row_scaled=True), "capacity": 18}),
+}
+
+
+def mixture(recipe, **options):
+  torch.manual_seed(4)
+  # Gradients share a scale in NVFP4RowScaled, in a shared expert those of a rank's tokens alone.
+  shared = 0 if isinstance(recipe, recipes.NVFP4RowScaled) else I
+  return MoE(H, I, 4, 2, recipe=recipe, dtype=torch.bfloat16, shared_intermediate_size=shared, **options)
+
+
+def tokens():
+  x = torch.randn(sum(TOKENS), H, generator=torch.Generator().manual_seed(11)).bfloat16()
+  return x.requires_grad_()
+
+
+def step(moe, x, dy):
+  y = moe(x)
+  y.backward(dy)
+  return y.detach()
+
+
+class Rounded:
+  """The experts of one process with tokens and gradients as they would arrive."""
+
+  def __init__(self, *formats):
+    self.formats = formats
+
+  def __call__(self, x, p, routing, *rest):
+    return Gradients.apply(experts(Inputs.apply(x, self.formats[0]), p, routing, *rest), self.formats[1])
+
+
+def rounded(x, fmt):
+  return x.clone() if fmt is None else grouped.quantize(x, fmt, offs=[len(x)]).dequantize()
+
+
+class Inputs(torch.autograd.Function):
+  forward = staticmethod(lambda ctx, x, fmt: rounded(x, fmt))
+  backward = staticmethod(lambda ctx, dx: (dx, None))
+
+
+class Gradients(torch.autograd.Function):
+  forward = staticmethod(lambda ctx, y, fmt: setattr(ctx, "fmt", fmt) or y.clone())
+  backward = staticmethod(lambda ctx, dy: (rounded(dy, ctx.fmt), None))
+
+
+def spread(name, part):
+  recipe, options = SPREAD[name]
+  wire, gradient_wire = options.get("wire"), options.get("gradient_wire")
+  alone, moe = mixture(recipe), parallelize_module(mixture(recipe), MESH, ExpertParallel(**options))
+  if wire is not None:
+    alone.exchange = Rounded(wire, gradient_wire)
+  x, mine = tokens(), tokens().detach()[part].requires_grad_()
+  dy = torch.randn(sum(TOKENS), H).bfloat16()
+  y, got = step(alone, x, dy), step(moe, mine, dy[part])
+  assert_same_bytes(got, y[part])
+  assert_same_bytes(mine.grad, x.grad[part], name)
+  for layer in ("gate_up", "down"):
+    weight = getattr(moe.experts, layer).weight
+    assert weight.placements == (Shard(0),) and weight.to_local().shape[0] == 2
+    assert_same_bytes(weight.grad.full_tensor(), getattr(alone.experts, layer).weight.grad, layer)
+  gradient = moe.router.weight.grad.clone()
+  dist.all_reduce(gradient)
+  torch.testing.assert_close(gradient, alone.router.weight.grad, rtol=0.02, atol=0.02)
+  return moe
+
+
+@check
+def experts_are_spread():
+  part = slice(TOKENS[0], None) if RANK else slice(0, TOKENS[0])
+  for name in SPREAD:
+    moe = spread(name, part)
+    sent, options = moe.exchange.sent, SPREAD[name][1]
+    assert sent["combine"] == sent["dispatch_gradient"] and sent["combine"] % (2 * H) == 0
+    rows = sent["combine"] // (2 * H)
+    assert rows == 18 if "capacity" in options else 0 < rows <= 18
+    if "wire" not in options:
+      assert sent["dispatch"] == sent["combine_gradient"]
+    if "capacity" in options:
+      width = 2 * H if name != "nvfp4 wire" else -(-(H // 2 + H // 16 + 4) // 16) * 16
+      assert sent["dispatch"] == 18 * width and moe.exchange.dropped == 0
+
+
+@check
+def spread_experts_in_odd_cases():
+  """A rank without tokens, all tokens to one rank, pairs beyond the capacity."""
+  dy = torch.randn(sum(TOKENS), H).bfloat16()
+  for capacity in (None, 2 * sum(TOKENS)):
+    for chosen in ((1, 2), (2, 3)):
+      alone = mixture(recipes.BF16(), selection_bias=True)
+      alone.router.selection_bias[list(chosen)] = 100.0
+      moe = parallelize_module(copy.deepcopy(alone), MESH, ExpertParallel(capacity=capacity))
+      x, part = tokens(), slice(0) if RANK else slice(None)
+      mine = x.detach()[part].requires_grad_()
+      y, got = step(alone, x, dy), step(moe, mine, dy[part])
+      assert_same_bytes(got, y[part])
+      assert_same_bytes(mine.grad, x.grad[part])
+      assert_same_bytes(moe.experts.down.weight.grad.full_tensor(), alone.experts.down.weight.grad)
+  moe = parallelize_module(mixture(recipes.BF16()), MESH, ExpertParallel(capacity=1))
+  step(moe, mine := tokens(), dy)
+  assert moe.exchange.dropped == 2 * sum(TOKENS) - 2 and mine.grad.isfinite().all()
+
+
+@check
+def spread_experts_compile():
+  part = slice(TOKENS[0], None) if RANK else slice(0, TOKENS[0])
+  dy = torch.randn(sum(TOKENS), H).bfloat16()[part]
+  found = []
+  for compiled in (False, True):
+    options = ExpertParallel(capacity=18, wire=grouped.FP8Block())
+    moe = parallelize_module(mixture(recipes.FP8Block()), MESH, options)
+    mine = tokens().detach()[part].requires_grad_()
+    run = torch.compile(moe, fullgraph=True, backend="eager") if compiled else moe
+    found.append((step(run, mine, dy), mine.grad, moe.experts.gate_up.weight.grad.to_local()))
+  for a, b in zip(*found, strict=True):
+    assert_same_bytes(a, b)
+
+
+@check
+def tensor_parallel():
+  for recipe, options in (
+    (recipes.BF16(), {}),
+    (recipes.BF16(), {"interleaved": True}),
+    (recipes.FP8Block(), {"activation": "gelu"}),
+  ):
+    alone, moe = mixture(recipe, **options), mixture(recipe, **options)
+    moe = parallelize_module(moe, MESH, ExpertTensorParallel())
+    x, mine, dy = tokens(), tokens(), torch.randn(sum(TOKENS), H).bfloat16()
+    y, got = step(alone, x, dy), step(moe, mine, dy)
+    both = [torch.empty_like(got) for _ in range(2)]
+    dist.all_gather(both, got)
+    assert_same_bytes(*both)
+    for a, b in ((got, y), (mine.grad, x.grad), (moe.router.weight.grad, alone.router.weight.grad)):
+      assert (a - b).float().norm() < 0.02 * b.float().norm()
+    for layer in ("gate_up", "down"):
+      a, b = (getattr(m.experts, layer).weight for m in (moe, alone))
+      if type(a.placements[0]) is not Shard and torch.__version__ < "2.13":
+        continue  # No full_tensor() there.
+      assert_same_bytes(a.full_tensor().detach(), b.detach())
+      assert (a.grad.full_tensor() - b.grad).float().norm() < 0.02 * b.grad.float().norm()
+
+
+@check
+def what_cannot_be_spread():
+  plain, nvfp4, delayed = recipes.BF16(), grouped.NVFP4(), recipes.FP8Delayed()
+  for message, make in (
+    ("wire must quantize each row by itself", lambda: ExpertParallel(wire=nvfp4)),
+    ("capacity must be positive", lambda: ExpertParallel(capacity=0)),
+    ("mesh is missing", lambda: ExpertParallel()(mixture(plain))),
+    ("must be a multiple of the mesh's 2", lambda: ExpertParallel(MESH)(MoE(H, I, 3, 2))),
+    ("spread over processes already", lambda: ExpertParallel(MESH)(ExpertParallel(MESH)(mixture(plain)))),
+    ("single_parameter=True", lambda: ExpertParallel(MESH)(MoE(H, I, 4, 2, single_parameter=False))),
+    ("keeps scales of all experts", lambda: ExpertParallel(MESH)(mixture(delayed))),
+    ("have no tensor parallelism", lambda: ExpertTensorParallel(MESH)(MoE(H, I, 4, 2, bias=True))),
+    ("must be a multiple of 16 on each", lambda: ExpertTensorParallel(MESH)(MoE(H, 48, 4, 2, recipe=recipes.NVFP4()))),
+  ):
+    with pytest.raises(ValueError, match=message):
+      make()
+  with pytest.raises(TypeError, match=r"is for grouped\.nn\.MoE"):
+    ExpertParallel(MESH)(nn.Linear(2, 2))
+
+
+@check
+def a_rank_that_does_not_come_or_dies():
+  """An error that says so, no later than the group's timeout. The last check: one rank is gone then."""
+  late = dist.new_group(timeout=datetime.timedelta(seconds=1))
+  for group in (late, MESH.get_group()):
+    dist.barrier()
+    if RANK:
+      if group is not late:
+        leave()
+      dist.barrier()
+      continue
+    exchange = Exchange(group, 4)
+    start = time.perf_counter()
+    routing = compute_routing(torch.tensor([[0, 2]]), 4)
+    with pytest.raises(RuntimeError, match="one of them is gone, or did not come before"):
+      exchange.places(routing, (1, 2))
+    assert time.perf_counter() - start < 20
+    if group is late:
+      dist.barrier()
+
+
+def leave():
+  """End without a word to the other ranks."""
+  write(dict.fromkeys(CHECKS, "") | RESULTS)
+  os._exit(0)
+
+
+def write(results):
+  (FOLDER / f"{RANK}.json").write_text(json.dumps(results))
+
+
 def main():
   global RANK, FOLDER, MESH
   RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
   torch.set_num_threads(1)
   store = dist.FileStore(str(FOLDER / "store"), 2)
-  timeout = datetime.timedelta(seconds=60)
+  timeout = datetime.timedelta(seconds=30)
   dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=timeout)
   MESH = init_device_mesh("cpu", (2,))
-  results = {}
   for name in sys.argv[3:] or CHECKS:
     torch.manual_seed(0)
     start = time.perf_counter()
     try:
       CHECKS[name]()
-      results[name] = ""
+      RESULTS[name] = ""
     except Exception:
-      results[name] = traceback.format_exc()
-    print(RANK, name, f"{time.perf_counter() - start:.2f} s", results[name], flush=True)
-    (FOLDER / f"{RANK}.json").write_text(json.dumps(results))
+      RESULTS[name] = traceback.format_exc()
+    print(RANK, name, f"{time.perf_counter() - start:.2f} s", RESULTS[name], flush=True)
+    write(RESULTS)
   dist.destroy_process_group()
 
 

@@ -1,0 +1,375 @@
+"""Experts spread over processes: ``ExpertParallel`` and ``ExpertTensorParallel``.
+
+Styles for ``torch.distributed.tensor.parallel.parallelize_module``, as those of torchtitan. PyTorch's
+collectives carry the rows, through NCCL or gloo. ``docs/distributed.md`` is the page for users.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from cute_kernels import ops
+from grouped.experts import Layer, Routing, Style, compute_routing, experts
+from grouped.nn import GroupedLinear, MoE
+from grouped.wire import check_wire, pack, unpack
+
+if TYPE_CHECKING:
+  from collections.abc import Sequence
+
+  from torch.distributed import ProcessGroup
+  from torch.distributed.device_mesh import DeviceMesh
+  from torch.distributed.tensor.placement_types import Placement
+
+  from cute_kernels.formats import Format
+
+__all__ = ["Exchange", "ExpertParallel", "ExpertTensorParallel"]
+
+_collectives = torch.ops._c10d_functional
+
+
+class Splits(NamedTuple):
+  """Rows to and from each rank."""
+
+  send: list[int]
+  receive: list[int]
+
+  @property
+  def back(self) -> Splits:
+    """Of the way back."""
+    return Splits(self.receive, self.send)
+
+
+class Places(NamedTuple):
+  """Where a rank's pairs of a token and an expert go.
+
+  Attributes:
+    token: (R,) int32 token of each row that is sent, -1 of a free one.
+    pair: (R,) int64 its pair, t * k + j; the number of pairs of a free one.
+    expert: (R,) int32 the expert's number on its rank, -1 of a free one.
+    row: (T, k) int32 the row of each pair, -1 of those that are not sent.
+    splits: rows to and from each rank.
+  """
+
+  token: Tensor
+  pair: Tensor
+  expert: Tensor
+  row: Tensor
+  splits: Splits
+
+
+class Exchange:
+  """Sends rows to the ranks of their experts and brings results back.
+
+  Args:
+    group: the processes; rank r has experts [r E / R, (r + 1) E / R).
+    num_experts: E.
+    wire: the format in which tokens travel, or None for their own.
+    gradient_wire: that of the gradients of outputs.
+    capacity: rows from each rank to each other, or None for as many as there are.
+
+  Attributes:
+    sent: bytes that this rank sent to others, by ``"dispatch"``, ``"combine"`` and the same of
+      backward passes, ``"dispatch_gradient"``, ``"combine_gradient"``; routing under ``"routing"``.
+      Not counted in compiled code.
+    dropped: () int64 on the device: pairs that ``capacity`` had no row for, of all calls; or None.
+  """
+
+  def __init__(
+    self,
+    group: ProcessGroup,
+    num_experts: int,
+    wire: Format | None = None,
+    gradient_wire: Format | None = None,
+    capacity: int | None = None,
+  ) -> None:
+    self.group: str = group.group_name
+    self.ranks, self.rank = group.size(), group.rank()
+    self.num_experts, self.wire, self.gradient_wire, self.capacity = num_experts, wire, gradient_wire, capacity
+    self.sent: Counter[str] = Counter()
+    self.dropped: Tensor | None = None
+
+  def __call__(self, x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer, style: Style) -> Tensor:
+    """As ``grouped.experts.experts``, of experts that are spread over the ranks."""
+    places = self.places(routing, p.shape)
+    rows, weights, expert = self.dispatch(x, p, places)
+    local = compute_routing(expert.unsqueeze(1), self.num_experts // self.ranks)
+    h = experts(rows, weights, local, first, second, style._replace(dtype=rows.dtype, apart=True))
+    return self.combine(h, p, places, style.dtype)
+
+  def dispatch(self, x: Tensor, p: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+    """(N, H) rows of this rank's experts, their (N, 1) fp32 weights and (N,) experts, -1 for none."""
+    out: tuple[Tensor, Tensor, Tensor] = _Dispatch.apply(x, p, places, self)  # type: ignore[no-untyped-call]
+    return out
+
+  def combine(self, h: Tensor, p: Tensor | None, places: Places, dtype: torch.dtype) -> Tensor:
+    """The sums of what came back for each token, times ``p``, whose gradient ``dispatch`` has."""
+    y: Tensor = _Combine.apply(h, None if p is None else p.detach(), places, dtype, self)  # type: ignore[no-untyped-call]
+    return y
+
+  def places(self, routing: Routing, pairs: Sequence[int]) -> Places:
+    """Where rows go that are sorted by expert: at their places, or in a buffer for each rank."""
+    count = pairs[0] * pairs[1]
+    device, local = routing.offs.device, self.num_experts // self.ranks
+    ends = routing.offs[local - 1 :: local].contiguous()
+    starts = torch.nn.functional.pad(ends[:-1], (1, 0))
+    if self.capacity is None:
+      counts = torch.stack([ends - starts, self._all_to_all(ends - starts, None, "routing")]).tolist()
+      splits = Splits(*counts)
+      rows, row = torch.arange(sum(splits.send), device=device), routing.row
+    else:
+      each = self.capacity
+      slot = torch.arange(each, device=device)
+      rows = starts.unsqueeze(1) + slot
+      rows = torch.where(rows < ends.unsqueeze(1), rows, count).flatten()
+      splits = Splits([each] * self.ranks, [each] * self.ranks)
+      owner = torch.searchsorted(ends, routing.row.clamp_min(0), right=True).clamp_max(self.ranks - 1)
+      within = routing.row - starts[owner]
+      row = torch.where((routing.row >= 0) & (within < each), owner * each + within, -1).int()
+      lost = (ends - starts - each).clamp_min(0).sum()
+      self.dropped = lost if self.dropped is None else self.dropped + lost
+    pad, there = torch.nn.functional.pad, rows < count
+    token, pair = pad(routing.token, (0, 1), value=-1)[rows], pad(routing.pair, (0, 1), value=count)[rows].long()
+    expert = torch.searchsorted(routing.offs, rows, right=True, out_int32=True) % local
+    expert = torch.where(there, expert, -1)
+    return Places(token, pair, expert, row, splits)
+
+  def move(self, x: Tensor, index: Tensor, splits: Splits, what: str, wire: Format | None) -> Tensor:
+    """Rows ``x[index]`` of the other ranks for this one, in the order of ranks."""
+    if wire is None:
+      return self._all_to_all(ops.moe_gather(x, index), splits, what)
+    # Quantized before they are gathered: each token once.
+    packed = pack(x, wire).view(torch.float32)
+    arrived = self._all_to_all(ops.moe_gather(packed, index), splits, what)
+    return unpack(arrived.view(torch.uint8), x.shape[1], wire, x.dtype)
+
+  def _all_to_all(self, x: Tensor, splits: Splits | None, what: str) -> Tensor:
+    splits = splits or Splits([1] * self.ranks, [1] * self.ranks)
+    width = math.prod(x.shape[1:])
+    flat = x.contiguous().view(len(x), width).view(torch.uint8)
+    if not torch.compiler.is_compiling():
+      self.sent[what] += (len(x) - splits.send[self.rank]) * width * x.itemsize
+    try:
+      out: Tensor = _collectives.all_to_all_single(flat, splits.receive, splits.send, self.group)
+      out = _collectives.wait_tensor(out)
+    except RuntimeError as error:
+      raise RuntimeError(
+        f"the exchange of rows between the {self.ranks} ranks of group {self.group!r} failed on rank {self.rank}: one "
+        f"of them is gone, or did not come before the group's timeout ({error})"
+      ) from error
+    return out.view(x.dtype).view(-1, *x.shape[1:])
+
+
+class _Dispatch(torch.autograd.Function):
+  """Tokens to the ranks of their experts; gradients come back and are added up there."""
+
+  @staticmethod
+  def forward(ctx: Any, x: Tensor, p: Tensor, places: Places, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+    ctx.save_for_backward(places.row)
+    ctx.splits, ctx.exchange, ctx.dtype = places.splits, exchange, x.dtype
+    weight = torch.nn.functional.pad(p.detach().flatten(), (0, 1))[places.pair]
+    routing = torch.stack([places.expert, weight.view(torch.int32)], dim=1)
+    routing = exchange._all_to_all(routing, places.splits, "routing")
+    rows = exchange.move(x, places.token, places.splits, "dispatch", exchange.wire)
+    expert, weight = routing[:, 0].contiguous(), routing[:, 1:].contiguous().view(torch.float32)
+    ctx.mark_non_differentiable(expert)
+    return rows, weight, expert
+
+  @staticmethod
+  def backward(ctx: Any, dx: Tensor, dp: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    (row,) = ctx.saved_tensors
+    exchange, back = ctx.exchange, ctx.splits.back
+    dx = exchange._all_to_all(dx, back, "dispatch_gradient")
+    dp = torch.nn.functional.pad(exchange._all_to_all(dp, back, "routing").flatten(), (0, 1))
+    return ops.moe_combine(dx, row, None, ctx.dtype), dp[row.long()], None, None
+
+
+class _Combine(torch.autograd.Function):
+  """Results back to their tokens. The gradient that experts get is that of y, as ``Style.apart`` has it."""
+
+  @staticmethod
+  def forward(  # type: ignore[override]
+    ctx: Any, h: Tensor, p: Tensor | None, places: Places, dtype: torch.dtype, exchange: Exchange
+  ) -> Tensor:
+    ctx.save_for_backward(places.token)
+    ctx.splits, ctx.exchange, ctx.dtype = places.splits, exchange, h.dtype
+    h = exchange._all_to_all(h, places.splits.back, "combine")
+    y: Tensor = ops.moe_combine(h, places.row, p, dtype)
+    return y
+
+  @staticmethod
+  def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    (token,) = ctx.saved_tensors
+    exchange = ctx.exchange
+    dh = exchange.move(dy.to(ctx.dtype), token, ctx.splits, "combine_gradient", exchange.gradient_wire)
+    return dh, None, None, None, None
+
+
+class _Style(ParallelStyle):  # type: ignore[misc]
+  """What both styles share: on which modules, and how their parameters are sharded."""
+
+  def __init__(self, mesh: DeviceMesh | None = None) -> None:
+    super().__init__()
+    self.mesh = mesh
+
+  def __call__(self, module: nn.Module) -> nn.Module:
+    """Spread the experts of ``module`` over the mesh of this style; returns ``module``."""
+    if self.mesh is None:
+      raise ValueError("mesh is missing: give it to the style, or call parallelize_module(module, mesh, style)")
+    return self._apply(module, self.mesh)
+
+  def _checked(self, module: nn.Module, mesh: DeviceMesh) -> tuple[MoE, GroupedLinear, GroupedLinear]:
+    if not isinstance(module, MoE):
+      raise TypeError(f"{type(self).__name__} is for grouped.nn.MoE, got {type(module).__name__}")
+    if mesh.ndim != 1:
+      raise ValueError(f"mesh must have one dimension, such as mesh['ep'], got {mesh}")
+    if module.exchange is not None:
+      raise ValueError("the experts are spread over processes already")
+    layers = module.experts.gate_up, module.experts.down
+    for layer in layers:
+      if not layer.single_parameter:
+        raise ValueError("experts that are spread over processes have one parameter: single_parameter=True")
+      if layer.recipe.takes_scales:
+        raise ValueError(f"{layer.recipe} keeps scales of all experts on each rank: use FP8Current, or FP8Block")
+    return module, *layers
+
+  def _shard(self, layer: GroupedLinear, mesh: DeviceMesh, placement: Placement) -> None:
+    for name, p in list(layer.named_parameters(recurse=False)):
+      part = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=getattr(self, "src_data_rank", 0))
+      layer.register_parameter(name, nn.Parameter(part, p.requires_grad))
+
+
+class ExpertParallel(_Style):
+  """Each rank has E / R experts of a ``grouped.nn.MoE``, and sends tokens to those of the others.
+
+  ``parallelize_module(moe, mesh["ep"], ExpertParallel())`` makes the experts' parameters DTensors,
+  ``Shard(0)``; the router stays whole on each rank, which has tokens of its own: sum its gradients
+  over the mesh as those of any module of data parallelism.
+
+  The bits of outputs and gradients are those of one process with all tokens, rank after rank
+  (``docs/moe.md``), whatever R is; of the second layer's bias fp32 sums have another order. With a
+  ``wire`` they are those of a process whose experts read ``dequantize(quantize(x, wire))``.
+
+  Args:
+    mesh: of one dimension; or that of ``parallelize_module``.
+    wire: the format in which tokens travel: FP8Block, MXFP8, or row-scaled NVFP4, whose codes and
+      scales are sent instead of the tokens' dtype; None for that.
+    gradient_wire: likewise, of the gradients of outputs. Outputs and gradients of tokens travel
+      in the dtype of the computation.
+    capacity: rows that each rank sends to each other. Shapes are static then and nothing is read
+      on the host, for CUDA graphs and ``torch.compile(fullgraph=True)``; pairs beyond it are left
+      out and counted in ``moe.exchange.dropped``. T * min(k, E / R) drops none. None: as many as
+      there are, whose numbers the host reads once a call.
+
+  ``moe.exchange`` is an ``Exchange``: ``sent`` counts the bytes on the wire.
+
+  Raises:
+    TypeError: not an MoE, or a wire that is no format.
+    ValueError: ranks that do not divide E, a recipe of delayed scaling, a mesh of several
+      dimensions, a wire whose rows share scales, or a capacity that is not positive.
+  """
+
+  def __init__(
+    self,
+    mesh: DeviceMesh | None = None,
+    *,
+    wire: Format | None = None,
+    gradient_wire: Format | None = None,
+    capacity: int | None = None,
+  ) -> None:
+    super().__init__(mesh)
+    check_wire("wire", wire)
+    check_wire("gradient_wire", gradient_wire)
+    if capacity is not None and capacity < 1:
+      raise ValueError(f"capacity must be positive, got {capacity}")
+    self.options = (wire, gradient_wire, capacity)
+
+  def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    moe, *layers = self._checked(module, device_mesh)
+    if moe.num_experts % device_mesh.size():
+      raise ValueError(f"num_experts, {moe.num_experts}, must be a multiple of the mesh's {device_mesh.size()} ranks")
+    for fmt in self.options[:2]:
+      if fmt is not None and moe.hidden_size % fmt.k_multiple:
+        raise ValueError(f"hidden_size must be a multiple of {fmt.k_multiple} for {fmt}, got {moe.hidden_size}")
+    for layer in layers:
+      self._shard(layer, device_mesh, Shard(0))
+    moe.exchange = Exchange(device_mesh.get_group(), moe.num_experts, *self.options)
+    return moe
+
+
+class ExpertTensorParallel(_Style):
+  """Each rank has I / R of the inner dimension of all experts of a ``grouped.nn.MoE``.
+
+  All ranks get the same tokens. ``gate_up.weight`` is sharded along its rows (of each half where
+  gate and up are not interleaved), ``down.weight`` along its columns. Each rank rounds its part of
+  an expert's output to the dtype of the computation, as the product gives it, and weights and adds
+  those of a token in fp32; the ranks' sums are added in fp32 and rounded once. Gradients of tokens
+  are rounded on each rank, added in fp32 and rounded.
+
+  Raises:
+    TypeError: not an MoE.
+    ValueError: ranks that do not divide I into multiples of what the recipe asks for, biases, or
+      what ``ExpertParallel`` refuses.
+  """
+
+  def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    moe, first, second = self._checked(module, device_mesh)
+    ranks, multiple = device_mesh.size(), first.recipe.multiple
+    if second.in_features % (ranks * multiple):
+      raise ValueError(
+        f"intermediate_size, {second.in_features}, must be a multiple of {multiple} on each of the mesh's {ranks} ranks"
+      )
+    if first.has_bias:
+      raise ValueError("experts with biases have no tensor parallelism: each rank would add the second one")
+    halves = first.out_features // second.in_features
+    rows = Shard(1) if halves == 1 or moe.experts.interleaved else _StridedShard(1, split_factor=halves)
+    self._shard(first, device_mesh, rows)
+    self._shard(second, device_mesh, Shard(2))
+    moe.exchange = _PartialSums(device_mesh.get_group().group_name)
+    return moe
+
+
+class _PartialSums:
+  """Adds up what the ranks make of the same tokens."""
+
+  def __init__(self, group: str) -> None:
+    self.group = group
+
+  def __call__(self, x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer, style: Style) -> Tensor:
+    x, p = _Copied.apply(x, self.group), _Copied.apply(p, self.group)  # type: ignore[no-untyped-call]
+    y = experts(x, p, routing, first, second, style._replace(dtype=torch.float32))
+    summed: Tensor = _Summed.apply(y, self.group)  # type: ignore[no-untyped-call]
+    return summed.to(style.dtype)
+
+
+def _sum(x: Tensor, group: str) -> Tensor:
+  out: Tensor = _collectives.wait_tensor(_collectives.all_reduce(x.float().contiguous(), "sum", group))
+  return out.to(x.dtype)
+
+
+class _Copied(torch.autograd.Function):
+  @staticmethod
+  def forward(ctx: Any, x: Tensor, group: str) -> Tensor:  # type: ignore[override]
+    ctx.group = group
+    return x.view_as(x)
+
+  @staticmethod
+  def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    return _sum(dx, ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+  @staticmethod
+  def forward(ctx: Any, x: Tensor, group: str) -> Tensor:  # type: ignore[override]
+    return _sum(x, group)
+
+  @staticmethod
+  def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    return dx, None
