@@ -311,20 +311,6 @@ def test_recomputation_changes_nothing(compiled):
     assert_same_state(again, plain)
 
 
-def test_recomputation_of_microbatches_in_any_order():
-  """The last one's backward pass runs first where losses are summed."""
-  blocks, found, data = (Block(False), Block(True)), ([], []), step_data(3)
-  for _ in range(3):
-    for block, gradients in zip(blocks, found, strict=True):
-      leaves = [x.clone().requires_grad_() for x, _ in data]
-      flags = (True, False, False)
-      outputs = [block(x, OFFS, f) for x, f in zip(leaves, flags, strict=True)]
-      torch.autograd.backward(outputs, [dy for _, dy in data])
-      gradients += [leaf.grad for leaf in leaves]
-  assert_all_same(*found)
-  assert_same_state(*blocks)
-
-
 def test_reentrant_recomputation_raises():
   layer, (x, dy) = layer_of(), step_data(1)[0]
   y = checkpoint(layer, x.clone().requires_grad_(), OFFS, use_reentrant=True)

@@ -306,20 +306,6 @@ def test_hooks_run_when_the_gradients_are_there(data):
   assert_same_bytes(layer.weight.grad, 2 * want.weight.grad)
 
 
-def test_each_backward_pass_leaves_its_gradients(data):
-  x, dy = data
-  layer, plain = layer_of(RECIPES["nvfp4"], delay_wgrad=True), layer_of(RECIPES["nvfp4"])
-  y = layer(x.requires_grad_(), ENDS)
-  y.backward(dy, retain_graph=True)
-  y.backward(-dy)
-  layer.backward_dw()
-  plain(x.detach(), ENDS).backward(dy)
-  assert_same_bytes(layer.weight.grad, plain.weight.grad)
-  layer.backward_dw()
-  with pytest.raises(RuntimeError, match="nothing to compute: call it once after each backward"):
-    layer.backward_dw()
-
-
 def test_delayed_under_activation_checkpointing_and_in_other_grad_modes(data):
   x, dy = data
   plain = layer_of(RECIPES["nvfp4"])

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import cute_kernels
-from cute_kernels.activations import Activation, parse_activation
+from cute_kernels.activations import parse_activation
 from cute_kernels.formats import parse
-from cute_kernels.quantize import Prologue, QuantizeProblem, RowsConfig, TileConfig
+from cute_kernels.quantize import Prologue, QuantizeProblem, TileConfig
 from cute_kernels.reference.activations import activate, activate_gradient
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
@@ -200,15 +200,3 @@ def test_code() -> None:
     kernel = compile_for_emulator(config, arch)
     assert not re.findall(r"\.ftz|\.approx", kernel.ptx)
     assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
-
-
-def test_configurations() -> None:
-  prologue = Prologue("bfloat16", "swiglu", True)
-  assert prologue.record == Activation("swiglu") and prologue.is_joint and not prologue.halves
-  problem = QuantizeProblem("bfloat16", 256, "ragged", prologue)
-  config = RowsConfig.choose(parse("nvfp4"), problem)
-  assert config.can_implement(problem) and config.prologue == prologue
-  assert not config.can_implement(QuantizeProblem("bfloat16", 256))
-  assert config.max_cols == RowsConfig.choose(parse("nvfp4"), problem).max_cols
-  wide = QuantizeProblem("float32", 4096, "ragged", Prologue("float32", "swiglu"))
-  assert RowsConfig.choose(parse("fp8"), wide).max_cols == 4096

@@ -250,14 +250,3 @@ def test_rows_in_any_order(mode: dict) -> None:
   problem = Problem(random_input((300, 544), torch.bfloat16), ends(0, 130, 131, 290))
   for text in ("fp8_block", "mxfp8", "fp8"):
     check(RowsConfig(text, "bfloat16", warps_per_row=2, arch="sm_90a"), problem, **mode)
-
-
-def test_what_rows_do_not_take() -> None:
-  problem = QuantizeProblem("bfloat16", 256)
-  for fmt in (FP8Block((128, 128)), FP8(scaling="delayed"), MXFP8(block=(32, 32))):
-    config = RowsConfig.choose(fmt, problem)
-    assert not config.can_implement(problem)
-    assert TileConfig.choose(fmt, problem).can_implement(problem)
-  wide = RowsConfig("fp8_block", "bfloat16", warps_per_row=1, rows_per_warp=8)
-  assert "more lanes than a row has" in wide.can_implement(problem).reason
-  assert not TileConfig.choose(FP8Block(), problem, compute_amax=True).compute_amax

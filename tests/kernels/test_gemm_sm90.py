@@ -213,15 +213,6 @@ def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: str) -> None
   assert name_of(chosen.tile) == tile
 
 
-@pytest.mark.parametrize("rows_each", [16, 128, 512, 4096])
-@pytest.mark.parametrize("operand", ["nvfp4", "bfloat16"])
-def test_the_tile_of_wgrad_does_not_depend_on_the_rows(operand: str, rows_each: int) -> None:
-  problem = GemmProblem(operand, "k_grouped", "bfloat16", 32, 32 * rows_each, 7168, m=4096)
-  base = Sm90GemmConfig(operand, "k_grouped", tile=K_TILES["128x128"])
-  chosen = choose_config(base, problem, 132)
-  assert name_of(chosen.tile) == "128x256"
-
-
 def test_products_keep_to_their_tiles() -> None:
   with pytest.raises(ValueError, match="tile"):
     dataclasses.replace(WGRAD, tile=M_TILES["128x128"])

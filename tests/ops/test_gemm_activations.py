@@ -55,11 +55,11 @@ def expected(arch, given):
 
 CASES = {
   "bf16": (("plain plain", 272, 72, "swiglu"), "256x16 swapped", {"bias": "bfloat16"}),
-  "bf16, cluster": (("plain plain", 272, 72, "clamped_swiglu:limit=2.0"), "128x256x2 swapped", {"interleaved": True}),
+  "bf16, cluster": (("plain plain", 272, 72, "clamped_swiglu:limit=2.0"), "256x128x2 swapped", {"interleaved": True}),
   "bf16, serving": (("plain plain", 48, 40, "qgeglu"), "256x8 swapped", {"keeps_z": False, "dtype": "float32"}),
   "fp8": (("fp8 fp8", 264, 80, "gelu"), "128x128", {"bias": "float32", "dtype": "float16"}),
-  "fp8, cluster": (("fp8 fp8", 80, 80, "geglu"), "128x256x2", {}),
-  "fp8_block": ((f"fp8_block {SQUARES}", 768, 144, "swiglu"), "128x256", {"bias": "bfloat16"}),
+  "fp8, cluster": (("fp8 fp8", 80, 80, "geglu"), "256x128x2 swapped", {}),
+  "fp8_block": ((f"fp8_block {SQUARES}", 768, 144, "swiglu"), "128x256x2", {"bias": "bfloat16"}),
   "fp8_block, swapped": ((f"fp8_block {SQUARES}", 512, 144, "reglu"), "256x32 swapped", {}),
   "fp8_block, rows": (("fp8_block fp8_block", 48, 144, "swiglu"), "128x128", {"interleaved": True}),
   "nvfp4": ((f"{BY_ROW} nvfp4", 512, 144, "swiglu"), "256x8 swapped", {}),

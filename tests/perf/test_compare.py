@@ -57,11 +57,6 @@ def test_runs_that_differ_widen_the_noise():
   assert compare.compare(calm, [dataclasses.replace(TIME, value=115.0)])[0].verdict == "worse"
 
 
-def test_the_newest_commit_counts():
-  older = dataclasses.replace(TIME, value=50.0, commit="old", time="2026-11-19")
-  assert compare.compare([older, TIME], [TIME])[0].verdict == "same"
-
-
 def test_gone_and_new():
   other = dataclasses.replace(TIME, contender="torch")
   found = compare.compare([TIME, other], [TIME, dataclasses.replace(TIME, format="fp8")])

@@ -110,15 +110,6 @@ def parse(name):
   return ast.parse(MODULES[name].read_text(encoding="utf-8"))
 
 
-def test_the_walk_sees_imports():
-  tree = ast.parse(
-    "import a\nfrom b import c\nif TYPE_CHECKING:\n    import d\n"
-    "try:\n    import e\nexcept ImportError:\n    pass\ndef f():\n    import g\n"
-  )
-  assert all_imports(tree) == {"a", "b", "e", "g"}
-  assert imports_at_load(tree) == {"a", "b", "e"}
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_go_down(name):
   own = layer(name)
@@ -165,12 +156,6 @@ def test_no_files_import_each_other():
   """
   found = circles({name: all_imports(parse(name)) & set(MODULES) for name in MODULES})
   assert not found
-
-
-def test_the_walk_sees_names():
-  tree = ast.parse('kernel = "cute_kernels.quantize.amax:AmaxReducer"; "cute_kernels.nothing:X"')
-  assert all_imports(tree, with_names=True) == {"cute_kernels.quantize.amax"}
-  assert not all_imports(tree)
 
 
 def test_loading_the_packages_does_not_load_the_dsl():

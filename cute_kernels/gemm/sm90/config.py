@@ -156,6 +156,9 @@ class Sm90GemmConfig(GemmConfig):
       return f"operands that are decoded have at most {_WIDE_N} columns"
     if self.promotes and tile.m != tile.consumers * WARPGROUP_M:
       return "there are no registers for sums and partial sums of two instructions along M"
+    if self.activation is not None and tile.n > _WIDE_N and not self.promotes:
+      # With a warpgroup more ptxas has 128 registers for an instruction, and its sums take as many.
+      return f"products with an activation have instructions of at most {_WIDE_N} columns"
     if not self.is_decoded and (tile.fitted or tile.n == _DECODED_N):
       return "only products of operands that are decoded have this tile"
     return ""
@@ -281,7 +284,7 @@ class Sm90GemmConfig(GemmConfig):
     2048. It costs as many stages of prefetch, which few rows, bound by memory, need more: 2% of
     the time at 128 rows (H200).
     """
-    return self.tile.n > _WIDE_N
+    return self.tile.n > _WIDE_N and not self.stores_apart
 
   @property
   def m_stage_bytes(self) -> tuple[int, int]:
@@ -312,6 +315,14 @@ class Sm90GemmConfig(GemmConfig):
     return self.stage_k * self.multiplied_bits // 8
 
   @property
+  def stores_apart(self) -> bool:
+    """Whether a warpgroup of its own activates and stores what others staged of a whole tile.
+
+    An activation takes as many instructions as products of K = 1000; so they run meanwhile.
+    """
+    return self.activation is not None and self.consumers == 2 and self.out_dtype != "float32" and not self.gathered
+
+  @property
   def staged_type(self) -> str:
     """What the epilogue passes through shared memory: rounded, unless something is added."""
     return "float32" if self.accumulate else self.out_dtype
@@ -320,8 +331,12 @@ class Sm90GemmConfig(GemmConfig):
   def num_store_stage(self) -> int:  # type: ignore[override]
     """Blocks of output that a warpgroup stages by turns.
 
-    One where blocks are large and sums are promoted: there it makes room for a stage more.
+    One where blocks are large and sums are promoted: there it makes room for a stage more. All of
+    a tile where another warpgroup stores them.
     """
+    if self.stores_apart:
+      rows, cols = self.block_shape
+      return self.tile.m * self.tile.n // (self.consumers * rows * cols)
     return 1 if self.promotes and not self.tile.swap_ab else 2
 
   @property
@@ -330,7 +345,7 @@ class Sm90GemmConfig(GemmConfig):
     width = DTYPE_BYTES[self.staged_type]
     if self.tile.swap_ab:
       size = _BLOCK_BYTES[self.consumers]
-      if (self.is_decoded or self.promotes) and self.consumers == 2:
+      if (self.is_decoded or self.promotes) and self.consumers == 2 and not self.stores_apart:
         # Stages are long, and one more of them is worth more than few blocks.
         size = _SMALL_BLOCK_BYTES
       rows = max(N_ALIGN, size // (WARPGROUP_M * width))

@@ -128,6 +128,9 @@ class Consumer:
       tile, tile_state = self.tiles.next(tile_state)
     if cutlass.const_expr(self.config.is_ping_pong):
       self.ping_pong.finish()
+    if cutlass.const_expr(self.config.stores_apart):
+      # So that no barrier is left half-way.
+      self.epilogue.wait_free()
 
   def wait(self, state: Any) -> None:
     """Wait for a stage. What lanes copied is not the tensor core's to see without a fence."""

@@ -20,10 +20,19 @@ from cute_kernels.device.ptx import asm, asm_volatile, bits_as_f32, f32_as_bits
 from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, out_offset
 from cute_kernels.gemm.scheduler import WorkTile
 from cute_kernels.gemm.sm90.config import WARPGROUP_M
-from cute_kernels.gemm.sm90.warp_schedule import FIRST_EPILOGUE_BARRIER, FIRST_PING_PONG_BARRIER, WARPGROUP_SIZE
+from cute_kernels.gemm.sm90.warp_schedule import (
+  FIRST_EPILOGUE_BARRIER,
+  FIRST_FREE_BARRIER,
+  FIRST_FULL_BARRIER,
+  FIRST_PING_PONG_BARRIER,
+  WARPGROUP_SIZE,
+)
 from cute_kernels.layout.pieces import DECODED_SCALE
 
 if TYPE_CHECKING:
+  from collections.abc import Callable
+
+  from cute_kernels.gemm.scheduler import TileReader
   from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 
 #: Bytes of a row of a panel, and the rows after which the swizzle of its vectors repeats.
@@ -69,6 +78,9 @@ class _Target(NamedTuple):
     """The address ``row`` rows and ``offset`` bytes further."""
     return self.address + self.pitch * row + offset
 
+  def moved(self, row: Int32, offset: Int32) -> _Target:
+    return _Target(self.at(row, offset), self.pitch)
+
 
 class _Window(NamedTuple):
   """What a thread's vectors of a tile become.
@@ -84,6 +96,13 @@ class _Window(NamedTuple):
   z: list[_Target]
   rows: Int32
   cols: Int32
+
+  def moved(self, row: Int32, col: Int32, width: int, halves: int) -> _Window:
+    """That of a block ``row`` and ``col`` further, of elements of ``width`` bytes."""
+    narrow = col // halves * width
+    of_z = narrow if len(self.z) > 1 else col * width
+    z = [target.moved(row, of_z) for target in self.z]
+    return _Window(self.out.moved(row, narrow), z, self.rows - row, self.cols - col)
 
 
 class PingPong:
@@ -135,15 +154,23 @@ class Epilogue:
     factors: factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None
       unless there is one a row.
     cta: number of the CTA in its cluster.
+    group: number of the consumer warpgroup; None of the one that runs this.
   """
 
   def __init__(
-    self, config: Sm90GemmConfig, tensors: EpilogueTensors, blocks: cute.Tensor, factors: cute.Tensor | None, cta: Int32
+    self,
+    config: Sm90GemmConfig,
+    tensors: EpilogueTensors,
+    blocks: cute.Tensor,
+    factors: cute.Tensor | None,
+    cta: Int32,
+    group: Int32 | None = None,
   ):
     self.config = config
     self.tensors = tensors
     thread = cute.arch.thread_idx()[0]
-    group = thread // WARPGROUP_SIZE
+    if group is None:
+      group = thread // WARPGROUP_SIZE
     self.group = cute.arch.make_warp_uniform(group)
     self.thread = thread % WARPGROUP_SIZE
     self.warp, self.lane = self.thread // 32, thread % 32
@@ -200,10 +227,12 @@ class Epilogue:
         local = i * WARPGROUP_SIZE + self.thread
         if local < config.tile.n:
           store_shared(self.factors + local * 4, [f32_as_bits(factors[i])])
+    if cutlass.const_expr(config.stores_apart):
+      self.wait_free()
     # The factors are there, and the blocks of the tile before have been read.
     self.sync()
     slot, window = Int32(0), self.window(tile)
-    block_n = self.block_rows if config.tile.swap_ab else self.block_cols
+    block_n = self.block_n
     for repeat in cutlass.range_constexpr(self.repeats):
       bias = self.load_bias(tile, repeat)
       for block in cutlass.range_constexpr(config.tile.n // block_n):
@@ -215,12 +244,48 @@ class Epilogue:
             columns = range(at, at + min(2, block_n // 8))
             values = [self.finish(acc, factors[0], bias, repeat, j, tile) for j in columns]
             self.stage(values, buffer, first)
-          self.sync()
-          self.copy(buffer, window, repeat, block * block_n)
-          if cutlass.const_expr(config.num_store_stage == 1):
+          if cutlass.const_expr(not config.stores_apart):
             self.sync()
-          else:
-            slot = slot ^ 1
+            self.copy(buffer, window, repeat, block * block_n)
+            if cutlass.const_expr(config.num_store_stage == 1):
+              self.sync()
+            else:
+              slot = slot ^ 1
+        if cutlass.const_expr(config.stores_apart):
+          slot += 1
+    if cutlass.const_expr(config.stores_apart):
+      cute.arch.barrier_arrive(barrier_id=FIRST_FULL_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
+
+  @property
+  def block_n(self) -> int:
+    """Rows of operand N of a block."""
+    return self.block_rows if self.config.tile.swap_ab else self.block_cols
+
+  def wait_free(self) -> None:
+    """Wait until all blocks of the tile before have been stored, or there was none."""
+    cute.arch.barrier(barrier_id=FIRST_FREE_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
+
+  def free(self) -> None:
+    """Let the consumer warpgroup stage another tile."""
+    cute.arch.barrier_arrive(barrier_id=FIRST_FREE_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
+
+  @cute.jit
+  def copy_tile(self, tile: WorkTile) -> None:
+    """Copy what the consumer warpgroup staged of a tile, by another one: one loop, little code."""
+    config, swapped = self.config, self.config.tile.swap_ab
+    cute.arch.barrier(barrier_id=FIRST_FULL_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
+    window, blocks = self.window(tile), config.tile.n // self.block_n
+    live = Int32(blocks)
+    if cutlass.const_expr(swapped):
+      live = cutlass.min(live, (tile.rows + (self.block_n - 1)) // self.block_n)
+    for index in cutlass.range(self.repeats * live, unroll=1):
+      repeat = index // live
+      m, n = repeat * self.step, (index - repeat * live) * self.block_n
+      row, col = (n, m) if swapped else (m, n)
+      moved = window.moved(row, col, self.staged_element.width // 8, 1 + config.is_gated)
+      buffer = self.blocks + (index + repeat * (blocks - live)) * config.block_bytes
+      self.copy(buffer, moved, 0, 0)
+    self.free()
 
   def sync(self) -> None:
     """Wait for the whole warpgroup."""
@@ -420,3 +485,29 @@ class Epilogue:
     _each("add.rn.f32", values, old)
     rounded.store(values.load().to(element))
     cute.autovec_copy(rounded, target)
+
+
+class StoreWarps:
+  """The warpgroup that stores what consumer warpgroups staged.
+
+  Args:
+    config: the kernel's configuration.
+    tiles: the tile records.
+    epilogues: makes the epilogue of a consumer warpgroup.
+  """
+
+  def __init__(self, config: Sm90GemmConfig, tiles: TileReader, epilogues: Callable[[Int32], Epilogue]):
+    self.config = config
+    self.tiles = tiles
+    self.epilogues = epilogues
+
+  @cute.jit
+  def run(self) -> None:
+    for group in cutlass.range_constexpr(self.config.consumers):
+      self.epilogues(Int32(group)).free()
+    state = self.tiles.new_state()
+    tile, state = self.tiles.next(state)
+    while tile.group >= 0:
+      for group in cutlass.range(self.config.consumers, unroll=1):
+        self.epilogues(group).copy_tile(tile)
+      tile, state = self.tiles.next(state)

@@ -27,7 +27,7 @@ from cute_kernels.gemm.output import EpilogueTensors
 from cute_kernels.gemm.problem import Extents
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
 from cute_kernels.gemm.sm90.consumer import Consumer
-from cute_kernels.gemm.sm90.epilogue import Epilogue
+from cute_kernels.gemm.sm90.epilogue import Epilogue, StoreWarps
 from cute_kernels.gemm.sm90.gather import Gathered, GatherWarp
 from cute_kernels.gemm.sm90.promotion import Promoter
 from cute_kernels.gemm.sm90.storage import Barriers, Layouts, Stages, make_pipelines
@@ -79,7 +79,7 @@ class Sm90Gemm:
 
   def __init__(self, config: Sm90GemmConfig):
     self.config = config
-    self.warps = WarpSchedule(config.consumers, config.gathered)
+    self.warps = WarpSchedule(config.consumers, config.stores_apart, config.gathered)
 
   @staticmethod
   def fake_args(config: Sm90GemmConfig) -> tuple[Any, ...]:
@@ -264,7 +264,18 @@ class Sm90Gemm:
         promoter = Promoter(config, shared, squares, cta)
       Consumer(config, layouts, shared, tiles, ab_pipeline, epilogue, promoter).run()
     else:
-      cute.arch.setmaxregister_decrease(other_registers)
+      if cutlass.const_expr(config.stores_apart):
+        if warp >= warps.first_store_warp:
+          cute.arch.setmaxregister_decrease(warps.store_registers)
+
+          def of_group(group: Int32) -> Epilogue:
+            return Epilogue(config, epilogue_tensors, barriers.blocks, barriers.factors, cta, group)
+
+          StoreWarps(config, tiles, of_group).run()
+        else:
+          cute.arch.setmaxregister_decrease(other_registers)
+      else:
+        cute.arch.setmaxregister_decrease(other_registers)
       if warp == warps.scheduler_warp_id:
         TileScheduler(config, ring, barriers.tiles, offs, extents).run()
       if warp == warps.load_warp_id:
@@ -272,8 +283,8 @@ class Sm90Gemm:
         loads = self.stage_loads(layouts, sources, shared, cta)
         LoadWarp(config, *loads, tiles, ab_pipeline).run()
       if cutlass.const_expr(config.gathered):
-        if warp >= warps.first_gather_warp_id:
-          number = warp - warps.first_gather_warp_id
+        if warp > warps.scheduler_warp_id:
+          number = warp - (warps.scheduler_warp_id + 1)
           GatherWarp(config, gathered, shared, tiles, ab_pipeline, number, warps.num_gather_warps, cta).run()
       if cutlass.const_expr(config.rows_taken.follows):
         # Parts write rows of their own. But who waits for this one waits for all before it.

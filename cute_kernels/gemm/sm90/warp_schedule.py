@@ -13,8 +13,13 @@ WARPGROUP_SIZE = _WARPS * WARP_SIZE
 FIRST_EPILOGUE_BARRIER = 1
 #: The first of the two barriers that let a warpgroup begin its epilogue.
 FIRST_PING_PONG_BARRIER = 5
-#: Registers of an SM, of which a thread has whole eights, and of a thread that does not multiply.
-_REGISTERS, _EIGHT, _FEW = 65536, 8, 40
+#: Registers of a thread by the number of consumer warpgroups: of consumers, and of the others.
+#: Together no more than the CTA is launched with: a warp that asks for more waits forever.
+_REGISTERS = {2: (232, 40), 4: (104, 40)}
+#: Likewise where a warpgroup of its own stores, and of that one.
+_REGISTERS_APART, _STORE_REGISTERS = (216, 24), 56
+#: The first warpgroup's barriers where another one stores: its blocks are full, and free.
+FIRST_FULL_BARRIER, FIRST_FREE_BARRIER = 5, 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +28,23 @@ class WarpSchedule:
 
   Attributes:
     consumers: warpgroups that multiply.
+    stores_apart: another one stores, the last.
     gathers: rows of an operand are read by an index.
   """
 
   consumers: int
+  stores_apart: bool = False
   gathers: bool = False
+
+  @property
+  def num_gather_warps(self) -> int:
+    """Warps that gather, after the one that schedules; each of their lanes arrives at a stage."""
+    return 2 if self.gathers else 0
+
+  @property
+  def stage_arrivals(self) -> int:
+    """Arrivals that fill a stage."""
+    return 1 + self.num_gather_warps * WARP_SIZE
 
   @property
   def load_warp_id(self) -> int:
@@ -38,41 +55,29 @@ class WarpSchedule:
     return self.num_consumer_warps + 1
 
   @property
-  def first_gather_warp_id(self) -> int:
-    """The first of the warps that gather, the last of the CTA."""
-    return self.num_threads // WARP_SIZE - self.num_gather_warps
-
-  @property
-  def num_gather_warps(self) -> int:
-    """How many there are; each of their lanes arrives at a stage."""
-    return 2 if self.gathers else 0
-
-  @property
-  def stage_arrivals(self) -> int:
-    """Arrivals that fill a stage."""
-    return 1 + self.num_gather_warps * WARP_SIZE
-
-  @property
   def num_consumer_warps(self) -> int:
     """Warps that multiply; one arrival of each frees a stage."""
     return self.consumers * _WARPS
 
   @property
   def num_threads(self) -> int:
-    """Threads of a CTA; what a warpgroup has left over does nothing."""
-    return (self.consumers + 1 + self.num_gather_warps // _WARPS) * WARPGROUP_SIZE
+    """Threads of a CTA; two warps of the last warpgroup gather, or do nothing."""
+    return (self.consumers + 1 + self.stores_apart) * WARPGROUP_SIZE
+
+  @property
+  def first_store_warp(self) -> int:
+    return self.num_consumer_warps + _WARPS
 
   @property
   def tile_consumer_arrivals(self) -> int:
-    """Arrivals that free a tile record: one of each consumer warp and of those that load."""
-    return self.num_consumer_warps + 1 + self.num_gather_warps
+    """Arrivals that free a tile record: one of each consumer and store warp and of those that load."""
+    return self.num_consumer_warps + 1 + self.num_gather_warps + _WARPS * self.stores_apart
 
   @property
   def registers(self) -> tuple[int, int]:
-    """Registers of a thread: of consumers, and of the others.
+    """Registers of a thread: of consumers, and of the others."""
+    return _REGISTERS_APART if self.stores_apart else _REGISTERS[self.consumers]
 
-    Together no more than the CTA is launched with: a warp that asks for more waits forever.
-    """
-    launched = _REGISTERS // self.num_threads // _EIGHT * _EIGHT * self.num_threads // WARPGROUP_SIZE
-    others = self.num_threads // WARPGROUP_SIZE - self.consumers
-    return (launched - others * _FEW) // self.consumers // _EIGHT * _EIGHT, _FEW
+  @property
+  def store_registers(self) -> int:
+    return _STORE_REGISTERS
