@@ -89,6 +89,8 @@ SM90_TILES = (
   Sm90Tile(128, 128),
   Sm90Tile(128, 256),
   Sm90Tile(128, 256, num_ctas=2),
+  Sm90Tile(256, 128, swap_ab=True),
+  Sm90Tile(256, 128),
 )
 
 
@@ -145,12 +147,20 @@ class Sm90GemmConfig(GemmConfig):
     if tile.swap_ab and self.grouping == "k_grouped":
       return "only operands of an m_grouped product are swapped"
     if not self.kind.has_short_sums:
-      if not tile.swap_ab and self.grouping == "m_grouped" and not self.gathered:
+      if not tile.swap_ab and self.grouping == "m_grouped":
         return f"operands of an m_grouped product of {self.operand} are swapped"
-      if not tile.swap_ab and tile.num_ctas > 1 and self.gathers != "m":
+      if not tile.swap_ab and tile.num_ctas > 1:
         return f"CTAs share operands of {self.operand} that are swapped"
-    if tile.num_ctas > 1 and self.gathers == "n" and not self.is_decoded:
+    if self.is_decoded and self.gathered:
+      return "operands that are decoded are not gathered"
+    if tile.num_ctas > 1 and self.gathers == "n":
       return "no part of an operand that is gathered comes from another CTA"
+    gathers_apart = self.gathered and tile.consumers == 2 and not self.promotes
+    if gathers_apart and tile.n > _WIDE_N:
+      # As with an activation, see below.
+      return f"products with a warpgroup that gathers have instructions of at most {_WIDE_N} columns"
+    if not gathers_apart and (tile.m, tile.n, tile.num_ctas) == (256, 128, 1):
+      return "only products with a warpgroup that gathers have this tile"
     if self.is_decoded and tile.swap_ab and tile.n > _WIDE_N:
       # 3 to 5% slower than 256 x 128 at 512 and 4096 rows a group (H200).
       return f"operands that are decoded have at most {_WIDE_N} columns"
@@ -302,6 +312,18 @@ class Sm90GemmConfig(GemmConfig):
   def stage_bytes(self) -> int:
     """Shared memory of one stage of both operands."""
     return sum(self.m_stage_bytes) + sum(self.n_stage_bytes)
+
+  @property
+  def gather_warps(self) -> int:
+    """Warps that gather: those that are left over, or a warpgroup.
+
+    A warp copies 32 vectors in 55 to 75 cycles: with two of them 128 rows of a stage take 1200
+    cycles, more than their products; with four half of that (H200). Promoted products are slower,
+    and their sums leave no registers to a fourth warpgroup.
+    """
+    if not self.gathered:
+      return 0
+    return 4 if self.consumers == 2 and not self.promotes else 2
 
   @property
   def gathered_bytes(self) -> int:

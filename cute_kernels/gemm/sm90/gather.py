@@ -65,7 +65,6 @@ class GatherWarp:
     tiles: the tile records.
     ab_pipeline: the stages' barriers.
     warp: number of this warp among the gather warps.
-    num_warps: how many there are.
     cta: number of the CTA in its cluster.
   """
 
@@ -77,7 +76,6 @@ class GatherWarp:
     tiles: TileReader,
     ab_pipeline: Any,
     warp: Int32,
-    num_warps: int,
     cta: Int32,
   ):
     self.config = config
@@ -92,7 +90,7 @@ class GatherWarp:
     self.row_bytes = config.stage_k * bits // 8
     if self.along_k:
       self.rows, self.row_bytes = config.stage_k, tile.n * bits // 8
-    self.step = _COPY_ROWS * num_warps
+    self.step = _COPY_ROWS * config.gather_warps
     lane = cute.arch.lane_idx()
     self.lane = lane
     #: Rows of a stage in the order of this warp's copies: the first one of its lane's copies, and

@@ -59,9 +59,7 @@ def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int)
   if config.promotes:
     has_scales, has_columns = config.kind.has_row_scales, config.row_scales[1] > 0
     multiply += tile.m * tile.n / _PROMOTED_PER_CYCLE[has_scales + has_columns]
-  own, shared = sum(config.m_stage_bytes), sum(config.n_stage_bytes)
-  if config.gathers != "n":
-    shared /= tile.num_ctas
+  own, shared = sum(config.m_stage_bytes), sum(config.n_stage_bytes) / tile.num_ctas
   load = (own + shared) / _LOAD_BYTES_PER_CYCLE
   is_weight_n = config.grouping == "m_grouped" and not tile.swap_ab
   from_memory = (shared if is_weight_n else own) / row_tiles / _HBM_BYTES_PER_CYCLE

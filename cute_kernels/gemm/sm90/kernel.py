@@ -79,7 +79,7 @@ class Sm90Gemm:
 
   def __init__(self, config: Sm90GemmConfig):
     self.config = config
-    self.warps = WarpSchedule(config.consumers, config.stores_apart, config.gathered)
+    self.warps = WarpSchedule(config.consumers, config.stores_apart, config.gather_warps)
 
   @staticmethod
   def fake_args(config: Sm90GemmConfig) -> tuple[Any, ...]:
@@ -283,9 +283,9 @@ class Sm90Gemm:
         loads = self.stage_loads(layouts, sources, shared, cta)
         LoadWarp(config, *loads, tiles, ab_pipeline).run()
       if cutlass.const_expr(config.gathered):
-        if warp > warps.scheduler_warp_id:
-          number = warp - (warps.scheduler_warp_id + 1)
-          GatherWarp(config, gathered, shared, tiles, ab_pipeline, number, warps.num_gather_warps, cta).run()
+        if warp >= warps.first_gather_warp:
+          number = warp - warps.first_gather_warp
+          GatherWarp(config, gathered, shared, tiles, ab_pipeline, number, cta).run()
       if cutlass.const_expr(config.rows_taken.follows):
         # Parts write rows of their own. But who waits for this one waits for all before it.
         if warp == warps.scheduler_warp_id and cute.arch.block_idx()[0] == 0:
