@@ -7,7 +7,7 @@ gives the end row of each group) or the weights of each expert (uniform: (G, N, 
 from cute_kernels import __version__
 from cute_kernels.activations import Activation
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
-from grouped import debug, flops, nn, recipes
+from grouped import debug, flops, nn, optim, recipes  # noqa: F401 - flops counts.
 from grouped.autograd import linear
 from grouped.delayed import delayed_scaling_update
 from grouped.experts import Routing, compute_routing
@@ -32,7 +32,6 @@ __all__ = [
   "compute_routing",
   "debug",
   "delayed_scaling_update",
-  "flops",
   "grouped_gemm",
   "linear",
   "nn",

@@ -4,13 +4,12 @@ The functions here are those ops, with positional arguments, called without PyTo
 where nothing observes the call (``registry.Op.invoke``). Each op is documented where it is defined.
 """
 
-from cute_kernels.ops import delayed, dequantize, flops, gemm, moe, quantize, reductions
+from cute_kernels.ops import delayed, dequantize, flops, gemm, moe, quantize, reductions  # noqa: F401 - flops counts.
 
 __all__ = [
   "compute_offsets",
   "compute_routing",
   "delayed_scaling_update",
-  "flops",
   "grouped_amax",
   "grouped_dbias",
   "grouped_dequantize",
