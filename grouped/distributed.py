@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.functional import pad
 
 from cute_kernels import ops
 from grouped.experts import Layer, Routing, Style, compute_routing, experts
@@ -22,8 +23,6 @@ from grouped.nn import GroupedLinear, MoE
 from grouped.wire import check_wire, pack, unpack
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
   from torch.distributed import ProcessGroup
   from torch.distributed.device_mesh import DeviceMesh
   from torch.distributed.tensor.placement_types import Placement
@@ -48,21 +47,27 @@ class Splits(NamedTuple):
 
 
 class Places(NamedTuple):
-  """Where a rank's pairs of a token and an expert go.
+  """Where a rank's tokens go, and what has come to it.
+
+  A token travels once to each rank that has an expert of its; a pair is a token and an expert.
 
   Attributes:
-    token: (R,) int32 token of each row that is sent, -1 of a free one.
-    pair: (R,) int64 its pair, t * k + j; the number of pairs of a free one.
-    expert: (R,) int32 the expert's number on its rank, -1 of a free one.
-    row: (T, k) int32 the row of each pair, -1 of those that are not sent.
-    splits: rows to and from each rank.
+    row: (T, k) int32 where each pair's row is among those sent, -1 of those that are not.
+    pairs: pairs to and from each rank.
+    token: (U,) int32 tokens in the order in which they are sent, -1 in a free row.
+    tokens: tokens to and from each rank.
+    arrived: (N,) int32 where the token of each pair that came is among the tokens that did, or -1.
+    expert: (N,) int32 its expert's number on this rank, or -1.
+    weight: (N, 1) fp32 its weight.
   """
 
-  token: Tensor
-  pair: Tensor
-  expert: Tensor
   row: Tensor
-  splits: Splits
+  pairs: Splits
+  token: Tensor
+  tokens: Splits
+  arrived: Tensor
+  expert: Tensor
+  weight: Tensor
 
 
 class Exchange:
@@ -73,7 +78,7 @@ class Exchange:
     num_experts: E.
     wire: the format in which tokens travel, or None for their own.
     gradient_wire: that of the gradients of outputs.
-    capacity: rows from each rank to each other, or None for as many as there are.
+    capacity: pairs and tokens from each rank to each other, or None for as many as there are.
 
   Attributes:
     sent: bytes that this rank sent to others, by ``"dispatch"``, ``"combine"`` and the same of
@@ -88,7 +93,7 @@ class Exchange:
     num_experts: int,
     wire: Format | None = None,
     gradient_wire: Format | None = None,
-    capacity: int | None = None,
+    capacity: tuple[int, int] | None = None,
   ) -> None:
     self.group: str = group.group_name
     self.ranks, self.rank = group.size(), group.rank()
@@ -98,57 +103,73 @@ class Exchange:
 
   def __call__(self, x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer, style: Style) -> Tensor:
     """As ``grouped.experts.experts``, of experts that are spread over the ranks."""
-    places = self.places(routing, p.shape)
-    rows, weights, expert = self.dispatch(x, p, places)
-    local = compute_routing(expert.unsqueeze(1), self.num_experts // self.ranks)
+    places = self.places(routing, p)
+    rows, weights = self.dispatch(x, p, places)
+    local = compute_routing(places.expert.unsqueeze(1), self.num_experts // self.ranks)
     h = experts(rows, weights, local, first, second, style._replace(dtype=rows.dtype, apart=True))
     return self.combine(h, p, places, style.dtype)
 
-  def dispatch(self, x: Tensor, p: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
-    """(N, H) rows of this rank's experts, their (N, 1) fp32 weights and (N,) experts, -1 for none."""
-    out: tuple[Tensor, Tensor, Tensor] = _Dispatch.apply(x, p, places, self)  # type: ignore[no-untyped-call]
+  def dispatch(self, x: Tensor, p: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    """(N, H) rows for this rank's experts and their (N, 1) fp32 weights."""
+    out: tuple[Tensor, Tensor] = _Dispatch.apply(x, p, places, self)  # type: ignore[no-untyped-call]
     return out
 
-  def combine(self, h: Tensor, p: Tensor | None, places: Places, dtype: torch.dtype) -> Tensor:
+  def combine(self, h: Tensor, p: Tensor, places: Places, dtype: torch.dtype) -> Tensor:
     """The sums of what came back for each token, times ``p``, whose gradient ``dispatch`` has."""
-    y: Tensor = _Combine.apply(h, None if p is None else p.detach(), places, dtype, self)  # type: ignore[no-untyped-call]
+    y: Tensor = _Combine.apply(h, p.detach(), places, dtype, self)  # type: ignore[no-untyped-call]
     return y
 
-  def places(self, routing: Routing, pairs: Sequence[int]) -> Places:
-    """Where rows go that are sorted by expert: at their places, or in a buffer for each rank."""
-    count = pairs[0] * pairs[1]
-    device, local = routing.offs.device, self.num_experts // self.ranks
-    ends = routing.offs[local - 1 :: local].contiguous()
-    starts = torch.nn.functional.pad(ends[:-1], (1, 0))
-    if self.capacity is None:
-      counts = torch.stack([ends - starts, self._all_to_all(ends - starts, None, "routing")]).tolist()
-      splits = Splits(*counts)
-      rows, row = torch.arange(sum(splits.send), device=device), routing.row
+  def places(self, routing: Routing, p: Tensor) -> Places:
+    """Tell the other ranks what is sent to their experts, and hear it of them."""
+    tokens, each = p.shape[0], self.capacity
+    local = self.num_experts // self.ranks
+    ends, last = routing.offs[local - 1 :: local].contiguous(), self.ranks - 1
+    starts, row = pad(ends[:-1], (1, 0)), routing.row
+    owner = torch.searchsorted(ends, row.clamp_min(0), right=True).clamp_max(last)
+    if each is not None:
+      within = row - starts[owner]
+      row = torch.where((row >= 0) & (within < each[0]), owner * each[0] + within, -1).int()
+    # Of each token and rank the rank, if the token goes there. The column behind them is for none.
+    ranks = row.new_full((tokens, self.ranks + 1), -1)
+    ranks.scatter_(1, torch.where(row >= 0, owner, self.ranks), owner.int())
+    once = compute_routing(ranks[:, :-1].contiguous(), self.ranks)
+    once_starts = pad(once.offs[:-1], (1, 0))
+    if each is None:
+      sizes = torch.stack([ends - starts, once.offs - once_starts], dim=1)
+      arriving = self._all_to_all(sizes, None, "routing")
+      pairs, unique = (Splits(*both) for both in torch.stack([sizes, arriving]).permute(2, 0, 1).tolist())
+      of_rank = [arriving[:, 0].cumsum(0), pad(arriving[:-1, 1].cumsum(0), (1, 0))]
+      rows, once_rows = (torch.arange(sum(s.send), device=p.device) for s in (pairs, unique))
     else:
-      each = self.capacity
-      slot = torch.arange(each, device=device)
-      rows = starts.unsqueeze(1) + slot
-      rows = torch.where(rows < ends.unsqueeze(1), rows, count).flatten()
-      splits = Splits([each] * self.ranks, [each] * self.ranks)
-      owner = torch.searchsorted(ends, routing.row.clamp_min(0), right=True).clamp_max(self.ranks - 1)
-      within = routing.row - starts[owner]
-      row = torch.where((routing.row >= 0) & (within < each), owner * each + within, -1).int()
-      lost = (ends - starts - each).clamp_min(0).sum()
+      pairs, unique = (Splits([n] * self.ranks, [n] * self.ranks) for n in each)
+      rank = torch.arange(self.ranks, device=p.device)
+      of_rank = [(rank + 1) * each[0], rank * each[1]]
+      rows, once_rows = _slots(starts, ends, each[0], p.numel()), _slots(once_starts, once.offs, each[1], ranks.numel())
+      row = torch.where(once.row.gather(1, owner) - once_starts[owner] < each[1], row, -1)
+      lost = (routing.row >= 0).sum() - (row >= 0).sum()
       self.dropped = lost if self.dropped is None else self.dropped + lost
-    pad, there = torch.nn.functional.pad, rows < count
-    token, pair = pad(routing.token, (0, 1), value=-1)[rows], pad(routing.pair, (0, 1), value=count)[rows].long()
+    sender = torch.searchsorted(ends, rows, right=True).clamp_max(last)
+    token = pad(routing.token, (0, 1), value=tokens)[rows.clamp_max(p.numel())]
     expert = torch.searchsorted(routing.offs, rows, right=True, out_int32=True) % local
-    expert = torch.where(there, expert, -1)
-    return Places(token, pair, expert, row, splits)
+    weight = pad(p.detach().flatten(), (0, 1))[pad(routing.pair, (0, 1), value=p.numel())[rows]]
+    place = pad(once.row, (0, 0, 0, 1))[token, sender] - once_starts[sender]
+    there = (rows < p.numel()) & (place < (tokens if each is None else each[1]))
+    said = torch.stack([torch.where(there, expert, -1), weight.view(torch.int32), place], dim=1).int()
+    expert, weight, place = self._all_to_all(said, pairs, "routing").T.contiguous()
+    source = torch.searchsorted(of_rank[0], torch.arange(len(expert), device=p.device), right=True).clamp_max(last)
+    arrived = torch.where(expert >= 0, of_rank[1][source] + place, -1).int()
+    sent = pad(once.token, (0, 1), value=-1)[once_rows.clamp_max(len(once.token))]
+    return Places(row, pairs, sent, unique, arrived, expert, weight.view(torch.float32).unsqueeze(1))
 
-  def move(self, x: Tensor, index: Tensor, splits: Splits, what: str, wire: Format | None) -> Tensor:
-    """Rows ``x[index]`` of the other ranks for this one, in the order of ranks."""
-    if wire is None:
-      return self._all_to_all(ops.moe_gather(x, index), splits, what)
+  def move(self, x: Tensor, places: Places, what: str, wire: Format | None) -> Tensor:
+    """(N, H) rows of the tokens x (T, H) of all ranks, for the pairs that came to this one."""
     # Quantized before they are gathered: each token once.
-    packed = pack(x, wire).view(torch.float32)
-    arrived = self._all_to_all(ops.moe_gather(packed, index), splits, what)
-    return unpack(arrived.view(torch.uint8), x.shape[1], wire, x.dtype)
+    flat = x if wire is None else pack(x, wire).view(torch.float32)
+    flat = self._all_to_all(ops.moe_gather(flat, places.token), places.tokens, what)
+    if wire is not None:
+      flat = unpack(flat.view(torch.int32), x.shape[1], wire, x.dtype)
+    rows: Tensor = ops.moe_gather(flat, places.arrived)
+    return rows
 
   def _all_to_all(self, x: Tensor, splits: Splits | None, what: str) -> Tensor:
     splits = splits or Splits([1] * self.ranks, [1] * self.ranks)
@@ -167,27 +188,27 @@ class Exchange:
     return out.view(x.dtype).view(-1, *x.shape[1:])
 
 
+def _slots(starts: Tensor, ends: Tensor, each: int, free: int) -> Tensor:
+  """Rows [start, end) of each rank in a buffer of ``each`` for it; ``free`` where there is none."""
+  rows = starts.unsqueeze(1) + torch.arange(each, device=starts.device)
+  return torch.where(rows < ends.unsqueeze(1), rows, free).flatten()
+
+
 class _Dispatch(torch.autograd.Function):
   """Tokens to the ranks of their experts; gradients come back and are added up there."""
 
   @staticmethod
-  def forward(ctx: Any, x: Tensor, p: Tensor, places: Places, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+  def forward(ctx: Any, x: Tensor, p: Tensor, places: Places, exchange: Exchange) -> tuple[Tensor, Tensor]:  # type: ignore[override]
     ctx.save_for_backward(places.row)
-    ctx.splits, ctx.exchange, ctx.dtype = places.splits, exchange, x.dtype
-    weight = torch.nn.functional.pad(p.detach().flatten(), (0, 1))[places.pair]
-    routing = torch.stack([places.expert, weight.view(torch.int32)], dim=1)
-    routing = exchange._all_to_all(routing, places.splits, "routing")
-    rows = exchange.move(x, places.token, places.splits, "dispatch", exchange.wire)
-    expert, weight = routing[:, 0].contiguous(), routing[:, 1:].contiguous().view(torch.float32)
-    ctx.mark_non_differentiable(expert)
-    return rows, weight, expert
+    ctx.back, ctx.exchange, ctx.dtype = places.pairs.back, exchange, x.dtype
+    return exchange.move(x, places, "dispatch", exchange.wire), places.weight.clone()
 
   @staticmethod
-  def backward(ctx: Any, dx: Tensor, dp: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+  def backward(ctx: Any, dx: Tensor, dp: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
     (row,) = ctx.saved_tensors
-    exchange, back = ctx.exchange, ctx.splits.back
-    dx = exchange._all_to_all(dx, back, "dispatch_gradient")
-    dp = torch.nn.functional.pad(exchange._all_to_all(dp, back, "routing").flatten(), (0, 1))
+    exchange = ctx.exchange
+    dx = exchange._all_to_all(dx, ctx.back, "dispatch_gradient")
+    dp = pad(exchange._all_to_all(dp, ctx.back, "routing").flatten(), (0, 1))
     return ops.moe_combine(dx, row, None, ctx.dtype), dp[row.long()], None, None
 
 
@@ -195,21 +216,18 @@ class _Combine(torch.autograd.Function):
   """Results back to their tokens. The gradient that experts get is that of y, as ``Style.apart`` has it."""
 
   @staticmethod
-  def forward(  # type: ignore[override]
-    ctx: Any, h: Tensor, p: Tensor | None, places: Places, dtype: torch.dtype, exchange: Exchange
-  ) -> Tensor:
-    ctx.save_for_backward(places.token)
-    ctx.splits, ctx.exchange, ctx.dtype = places.splits, exchange, h.dtype
-    h = exchange._all_to_all(h, places.splits.back, "combine")
+  def forward(ctx: Any, h: Tensor, p: Tensor, places: Places, dtype: torch.dtype, exchange: Exchange) -> Tensor:  # type: ignore[override]
+    ctx.save_for_backward(*(t for t in places if isinstance(t, Tensor)))
+    ctx.splits, ctx.exchange, ctx.dtype = (places.pairs, places.tokens), exchange, h.dtype
+    h = exchange._all_to_all(h, places.pairs.back, "combine")
     y: Tensor = ops.moe_combine(h, places.row, p, dtype)
     return y
 
   @staticmethod
   def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-    (token,) = ctx.saved_tensors
-    exchange = ctx.exchange
-    dh = exchange.move(dy.to(ctx.dtype), token, ctx.splits, "combine_gradient", exchange.gradient_wire)
-    return dh, None, None, None, None
+    (row, token, *rest), (pairs, tokens), exchange = ctx.saved_tensors, ctx.splits, ctx.exchange
+    places = Places(row, pairs, token, tokens, *rest)
+    return exchange.move(dy.to(ctx.dtype), places, "combine_gradient", exchange.gradient_wire), None, None, None, None
 
 
 class _Style(ParallelStyle):  # type: ignore[misc]
@@ -263,10 +281,11 @@ class ExpertParallel(_Style):
       scales are sent instead of the tokens' dtype; None for that.
     gradient_wire: likewise, of the gradients of outputs. Outputs and gradients of tokens travel
       in the dtype of the computation.
-    capacity: rows that each rank sends to each other. Shapes are static then and nothing is read
-      on the host, for CUDA graphs and ``torch.compile(fullgraph=True)``; pairs beyond it are left
-      out and counted in ``moe.exchange.dropped``. T * min(k, E / R) drops none. None: as many as
-      there are, whose numbers the host reads once a call.
+    capacity: pairs of a token and an expert that each rank sends to each other, and, as a second
+      number, tokens; as many by default. Shapes are static then and nothing is read on the host,
+      for CUDA graphs and ``torch.compile(fullgraph=True)``; pairs beyond it are left out and counted
+      in ``moe.exchange.dropped``. (T * min(k, E / R), T) drops none. None: as many as there are,
+      whose numbers the host reads once a call.
 
   ``moe.exchange`` is an ``Exchange``: ``sent`` counts the bytes on the wire.
 
@@ -282,12 +301,14 @@ class ExpertParallel(_Style):
     *,
     wire: Format | None = None,
     gradient_wire: Format | None = None,
-    capacity: int | None = None,
+    capacity: int | tuple[int, int] | None = None,
   ) -> None:
     super().__init__(mesh)
     check_wire("wire", wire)
     check_wire("gradient_wire", gradient_wire)
-    if capacity is not None and capacity < 1:
+    if isinstance(capacity, int):
+      capacity = capacity, capacity
+    if capacity is not None and min(capacity) < 1:
       raise ValueError(f"capacity must be positive, got {capacity}")
     self.options = (wire, gradient_wire, capacity)
 

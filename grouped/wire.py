@@ -17,8 +17,8 @@ from grouped.validation import check_format
 if TYPE_CHECKING:
   from cute_kernels.formats import Format
 
-#: So that rows of codes lie as kernels take them where they arrive.
-_ALIGNMENT = 16
+#: Words, so that rows of codes lie as kernels take them where they arrive.
+_ALIGNMENT = 4
 
 
 def check_wire(name: str, fmt: Format | None) -> None:
@@ -34,53 +34,47 @@ def check_wire(name: str, fmt: Format | None) -> None:
 
 
 def pack(x: Tensor, fmt: Format) -> Tensor:
-  """(T, H) rows quantized to ``fmt``, as (T, W) bytes: codes, block scales, second level, padding."""
-  rows, columns = x.shape
+  """(T, H) rows quantized to ``fmt``, as (T, W) int32: codes, block scales, second level, padding."""
+  rows = len(x)
   quantized = ops.grouped_quantize(x, fmt.text, _one_group(x), None, True, False, None, None)
-  named = dict(zip(fmt.buffer_names(columnwise=False), quantized, strict=True))
-  parts = [named.pop("codes")]
-  if fmt.scale is not None:
-    scales = named.pop("scales")
-    if fmt.scale.layout == "tiles_128x4":
-      # Byte (r % 32) * 16 + r // 32 * 4 + c % 4 of a tile is the scale of row r and block c.
-      tiles = scales.view(-1, scales.shape[1], TILE_ROWS // 4, 4, 4)
-      scales = tiles.permute(0, 3, 2, 1, 4).reshape(-1, scales.shape[1] * 4)
-      parts.append(scales[:rows, : columns // fmt.scale.vec_size])
+  parts = []
+  for name, part in zip(fmt.buffer_names(columnwise=False), quantized, strict=True):
+    if name == "scales" and _is_tiled(fmt):
+      # Bytes (r % 32) * 16 + r // 32 * 4 and three more of a tile are the scales of its row r.
+      tiles = part.view(torch.int32).view(-1, part.shape[1], TILE_ROWS // 4, 4)
+      parts.append(tiles.permute(0, 3, 2, 1).reshape(-1, part.shape[1])[:rows])
     else:
-      parts.append(scales.T[:rows].clone(memory_format=torch.contiguous_format))
-  parts += [vector.unsqueeze(1) for vector in named.values()]
-  flat = torch.cat([part.view(torch.uint8) for part in parts], dim=1)
-  return pad(flat, (0, -flat.shape[1] % _ALIGNMENT))
+      part = part.T[:rows] if name == "scales" else part if name == "codes" else part.unsqueeze(1)
+      parts.append((part if name == "codes" else part.clone(memory_format=torch.contiguous_format)).view(torch.int32))
+  width = sum(part.shape[1] for part in parts)
+  return torch.cat([*parts, parts[0].new_zeros(rows, -width % _ALIGNMENT)], dim=1)
 
 
 def unpack(flat: Tensor, columns: int, fmt: Format, dtype: torch.dtype) -> Tensor:
-  """(N, H) of ``dtype``: what (N, W) bytes of ``pack`` decode to."""
+  """(N, H) of ``dtype``: what (N, W) int32 of ``pack`` decode to."""
   rows, start = len(flat), 0
   found: dict[str, Tensor] = {}
   for name, spec in buffers(fmt, (rows, columns), 1).items():
-    tiled = name == "scales" and fmt.scale is not None and fmt.scale.layout == "tiles_128x4"
-    width = spec.shape[-1] if name == "codes" else 1
-    if name == "scales" and fmt.scale is not None:
-      width = columns // fmt.scale.vec_size if tiled else spec.shape[0]
-    end = start + width * spec.dtype.itemsize
-    part = (
-      flat[:, start:end].view(spec.dtype)
-      if name == "codes"
-      else flat[:, start:end].clone(memory_format=torch.contiguous_format).view(spec.dtype)
-    )
-    start = end
-    if tiled:
-      across = spec.shape[1]
-      part = pad(part, (0, across * 4 - width, 0, spec.shape[0] * TILE_ROWS - rows))
-      part = part.view(-1, 4, TILE_ROWS // 4, across, 4).permute(0, 3, 2, 1, 4).reshape(-1, across, SF_TILE_BYTES)
+    if name == "scales":
+      width = spec.shape[1] if _is_tiled(fmt) else spec.shape[0]
+    else:
+      width = spec.shape[-1] * spec.dtype.itemsize // 4 if name == "codes" else 1
+    part, start = flat[:, start : start + width], start + width
+    if name == "scales" and _is_tiled(fmt):
+      part = pad(part, (0, 0, 0, spec.shape[0] * TILE_ROWS - rows)).view(-1, 4, TILE_ROWS // 4, width)
+      part = part.permute(0, 3, 2, 1).reshape(-1, width, SF_TILE_BYTES // 4)
     elif name == "scales":
       part = pad(part.T, (0, spec.shape[1] - rows)).contiguous()
     elif name != "codes":
       part = part.flatten()
-    found[name] = part
+    found[name] = part.view(spec.dtype)
   codes, *rest = (found[name] for name in fmt.operand_names(columnwise=False))
   out: Tensor = ops.grouped_dequantize(codes, rest, fmt.text, rows, dtype, _one_group(flat), False, None)
   return out
+
+
+def _is_tiled(fmt: Format) -> bool:
+  return fmt.scale is not None and fmt.scale.layout == "tiles_128x4"
 
 
 def _one_group(x: Tensor) -> Tensor:

@@ -70,19 +70,6 @@ def test_wide_products(kind, bits):
   _check(f"mul.wide.{kind}{bits} %out, %a0, %a1;", bits, reference, out=2 * bits)
 
 
-@pytest.mark.parametrize("bits", [16, 32, 64])
-def test_unary(bits):
-  _check(f"abs.s{bits} %out, %a0;", bits, lambda a: abs(_signed(a, bits)), 1)
-  _check(f"neg.s{bits} %out, %a0;", bits, lambda a: -a, 1)
-  _check(f"not.b{bits} %out, %a0;", bits, lambda a: ~a, 1)
-
-
-@pytest.mark.parametrize("bits", [32, 64])
-def test_counting(bits):
-  _check(f"popc.b{bits} %out, %a0;", bits, lambda a: a.bit_count(), 1, 32)
-  _check(f"clz.b{bits} %out, %a0;", bits, lambda a: bits - a.bit_length(), 1, 32)
-
-
 @pytest.mark.parametrize("op", ["and", "or", "xor"])
 def test_logic_with_a_negative_literal_fits_its_register(op):
   """The upper half of the 64-bit result shows whether a 32-bit register holds more."""

@@ -81,10 +81,6 @@ def test_a_quantized_weight(recipe, prepacked, data):
     ({"weight": torch.zeros(3, N, 32)}, ValueError, r"x must have shape \(\.\.\., 32\)"),
     ({"x": torch.zeros(K)}, ValueError, "at least 2 dimensions"),
     ({"offs": [13, 13, 41]}, ValueError, "within the 40 rows"),
-    ({"weight": torch.zeros(2, N, K)}, ValueError, "each of the 2 groups, got 3"),
-    ({"bias": torch.zeros(3, K)}, ValueError, "bias must have size"),
-    ({"x": torch.zeros(40, K).double()}, TypeError, "must be bfloat16 or float16 or float32"),
-    ({"offs": [13, 12, 35]}, ValueError, "must not decrease"),
     (
       {"weight": grouped.quantize(torch.ones(3, N, K), grouped.NVFP4(row_scaled=True))},
       ValueError,

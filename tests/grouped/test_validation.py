@@ -63,15 +63,6 @@ WRONG = {
   "no groups": (uniform, SHAPE, lambda x: (0, 48, 64), ValueError, "at least one group"),
   "dtype": (ragged, DTYPE, lambda x: torch.float64, TypeError, "dtype must be bfloat16"),
   "a class as format": (ragged, FORMAT, type, TypeError, "fmt must be a format record"),
-  "second level": (ragged, FORMAT, lambda f: grouped.NVFP4(), ValueError, "rowwise amax must"),
-  "row-scaled": (uniform, FORMAT, lambda f: FORMATS["row-scaled"], ValueError, "rowwise amax must have 2 dimensions"),
-  "a format of other buffers": (
-    ragged,
-    FORMAT,
-    lambda f: grouped.MXFP8(),
-    TypeError,
-    "rowwise codes must be float8_e4m3fn, got uint8",
-  ),
   "offs dtype": (ragged, OFFS, torch.Tensor.long, TypeError, "offs must be int32"),
   "offs of another G": (
     ragged,
@@ -81,13 +72,6 @@ WRONG = {
     r"rowwise scales must have size 2 in dimension 0, got shape \(3, 1, 512\)",
   ),
   "offs device": (ragged, OFFS, lambda o: o.to("meta"), ValueError, "offs must be on the device"),
-  "columnwise amax": (
-    ragged,
-    COLUMNWISE,
-    lambda h: h._replace(amax=h.amax.double()),
-    TypeError,
-    "columnwise amax must be float32, got float64",
-  ),
   "device": (
     uniform,
     COLUMNWISE,

@@ -256,7 +256,7 @@ H, I, TOKENS = 128, 128, (9, 7)  # noqa: E741
 SPREAD = {
   "bf16": (recipes.BF16(), {}),
   "capacity": (recipes.BF16(), {"capacity": 18}),
-  "row-scaled": (recipes.NVFP4RowScaled(), {"capacity": 18}),
+  "row-scaled": (recipes.NVFP4RowScaled(), {"capacity": (18, 9)}),
   "fp8-block": (recipes.FP8Block(), {}),
   "wire": (recipes.FP8Block(), {"wire": grouped.FP8Block(), "gradient_wire": grouped.FP8Block()}),
   "nvfp4 wire": (recipes.BF16(), {"wire": grouped.NVFP4(row_scaled=True), "capacity": 18}),
@@ -339,7 +339,7 @@ def experts_are_spread():
       assert sent["dispatch"] == sent["combine_gradient"]
     if "capacity" in options:
       width = 2 * H if name != "nvfp4 wire" else -(-(H // 2 + H // 16 + 4) // 16) * 16
-      assert sent["dispatch"] == 18 * width and moe.exchange.dropped == 0
+      assert sent["dispatch"] == width * (9 if name == "row-scaled" else 18) and moe.exchange.dropped == 0
 
 
 @check
@@ -357,9 +357,12 @@ def spread_experts_in_odd_cases():
       assert_same_bytes(got, y[part])
       assert_same_bytes(mine.grad, x.grad[part])
       assert_same_bytes(moe.experts.down.weight.grad.full_tensor(), alone.experts.down.weight.grad)
-  moe = parallelize_module(mixture(recipes.BF16()), MESH, ExpertParallel(capacity=1))
-  step(moe, mine := tokens(), dy)
-  assert moe.exchange.dropped == 2 * sum(TOKENS) - 2 and mine.grad.isfinite().all()
+  for capacity in (1, (99, 1)):
+    moe = parallelize_module(mixture(recipes.BF16(), selection_bias=True), MESH, ExpertParallel(capacity=capacity))
+    moe.router.selection_bias[:2] = 100.0
+    step(moe, mine := tokens(), dy)
+    kept = 1 if capacity == 1 else 2
+    assert moe.exchange.dropped == 2 * sum(TOKENS) - kept and mine.grad.isfinite().all()
 
 
 @check
@@ -436,7 +439,7 @@ def a_rank_that_does_not_come_or_dies():
     start = time.perf_counter()
     routing = compute_routing(torch.tensor([[0, 2]]), 4)
     with pytest.raises(RuntimeError, match="one of them is gone, or did not come before"):
-      exchange.places(routing, (1, 2))
+      exchange.places(routing, torch.ones(1, 2))
     assert time.perf_counter() - start < 20
     if group is late:
       dist.barrier()

@@ -221,20 +221,3 @@ def test_code(kind: str) -> None:
   assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
   # An FMA may be a quarter, which ptxas cannot make part of the product before it.
   assert not re.findall(r"\.ftz|\.approx|\bfma\.(?!.*0f3E800000, zero)", kernel.ptx)
-
-
-def test_configurations_say_what_they_take() -> None:
-  for fmt in (NVFP4(row_scaled=True), NVFP4(block=(16, 16)), NVFP4(stochastic_rounding=True)):
-    chosen = DequantizeConfig.choose(fmt, "float32", "ragged", columnwise=True)
-    assert chosen == DequantizeConfig("nvfp4", "float32", columnwise=True)
-  transformed = NVFP4(hadamard=True, stochastic_rounding=True)
-  for columnwise, text in ((False, "nvfp4"), (True, "nvfp4:hadamard")):
-    chosen = DequantizeConfig.choose(transformed, "float32", "ragged", columnwise)
-    assert chosen == DequantizeConfig(text, "float32", columnwise=columnwise)
-  for same, as_well in (
-    (FP8Block(pow2_scales=False, amax_epsilon=1e-4), FP8Block()),
-    (FP8(scaling="delayed"), FP8()),
-    (MXFP8(block=(32, 32)), MXFP8()),
-  ):
-    configs = [DequantizeConfig.choose(f, "bfloat16", "ragged", True) for f in (same, as_well)]
-    assert configs[0] == configs[1]

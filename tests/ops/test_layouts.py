@@ -66,7 +66,6 @@ def to_each(change):
 
 
 LAYOUTS = {
-  "aligned": to_each(lambda x: placed(x, dense(x), 64)),
   "misaligned": to_each(lambda x: placed(x, dense(x), 1)),
   "flat parameters": flat,
   "wider rows": to_each(lambda x: placed(x, spread(x, 32), 0)),

@@ -61,15 +61,6 @@ def test_torch_quantizers(quantize, decode, bound):
     assert (decode(swapped, *got[1:]) - x.float()).norm() / x.float().norm() > 1
 
 
-def test_torch_quantizers_fit_the_task():
-  data = Input(40, 64, 3, CPU)
-  peer = pytorch.PEER({})
-  given = [c.format for c in peer.quantizers(data, Quantization("row", True))]
-  computed = [c.format for c in peer.quantizers(data, Quantization("row", False))]
-  assert (given, computed) == (["nvfp4"], ["nvfp4:row_scaled", "mxfp8"])
-  assert not list(peer.quantizers(data, Quantization("row+column", True)))
-
-
 def test_padding_keeps_rows_apart():
   x = torch.arange(1, 9).float().view(8, 1)
   padded, owner = padded_rows(x, [3, 0, 5], 4)

@@ -14,7 +14,7 @@ from perf.__main__ import main
 from perf.cases import GroupedShape
 from perf.contender import Contender, Task, relative_error
 from perf.measure import meter_of
-from perf.measure.base import Measurement, of_times
+from perf.measure.base import Measurement
 from perf.measure.emulator import count
 from perf.operands import Operands
 from perf.peers.pytorch import PEER
@@ -223,11 +223,6 @@ def test_counts_are_the_committed_ones():
   """What CI compares in full, of the smallest kernels: they are where they were."""
   pytest.importorskip("cutlass")
   assert main(["run", "counts", "--check", "--no-peers", "--filter", "op=(amax|dbias)"]) == 0
-
-
-def test_medians_and_spreads():
-  found = of_times([3.0, 1.0, 2.0], "time", "p")
-  assert (found.value, found.spread, found.repeats, found.unit) == (2.0, 2.0, 3, "us")
 
 
 def test_relative_errors():
