@@ -85,8 +85,6 @@ _COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
 _OF_SCALES = ("delayed_scaling_update",)
 #: Ops that take groups that have shapes of their own.
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
-#: Architectures whose kernels read rows of a quantized A by an index; plain ones are gathered first.
-_GATHERS_CODES: dict[str, tuple[str, ...]] = {"fp8_block": ("sm_90a",)}
 #: Where ops put their input through an activation first, or their result last.
 _ACTIVATES = dict.fromkeys(("grouped_quantize", "grouped_dbias"), ARCHITECTURES) | dict.fromkeys(
   _GEMMS, ("reference", "sm_90a")
@@ -263,10 +261,9 @@ def _why_not_activation(op: str, arch: str) -> str:
 def _why_not_gathered(op: str, fmt: Format | None, arch: str) -> str:
   if op not in _GEMMS:
     return f"{op} takes no index of rows"
-  is_plain = fmt is None or op == "grouped_gemm_w4a16" or arch == "reference"
-  if is_plain or fmt is not None and op == "grouped_gemm" and arch in _GATHERS_CODES.get(fmt.name, ()):
+  if fmt is None or op == "grouped_gemm_w4a16" or arch == "reference":
     return ""
-  return f"no {arch} kernel of {op} reads rows by an index yet"
+  return f"no {arch} kernel of {op} reads codes by an index: quantize rows by it (grouped_quantize)"
 
 
 def require(op: str, fmt: Format | None, arch: str, **facts: Any) -> None:

@@ -93,7 +93,7 @@ class FakeArguments:
 
   def expanded(self, dtype: str) -> Any:
     """Values in whole pieces of K, of the operand beside codes."""
-    rows = self.n if self.is_k_grouped else self.tokens
+    rows = self.n if self.is_k_grouped else self.rows
     return _pitched(DSL_TYPES[dtype], rows, cute.sym_int(divisibility=PIECE_K))
 
   def per_group(self) -> Any:
@@ -114,7 +114,7 @@ class FakeArguments:
     a_scales, b_scales = self.scales()
     a_amax, b_amax = (None if kind.level_factor is None else self.per_group() for kind in (config.kind, config.b_kind))
     if config.row_scaled:
-      a_amax = _compact(cutlass.Float32, self.tokens, align=4)
+      a_amax = _compact(cutlass.Float32, self.rows, align=4)
     if config.bias_dtype is not None:
       bias = _compact(DSL_TYPES[config.bias_dtype], self.groups, self.n)
     return GemmArguments(

@@ -151,16 +151,11 @@ class Sm90GemmConfig(GemmConfig):
         return f"operands of an m_grouped product of {self.operand} are swapped"
       if not tile.swap_ab and tile.num_ctas > 1:
         return f"CTAs share operands of {self.operand} that are swapped"
-    if self.is_decoded and self.gathered:
-      return "operands that are decoded are not gathered"
-    if tile.num_ctas > 1 and self.gathers == "n":
-      return "no part of an operand that is gathered comes from another CTA"
-    gathers_apart = self.gathered and tile.consumers == 2 and not self.promotes
-    if gathers_apart and tile.n > _WIDE_N:
-      # As with an activation, see below.
-      return f"products with a warpgroup that gathers have instructions of at most {_WIDE_N} columns"
-    if not gathers_apart and (tile.m, tile.n, tile.num_ctas) == (256, 128, 1):
+    if not self.gathered and (tile.m, tile.n, tile.num_ctas) == (256, 128, 1):
       return "only products with a warpgroup that gathers have this tile"
+    if self.gathered and (tile.num_ctas > 1 or tile.consumers == 2 and tile.n > _WIDE_N):
+      # A CTA gathers all of its rows. And as with an activation, see below.
+      return f"products of rows by an index have one CTA, and instructions of at most {_WIDE_N} columns"
     if self.is_decoded and tile.swap_ab and tile.n > _WIDE_N:
       # 3 to 5% slower than 256 x 128 at 512 and 4096 rows a group (H200).
       return f"operands that are decoded have at most {_WIDE_N} columns"
@@ -317,19 +312,10 @@ class Sm90GemmConfig(GemmConfig):
   def gather_warps(self) -> int:
     """Warps that gather: those that are left over, or a warpgroup.
 
-    A warp copies 32 vectors in 55 to 75 cycles: with two of them 128 rows of a stage take 1200
-    cycles, more than their products; with four half of that (H200). Promoted products are slower,
-    and their sums leave no registers to a fourth warpgroup.
+    A warp copies 32 vectors in 55 to 75 cycles, so that two of them take 1200 cycles for 128 rows
+    of a stage, more than their products do (H200).
     """
-    if not self.gathered:
-      return 0
-    return 4 if self.consumers == 2 and not self.promotes else 2
-
-  @property
-  def gathered_bytes(self) -> int:
-    """Those of a stage that are read by an index, not by TMA."""
-    sides = {"m": self.m_stage_bytes, "n": self.n_stage_bytes, "": ()}
-    return sum(sides[self.gathers])
+    return (4 if self.consumers == 2 else 2) if self.gathered else 0
 
   @property
   def _multiplied_row_bytes(self) -> int:

@@ -31,7 +31,6 @@ __all__ = ["GatherWarp", "Gathered"]
 _COPY_BYTES, _PANEL_BYTES = 16, 128
 #: Rows that a warp copies at once, a panel wide.
 _COPY_ROWS = WARP_SIZE * _COPY_BYTES // _PANEL_BYTES
-_SCALE_BYTES = 4
 
 
 class Gathered(NamedTuple):
@@ -40,19 +39,16 @@ class Gathered(NamedTuple):
   Attributes:
     matrix: (rows, width) of any pitch of whole 16 bytes.
     index: (T,) int32, the row of ``matrix`` of each row of the product.
-    scales: fp32 block scales (blocks along K, rows); None without.
   """
 
   matrix: cute.Tensor
   index: cute.Tensor
-  scales: cute.Tensor | None = None
 
 
-def _copy(shared: Int32, source: Int64, size: int, is_there: Any) -> None:
-  """Copy ``size`` bytes to shared memory some time from now, or write zeros."""
-  how = "cg" if size == _COPY_BYTES else "ca"
-  read = Int32(select(is_there, Uint32(size), Uint32(0)))
-  asm_volatile(f"cp.async.{how}.shared.global [$0], [$1], {size}, $2;", [shared, source, read])
+def _copy(shared: Int32, source: Int64, is_there: Any) -> None:
+  """Copy 16 bytes to shared memory some time from now, or write zeros."""
+  size = Int32(select(is_there, Uint32(_COPY_BYTES), Uint32(0)))
+  asm_volatile(f"cp.async.cg.shared.global [$0], [$1], {_COPY_BYTES}, $2;", [shared, source, size])
 
 
 class GatherWarp:
@@ -65,46 +61,29 @@ class GatherWarp:
     tiles: the tile records.
     ab_pipeline: the stages' barriers.
     warp: number of this warp among the gather warps.
-    cta: number of the CTA in its cluster.
   """
 
   def __init__(
-    self,
-    config: Sm90GemmConfig,
-    gathered: Gathered,
-    stages: Stages,
-    tiles: TileReader,
-    ab_pipeline: Any,
-    warp: Int32,
-    cta: Int32,
+    self, config: Sm90GemmConfig, gathered: Gathered, stages: Stages, tiles: TileReader, ab_pipeline: Any, warp: Int32
   ):
     self.config = config
-    self.matrix, self.index, self.scales = gathered
+    self.matrix, self.index = gathered
     self.tiles = tiles
     self.ab_pipeline = ab_pipeline
     self.along_k = config.grouping == "k_grouped"
-    is_m = config.gathers == "m"
-    tile, bits = config.tile, config.multiplied_bits
-    self.rows = tile.m if is_m else tile.n
-    self.first_row = cta * tile.m if is_m else Int32(0)
-    self.row_bytes = config.stage_k * bits // 8
+    self.rows, self.row_bytes = config.tile.n, config.stage_k * config.kind.bits // 8
     if self.along_k:
-      self.rows, self.row_bytes = config.stage_k, tile.n * bits // 8
+      self.rows, self.row_bytes = config.stage_k, config.tile.n * config.kind.bits // 8
     self.step = _COPY_ROWS * config.gather_warps
     lane = cute.arch.lane_idx()
     self.lane = lane
-    #: Rows of a stage in the order of this warp's copies: the first one of its lane's copies, and
-    #: of its scales, of which a lane has every 32nd.
+    #: Rows of a stage: the first of this lane's copies, and the first that it reads the index of.
     self.own_row = warp * _COPY_ROWS + lane // 8
     self.own_byte = lane % 8 * _COPY_BYTES
     self.listed_row = warp * _COPY_ROWS + lane // _COPY_ROWS * self.step + lane % _COPY_ROWS
     self.count = self.rows // self.step
     at = self.own_row * _PANEL_BYTES + (self.own_byte ^ (self.own_row % 8 * _COPY_BYTES))
-    self.shared = (stages.m if is_m else stages.n).iterator.toint() + at
-    shared_scales = stages.m_scales if is_m else stages.n_scales
-    if cutlass.const_expr(self.scales is not None):
-      self.shared_scales = shared_scales.iterator.toint() + self.listed_row * _SCALE_BYTES
-      self.scale_rows = config.row_scales[0 if is_m else 1]
+    self.shared = stages.n.iterator.toint() + at
 
   @cute.jit
   def run(self) -> None:
@@ -119,11 +98,9 @@ class GatherWarp:
   def fill(self, tile: WorkTile, state: Any) -> Any:
     """This warp's part of the stages of a tile."""
     config = self.config
+    first, left, column = tile.n_row, tile.rows, Int32(0)
     if cutlass.const_expr(self.along_k):
-      first, left, column = tile.k_start, tile.rows, tile.n_row
-    else:
-      first = self.first_row + (tile.n_row if cutlass.const_expr(config.gathers == "n") else tile.m_row)
-      left, column = tile.rows - self.first_row, Int32(0)
+      first, column = tile.k_start, tile.n_row
     width = self.matrix.element_type.width // 8
     end = self.matrix.shape[1] * width
     ids = cute.make_rmem_tensor(-(-self.count // 8), Int32)
@@ -141,8 +118,6 @@ class GatherWarp:
       self.ab_pipeline.sync_object_empty.wait(state.index, state.phase)
       at = column * width if cutlass.const_expr(self.along_k) else k_tile * self.row_bytes
       self.copy_rows(vectors, at, end, state.index)
-      if cutlass.const_expr(self.scales is not None):
-        self.copy_scales(ids, left, k_tile, state.index)
       cute.arch.cp_async_mbarrier_arrive_noinc(self.ab_pipeline.producer_get_barrier(state))
       state.advance()
     return state
@@ -167,12 +142,8 @@ class GatherWarp:
     pitch = Int32(Int64(self.matrix.stride[0]) * (self.matrix.element_type.width // 8) // _COPY_BYTES)
     for i in cutlass.range_constexpr(self.count):
       row = cute.arch.shuffle_sync(ids[i // 8], i % 8 * _COPY_ROWS + self.lane // 8)
-      vectors[i] = self.if_there(row, self.own_row + i * self.step < left, row * pitch)
-
-  def if_there(self, row: Int32, is_listed: Any, value: Int32) -> Int32:
-    """``value`` of a row that there is, -1 of another."""
-    is_there = (row >= 0) & (row < self.matrix.shape[0]) & is_listed
-    return Int32(select(is_there, Uint32(value), Uint32(0xFFFFFFFF)))
+      is_there = (row >= 0) & (row < self.matrix.shape[0]) & (self.own_row + i * self.step < left)
+      vectors[i] = Int32(select(is_there, Uint32(row * pitch), Uint32(0xFFFFFFFF)))
 
   @cute.jit
   def copy_rows(self, vectors: cute.Tensor, at: Int32, end: Int32, stage: Int32) -> None:
@@ -186,16 +157,4 @@ class GatherWarp:
       sources = [base + (Int64(vectors[i]) * _COPY_BYTES + byte) for i in range(self.count)]
       for i in cutlass.range_constexpr(self.count):
         place = shared + (i * self.step + panel * self.rows) * _PANEL_BYTES
-        _copy(place, sources[i], _COPY_BYTES, (vectors[i] >= 0) & is_inside)
-
-  @cute.jit
-  def copy_scales(self, ids: cute.Tensor, left: Int32, k_tile: Int32, stage: Int32) -> None:
-    """Copy the block scales of this warp's rows of a stage."""
-    base = self.scales.iterator.toint() + Int64(k_tile) * Int64(self.scales.stride[0]) * _SCALE_BYTES
-    shared = self.shared_scales + stage * (self.scale_rows * _SCALE_BYTES)
-    for i in cutlass.range_constexpr(cute.size(ids)):
-      local = self.listed_row + i * (8 * self.step)
-      if local < self.rows:
-        row = self.if_there(ids[i], local < left, ids[i])
-        source = base + Int64(row) * _SCALE_BYTES
-        _copy(shared + i * (8 * self.step * _SCALE_BYTES), source, _SCALE_BYTES, row >= 0)
+        _copy(place, sources[i], (vectors[i] >= 0) & is_inside)

@@ -142,12 +142,9 @@ class Sm90Gemm:
     # Codes of B may be padded along K.
     depth = a.shape[1] if config.grouping == "m_grouped" else None
     m, n = self.views(m, n, depth)
-    m_source, n_source = None, None
-    if cutlass.const_expr(config.gathers != "m"):
-      m_source = self.source(m, layouts.stages.m, layouts.tilers.m)
-    if cutlass.const_expr(config.gathers != "n"):
-      n_source = self.source(n, layouts.stages.n, layouts.tilers.n, config.tile.num_ctas)
-    sources = Sources(m_source, n_source)
+    sources = Sources(self.source(m, layouts.stages.m, layouts.tilers.m), None)
+    if cutlass.const_expr(not config.gathered):
+      sources = sources._replace(n=self.source(n, layouts.stages.n, layouts.tilers.n, config.tile.num_ctas))
     if cutlass.const_expr(config.is_decoded):
       words = scale_words_view(m_scales)
       if cutlass.const_expr(config.pairs_rows):
@@ -156,12 +153,11 @@ class Sm90Gemm:
       sources = sources._replace(m_scales=scales)
     squares = (None, None)
     if cutlass.const_expr(config.kind.has_row_scales):
-      of_rows, squares = self.row_scales(layouts, m_scales, n_scales)
-      sources = sources._replace(m_scales=of_rows[0], n_scales=of_rows[1])
+      rows_of, squares = self.row_scales(layouts, m_scales, n_scales)
+      sources = sources._replace(m_scales=rows_of[0], n_scales=rows_of[1])
     gathered = None
     if cutlass.const_expr(config.gathered):
-      is_k_grouped = config.grouping == "k_grouped"
-      gathered = Gathered(b, rows) if is_k_grouped else Gathered(a, rows, a_scales)
+      gathered = Gathered(b if config.grouping == "k_grouped" else a, rows)
     if cutlass.const_expr(config.gathered):
       num_rows = rows.shape[0]
     elif cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
@@ -209,14 +205,14 @@ class Sm90Gemm:
     rows: list[TmaSource | None] = []
     squares: list[cute.Tensor | None] = []
     sides = (
-      ("m", m_scales, layouts.stages.m_scales, layouts.tilers.m_scales),
-      ("n", n_scales, layouts.stages.n_scales, layouts.tilers.n_scales),
+      (m_scales, layouts.stages.m_scales, layouts.tilers.m_scales),
+      (n_scales, layouts.stages.n_scales, layouts.tilers.n_scales),
     )
-    for side, scales, stages, tiler in sides:
+    for scales, stages, tiler in sides:
       is_square = tiler is None
       squares.append(squares_view(scales) if is_square else None)
-      is_copied = not is_square and side != self.config.gathers
-      rows.append(self.source(row_scales_view(scales), stages, tiler) if is_copied else None)
+      view = None if is_square else row_scales_view(scales)
+      rows.append(None if is_square else self.source(view, stages, tiler))
     return rows, tuple(squares)
 
   def source(self, tensor: cute.Tensor, staged: Any, tiler: tuple[int, ...], sharers: int = 1) -> TmaSource:
@@ -285,7 +281,7 @@ class Sm90Gemm:
       if cutlass.const_expr(config.gathered):
         if warp >= warps.first_gather_warp:
           number = warp - warps.first_gather_warp
-          GatherWarp(config, gathered, shared, tiles, ab_pipeline, number, cta).run()
+          GatherWarp(config, gathered, shared, tiles, ab_pipeline, number).run()
       if cutlass.const_expr(config.rows_taken.follows):
         # Parts write rows of their own. But who waits for this one waits for all before it.
         if warp == warps.scheduler_warp_id and cute.arch.block_idx()[0] == 0:
@@ -330,7 +326,7 @@ class Sm90Gemm:
     if self.config.is_decoded:
       codes, scales = own("m", 8 // kind.bits), own("m_scales", kind.scale_tile_k, True)
       return (codes, scales), tuple(operand_n)
-    operand_m = [] if sources.m is None else [own("m", 1)]
+    operand_m = [own("m", 1)]
     for which, loads in (("m_scales", operand_m), ("n_scales", operand_n)):
       if getattr(sources, which) is not None:
         loads.append(own(which, kind.sf_vec_size, True))
