@@ -104,19 +104,11 @@ class Exchange:
   def __call__(self, x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer, style: Style) -> Tensor:
     """As ``grouped.experts.experts``, of experts that are spread over the ranks."""
     places = self.places(routing, p)
-    rows, weights = self.dispatch(x, p, places)
+    rows, weights = _Dispatch.apply(x, p, places, self)  # type: ignore[no-untyped-call]
     local = compute_routing(places.expert.unsqueeze(1), self.num_experts // self.ranks)
     h = experts(rows, weights, local, first, second, style._replace(dtype=rows.dtype, apart=True))
-    return self.combine(h, p, places, style.dtype)
-
-  def dispatch(self, x: Tensor, p: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-    """(N, H) rows for this rank's experts and their (N, 1) fp32 weights."""
-    out: tuple[Tensor, Tensor] = _Dispatch.apply(x, p, places, self)  # type: ignore[no-untyped-call]
-    return out
-
-  def combine(self, h: Tensor, p: Tensor, places: Places, dtype: torch.dtype) -> Tensor:
-    """The sums of what came back for each token, times ``p``, whose gradient ``dispatch`` has."""
-    y: Tensor = _Combine.apply(h, p.detach(), places, dtype, self)  # type: ignore[no-untyped-call]
+    # The gradient of the weights is what ``_Dispatch`` has.
+    y: Tensor = _Combine.apply(h, p.detach(), places, style.dtype, self)  # type: ignore[no-untyped-call]
     return y
 
   def places(self, routing: Routing, p: Tensor) -> Places:
@@ -147,7 +139,9 @@ class Exchange:
       rows, once_rows = _slots(starts, ends, each[0], p.numel()), _slots(once_starts, once.offs, each[1], ranks.numel())
       row = torch.where(once.row.gather(1, owner) - once_starts[owner] < each[1], row, -1)
       lost = (routing.row >= 0).sum() - (row >= 0).sum()
-      self.dropped = lost if self.dropped is None else self.dropped + lost
+      if self.dropped is None:
+        self.dropped = torch.zeros_like(lost)
+      self.dropped.add_(lost)  # In place, for CUDA graphs.
     sender = torch.searchsorted(ends, rows, right=True).clamp_max(last)
     token = pad(routing.token, (0, 1), value=tokens)[rows.clamp_max(p.numel())]
     expert = torch.searchsorted(routing.offs, rows, right=True, out_int32=True) % local

@@ -444,7 +444,11 @@ class GroupedTensor(Tensor):
   ) -> tuple[GroupedTensor, tuple[Tensor, ...]] | None:
     """The parameter of all groups over what FSDP2 gathered."""
     # FSDP gathers into the same memory again, which ``out`` consists of.
-    return None if out is not None else (gathered(self, outputs), outputs)
+    if out is not None:
+      return None
+    # Of a single rank it passes on the first tensor alone; this one has them all.
+    rest = gathered_inputs(self, 1, len(self))[len(outputs) :]
+    return gathered(self, [*outputs, *rest]), outputs
 
   def share_memory_(self) -> GroupedTensor:  # type: ignore[override]
     """Move the plain tensors to shared memory; returns self."""

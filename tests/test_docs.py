@@ -32,6 +32,11 @@ bias = alpha = x_scales = w_scales = x_format = w_format = accumulation = None
 prepacked = interleaved = False
 """,
   "docs/groups.md": "import torch, grouped",
+  "docs/distributed.md": """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+device, ranks = "cpu", 1
+""",
   "README.md": "import cute_kernels",
 }
 
@@ -56,7 +61,13 @@ def groups(q, shapes, **names):
   assert not q.dequantize()[29_696:].any()
 
 
-CHECKS = {"README.md": readme, "docs/groups.md": groups}
+def distributed(dist, quantized, mine, y, moe, **_):
+  dist.destroy_process_group()
+  assert type(mine) is grouped.GroupedTensor and torch.equal(mine, quantized) and y.shape == (20, 32)
+  assert moe.experts.down.weight.grad is not None and moe.exchange.sent["dispatch"] == 0
+
+
+CHECKS = {"docs/distributed.md": distributed, "README.md": readme, "docs/groups.md": groups}
 
 
 def smaller(page, code):

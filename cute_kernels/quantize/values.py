@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 
+from cute_kernels.device.codecs.base import Level
 from cute_kernels.device.codecs.nvfp4_fp16 import fp16_values, scales_as_fp16
 from cute_kernels.device.launch import env_stream
 from cute_kernels.device.memory import store_global, transpose_four
@@ -42,14 +43,13 @@ class RowValuesQuantizer(RowsQuantizer):
 
   @cute.jit
   def write_row(
-    self, words: cute.Tensor, a: cute.Tensor, g: Float32, target: Int64, live: Boolean, scales_at: Int32, lane: Lane
+    self, words: cute.Tensor, a: cute.Tensor, level: Level, target: Int64, live: Boolean, scales_at: Int32, lane: Lane
   ) -> None:
     """A lane's blocks as values; eight lanes put those of eight neighbouring blocks in order.
 
     So all lanes take part, with zeros in the place of blocks past K. Of the blocks 2 j + p of a
     piece lane 2 q + p writes elements q and q + 4 of both words, 16 bytes each.
     """
-    level = self.codec.second_level(g)
     twist = self.twist(lane.lane)
     place = lane.lane % 2 * 128 + lane.lane % self.piece_blocks // 2 * 16
     for i in cutlass.range_constexpr(0, self.pieces_per_lane, 2):

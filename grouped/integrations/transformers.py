@@ -83,7 +83,7 @@ def prepare(model: nn.Module, fmt: Format | None = None) -> int:
   quantized ones beside activations that they quantize. Call the model without gradients then.
   The model then works as before, in part prepared or whole: errors come before the first layer is
   changed, or leave whole layers. ``get_memory_footprint`` counts what is held. ``save_pretrained``
-  writes plain weights only and raises: save before.
+  writes plain weights only and raises: save before, or by ``grouped.checkpoint.save``.
 
   Args:
     model: a model, or experts alone, on the device where it will run.
@@ -145,8 +145,8 @@ def _save_pretrained(self: Any, *args: Any, state_dict: dict[str, Tensor] | None
   name = next((name for name, t in given.items() if isinstance(t, GroupedTensor)), None)
   if name is not None:
     raise ValueError(
-      f"save_pretrained writes plain weights, but prepare() quantized {name}: save before it, save the state_dict with "
-      "torch.save or torch.distributed.checkpoint, or write GroupedTensor.to_parts()"
+      f"save_pretrained writes plain weights, but prepare() quantized {name}: save before it, or save the quantized "
+      "weights by grouped.checkpoint.save(model, folder, layout=...)"
     )
   return type(self).save_pretrained(self, *args, state_dict=state_dict, **kwargs)
 

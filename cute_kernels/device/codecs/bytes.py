@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING
 
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32, Uint64
 
 from cute_kernels.device.codecs.base import Codec, Level
 from cute_kernels.device.codecs.pairs import REGISTERS, column_pairs, row_pairs
@@ -58,6 +58,7 @@ class ByteCodec(Codec):
     step = _PER_WORD if self.dtype == "float32" else _PER_WORD // 2
     if self.multiplies_bf16:
       words = _products(words, _bf16_pair(factor, factor))
+    factor = self._spread(factor)
     pairs = row_pairs(self.dtype, step)
     return [self._encode(pairs, words[i : i + step], [factor]) for i in range(0, len(words), step)]
 
@@ -69,7 +70,7 @@ class ByteCodec(Codec):
       words = _products(words, _bf16_pair(*factors))
     columns = []
     for part, factor in enumerate(factors):
-      pairs = column_pairs(self.dtype, _PER_WORD, part)
+      pairs, factor = column_pairs(self.dtype, _PER_WORD, part), self._spread(factor)
       codes = [self._encode(pairs, words[i : i + _PER_WORD], [factor]) for i in range(0, len(words), _PER_WORD)]
       columns.append(_untwisted(codes, twist))
     return columns
@@ -85,13 +86,19 @@ class ByteCodec(Codec):
       self._encode(pairs, words[i : i + step], factors[i * per_word :][:_PER_WORD]) for i in range(0, len(words), step)
     ]
 
-  def _encode(self, pairs: Sequence[Pair], words: Sequence[Uint32], factors: Sequence[Float32]) -> Uint32:
+  def _spread(self, factor: Float32) -> Float32 | Uint64:
+    """A factor of several elements, twice in a register pair where two are multiplied at once."""
+    if self.multiplies_bf16 or self.arch != "sm_100a":
+      return factor
+    return asm("mov.b64 $0, {$1, $1};", [Uint64], [factor])
+
+  def _encode(self, pairs: Sequence[Pair], words: Sequence[Uint32], factors: Sequence[Float32 | Uint64]) -> Uint32:
     """Four elements as a code word.
 
     Args:
       pairs: two elements each, of the operands ``words``.
       words: words that hold them.
-      factors: one for all, or one each; unused if they are in ``words`` already.
+      factors: ``_spread`` of one for all, or one each; unused if they are in ``words`` already.
     """
     assert self.arch is not None
     given = [] if self.multiplies_bf16 else list(factors)
@@ -101,9 +108,11 @@ class ByteCodec(Codec):
       if self.multiplies_bf16:
         body += pair.text
       elif self.arch == "sm_100a":
-        if i == 0 or len(given) > 1:
+        factor = names[0]
+        if len(given) > 1:
+          factor = "f"
           body += f"mov.b64 f, {{{names[2 * i]}, {names[2 * i + 1]}}};\n"
-        body += f"{pair.packed} mul.rn.f32x2 p, p, f; mov.b64 {{lo, hi}}, p;"
+        body += f"{pair.packed} mul.rn.f32x2 p, p, {factor}; mov.b64 {{lo, hi}}, p;"
       else:
         body += f"{pair.text} mul.rn.f32 lo, {pair.low}, {names[2 * i]}; "
         body += f"mul.rn.f32 hi, {pair.high}, {names[2 * i + 1]};"
