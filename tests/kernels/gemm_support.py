@@ -154,7 +154,6 @@ class Product:
     rows: T.
     before: the output's contents before the call.
     bias, alpha: options of the epilogue.
-    index: the row of A, or in a k_grouped product of B, that is each row.
   """
 
   config: GemmConfig
@@ -165,7 +164,6 @@ class Product:
   before: Tensor
   bias: Tensor | None = None
   alpha: Tensor | None = None
-  index: Tensor | None = None
 
   def run(self, num_sms: int = NUM_SMS, device: str = "cpu") -> Tensor:
     """The kernel's output, from the emulator or from a GPU."""
@@ -186,8 +184,7 @@ class Product:
   def prepared(self, out: Tensor, num_sms: int = NUM_SMS) -> GemmArguments:
     """The GEMM's arguments where the output is, operands as it takes them."""
     arch, device = arch_of(self.config), out.device.type
-    vectors = (self.offs, self.index, self.bias, self.alpha)
-    offs, index, bias, alpha = (on_device_of(out, t) for t in vectors)
+    offs, bias, alpha = (on_device_of(out, t) for t in (self.offs, self.bias, self.alpha))
     sides = {"a": self.a, "b": self.b}
     tensors = []
     for side, operand in sides.items():
@@ -220,7 +217,7 @@ class Product:
       made = [torch.full(t.shape, _POISON, dtype=torch.uint8) for t in tiles]
       compiled(before)(tensors[1], made[0], tensors[4], made[1], num_sms)
       tensors[1], tensors[4] = made
-    return GemmArguments(*tensors, offs=offs, rows=index, bias=bias, alpha=alpha, out=out, num_sms=num_sms)
+    return GemmArguments(*tensors, offs=offs, rows=None, bias=bias, alpha=alpha, out=out, num_sms=num_sms)
 
   def expected(self) -> Tensor:
     """What a tensor core of the configuration's architecture gives, to the bit."""
@@ -235,10 +232,7 @@ class Product:
     if config.grouping == "m_grouped":
       options |= {"bias": self.bias, "transpose_b": config.transpose_b}
     run = getattr(reference, f"{config.grouping}_gemm")
-    operands = [self.a.read(), self.b.read()]
-    side = config.grouping == "k_grouped"
-    operands[side] = operands[side]._replace(row_index=self.index)
-    run(*operands, groups, out, **options)
+    run(self.a.read(), self.b.read(), groups, out, **options)
     return out
 
   def check(
