@@ -9,6 +9,8 @@ an instruction.
   subnormal numbers: 2^n is 2 * 2^(n - 1), whose bits are those of z alone.
 - Clamps of the argument stand for those of its factor: where they differ the other factor is 0.
 - r is kept as -r, so that no argument is negated.
+- Of sums below 2^126 a step of Newton's makes an approximate reciprocal the rounded one, which is
+  what ``rcp.rn`` does behind a branch. Branches keep numbers from being worked on side by side.
 """
 
 from __future__ import annotations
@@ -162,7 +164,7 @@ class _Curve(NamedTuple):
   slope: Any
 
 
-def _sigmoid(t: _Text, c: _Number) -> _Number:
+def _sigmoid(t: _Text, c: _Number, quick: bool) -> _Number:
   """Of numbers from ``_STEEP`` to ``_FLAT``."""
   z = t.add(t.mul(c, -Numbers.LOG2E), _ROUNDS)
   n = t.sub(z, _ROUNDS)
@@ -172,7 +174,10 @@ def _sigmoid(t: _Text, c: _Number) -> _Number:
     q = t.mul(t.sub(factor, q), r)
   p = t.sub(t.mul(t.sub(Numbers.EXP[0], q), t.mul(r, r)), r)
   sum_ = t.fma(t.fma(p, 2.0, 2.0), t.power(z), 1.0)
-  return t.each("rcp.rn.f32 {0}, {1}", sum_)
+  if not quick:
+    return t.each("rcp.rn.f32 {0}, {1}", sum_)
+  r = t.each("rcp.approx.ftz.f32 {0}, {1}", sum_)
+  return t.fma(t.each("neg.f32 {0}, {1}", t.fma(sum_, r, -1.0)), r, r)
 
 
 def _tanh(t: _Text, x: _Number) -> _Number:
@@ -192,11 +197,11 @@ def _tanh(t: _Text, x: _Number) -> _Number:
   return t.each(text, u, t.add(u, t.sub(1.0, p)), x)
 
 
-def _silu(t: _Text, x: _Number, alpha: float, limit: float | None) -> _Curve:
+def _silu(t: _Text, x: _Number, alpha: float, limit: float | None, quick: bool) -> _Curve:
   y = x if limit is None else t.low(x, limit)
   steep = t.high(y if alpha == 1.0 else t.mul(y, alpha), _STEEP)
   c = t.low(steep, _FLAT)
-  s = _sigmoid(t, c)
+  s = _sigmoid(t, c, quick)
   value = t.mul(steep if alpha == 1.0 else t.high(y, -Numbers.FMAX), s)
 
   def slope() -> _Number:
@@ -225,19 +230,27 @@ def _relu(t: _Text, x: _Number, is_squared: bool) -> _Curve:
   return _Curve(core, lambda: t.where_above(x, 0.0, 1.0, core))
 
 
-def _curve(t: _Text, act: Activation, x: _Number) -> _Curve:
+def _curve(t: _Text, act: Activation, x: _Number, quick: bool) -> _Curve:
   if act.curve == "gelu":
     return _gelu(t, x)
   if act.curve in ("relu", "srelu"):
     return _relu(t, x, act.curve == "srelu")
-  alpha = {"silu": 1.0, "qgelu": Numbers.QUICK}.get(act.curve, act.alpha)
-  return _silu(t, x, alpha, act.limit if act.is_clamped else None)
+  return _silu(t, x, _alpha(act), act.limit if act.is_clamped else None, quick)
 
 
-def _made(t: _Text, act: Activation, is_gradient: bool, inputs: list[_Number]) -> list[_Number]:
+def _alpha(act: Activation) -> float:
+  return {"silu": 1.0, "qgelu": Numbers.QUICK}.get(act.curve, act.alpha)
+
+
+def quick_from(act: Activation) -> float | None:
+  """Where ``activated`` may be ``quick``: from this number on; None of curves without a sigmoid."""
+  return None if act.curve in ("gelu", "relu", "srelu") else -86.0 / _alpha(act)
+
+
+def _made(t: _Text, act: Activation, is_gradient: bool, inputs: list[_Number], quick: bool) -> list[_Number]:
   """The elements of x or A, then B and then the gradient, where there are those."""
   x, *others = inputs
-  curve = _curve(t, act, x)
+  curve = _curve(t, act, x, quick)
   if not act.is_gated:
     return [t.mul(curve.slope(), others[0]) if is_gradient else curve.value]
   b = gate = others[0]
@@ -254,7 +267,7 @@ def _made(t: _Text, act: Activation, is_gradient: bool, inputs: list[_Number]) -
 
 
 def activated(
-  act: Activation, is_gradient: bool, arch: str, inputs: Sequence[Sequence[Float32]]
+  act: Activation, is_gradient: bool, arch: str, inputs: Sequence[Sequence[Float32]], quick: bool = False
 ) -> list[list[Float32]]:
   """Elements that an activation makes, in fp32.
 
@@ -264,6 +277,7 @@ def activated(
     arch: whose instructions are used.
     inputs: as many numbers each: x, or A and B of a gated one; then the gradient of
       the result.
+    quick: no x or A is below ``quick_from``; NaN may be there.
 
   Returns:
     As many elements; of the gradient of a gated activation those of A, and those of B.
@@ -278,7 +292,7 @@ def activated(
     names = [f"${num_results * width + j}" for j in range(len(given))]
     parts = [names[j : j + width] for j in range(0, len(names), width)]
     numbers = [_Number(p[0] if width == 1 else None, p) for p in parts]
-    for j, number in enumerate(_made(text, act, is_gradient, numbers)):
+    for j, number in enumerate(_made(text, act, is_gradient, numbers, quick)):
       text.result(number, [f"${j * width + k}" for k in range(width)])
     body = "\n".join(text.lines)
     given += [Int64(_signed(bits)) for bits in text.constants]

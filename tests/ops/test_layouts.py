@@ -164,7 +164,14 @@ def quantizing(bias, alpha):
   return x(), codes, OFFS, scales, "nvfp4:row_scaled", "nvfp4", bias, alpha
 
 
-BACKENDS = ("reference", "emulated:sm_90a", "emulated:sm_100a")
+EMULATED = ("emulated:sm_90a", "emulated:sm_100a")
+#: Each call in each layout on the reference and, by turns, on the kernels of one architecture.
+CASES = [
+  (name, layout, backend)
+  for i, name in enumerate(CALLS)
+  for j, layout in enumerate(LAYOUTS)
+  for backend in ("reference", EMULATED[(i + j) % 2])
+]
 
 
 def test_every_op_has_a_call():
@@ -172,12 +179,6 @@ def test_every_op_has_a_call():
   # Ops without an ``_out`` form write their arguments, which have to be dense.
   functional = {n for n in names if f"{n}_out" in names}
   assert {op for op, _ in CALLS.values()} == functional
-
-
-@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS)
-def layout(request):
-  """Gives tensors the layout, all of one call at once."""
-  return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -197,13 +198,12 @@ def call(op, arguments):
   return results if isinstance(results, list) else [results]
 
 
-@each("backend", BACKENDS)
-@pytest.mark.parametrize("name", CALLS)
+@each(("name", "layout", "backend"), CASES)
 def test_any_layout_gives_the_bits_of_a_dense_copy(name, layout, backend):
   op, make = CALLS[name]
   leaves, structure = tree_flatten(list(make()))
   at = [i for i, a in enumerate(leaves) if isinstance(a, torch.Tensor)]
-  for i, tensor in zip(at, layout([leaves[i] for i in at]), strict=True):
+  for i, tensor in zip(at, LAYOUTS[layout]([leaves[i] for i in at]), strict=True):
     leaves[i] = tensor
   before = [storage_bytes(leaves[i]) for i in at]
   copies = list(leaves)

@@ -164,6 +164,9 @@ class Sm90GemmConfig(GemmConfig):
     if self.activation is not None and tile.n > _WIDE_N and not self.promotes:
       # With a warpgroup more ptxas has 128 registers for an instruction, and its sums take as many.
       return f"products with an activation have instructions of at most {_WIDE_N} columns"
+    if self.activation is not None and self.promotes and tile.num_ctas > 1:
+      # 128 x 256 alone: 320 us where two CTAs took 403, which wait for each other's stages (H200).
+      return "CTAs that promote and activate share nothing"
     if not self.is_decoded and (tile.fitted or tile.n == _DECODED_N):
       return "only products of operands that are decoded have this tile"
     return ""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.activations import activated
+from cute_kernels.device.activations import activated, quick_from
 from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.device.memory import load_shared, store_shared
@@ -435,34 +435,57 @@ class Epilogue:
     steps = [self.step_of(i) for i in range(passes)]
     at = self.place(buffer, self.own_row, self.own_col)
     staged = [load_shared(at + self.place(0, row, col), 4) for row, col in steps]
-    for words, (row, col) in zip(staged, steps, strict=True):
-      m = repeat * self.step
-      if cutlass.const_expr(self.config.tile.swap_ab):
-        row, col = first_n + row, m + col
-      else:
-        row, col = m + row, first_n + col
+    m = repeat * self.step
+    places = [(first_n + r, m + c) if self.config.tile.swap_ab else (m + r, first_n + c) for r, c in steps]
+    if cutlass.const_expr(self.config.activation is not None):
+      # So many at once as fill the time until a number is there.
+      for i in cutlass.range_constexpr(0, passes, 2):
+        self.store_activated(staged[i : i + 2], window, places[i : i + 2])
+    else:
       width = self.tensors.out.element_type.width // 8
-      limits = (window.rows, row), (window.cols, col)
-      if cutlass.const_expr(self.config.accumulate):
-        if window.rows > row and window.cols > col:
-          self.add(window.out.at(row, col * width), words)
-      elif cutlass.const_expr(self.config.activation is None):
-        _store_if(window.out.at(row, col * width), words, *limits)
-      else:
-        self.store_activated(words, window, row, col * width, limits)
+      for words, (row, col) in zip(staged, places, strict=True):
+        if cutlass.const_expr(self.config.accumulate):
+          if window.rows > row and window.cols > col:
+            self.add(window.out.at(row, col * width), words)
+        else:
+          _store_if(window.out.at(row, col * width), words, (window.rows, row), (window.cols, col))
 
-  def store_activated(self, words: list[Uint32], window: _Window, row: int, offset: int, limits: Any) -> None:
-    """Store what an activation makes of a vector, ``offset`` bytes into the product's row."""
-    config, act = self.config, self.config.act
-    numbers = unpack_words(words, config.out_dtype)
-    inputs = [numbers[::2], numbers[1::2]] if act.is_gated else [numbers]
-    (made,) = activated(act, False, "sm_90a", inputs)
-    narrow = offset // len(inputs)
-    _store_if(window.out.at(row, narrow), pack_words(made, config.out_dtype), *limits)
-    if len(window.z) == 1:
-      _store_if(window.z[0].at(row, offset), words, *limits)
-    for target, half in zip(window.z[: 2 * (len(window.z) > 1)], inputs, strict=False):
-      _store_if(target.at(row, narrow), pack_words(half, config.out_dtype), *limits)
+  def store_activated(self, vectors: list[list[Uint32]], window: _Window, places: list[tuple[int, int]]) -> None:
+    """Store what an activation makes of vectors at rows and columns of the product."""
+    dtype, halves = self.config.out_dtype, 1 + self.config.is_gated
+    numbers = [number for words in vectors for number in unpack_words(words, dtype)]
+    inputs = [numbers[half::halves] for half in range(halves)]
+    made, count = self.activated(inputs), self.vector // halves
+    for i, (words, (row, col)) in enumerate(zip(vectors, places, strict=True)):
+      limits = (window.rows, row), (window.cols, col)
+      offset, own = col * self.staged_element.width // 8, slice(i * count, (i + 1) * count)
+      targets = [(window.out, made[own])]
+      if len(window.z) == halves > 1:
+        targets += [(target, half[own]) for target, half in zip(window.z, inputs, strict=True)]
+      elif window.z:
+        _store_if(window.z[0].at(row, offset), words, *limits)
+      for target, some in targets:
+        _store_if(target.at(row, offset // halves), pack_words(some, dtype), *limits)
+
+  @cute.jit
+  def activated(self, inputs: list[list[Float32]]) -> list[Float32]:
+    """What the activation makes of x, or of A and B."""
+    act: Any = self.config.act
+    bound = quick_from(act)
+    if cutlass.const_expr(bound is None):
+      return activated(act, False, "sm_90a", inputs)[0]
+    out, low = cute.make_rmem_tensor(len(inputs[0]), Float32), inputs[0][0]
+    for x in inputs[0][1:]:
+      low = asm("min.f32 $0, $1, $2;", [Float32], [low, x])
+    if low < bound:
+      self.activate(inputs, out, False)
+    else:
+      self.activate(inputs, out, True)
+    return [out[i] for i in range(len(inputs[0]))]
+
+  def activate(self, inputs: list[list[Float32]], out: cute.Tensor, quick: bool) -> None:
+    for i, number in enumerate(activated(self.config.act, False, "sm_90a", inputs, quick)[0]):
+      out[i] = number
 
   def step_of(self, i: int) -> tuple[int, int]:
     """Rows and columns of a block from a thread's first vector to its ``i``-th."""

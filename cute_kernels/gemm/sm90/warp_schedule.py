@@ -21,7 +21,7 @@ _REGISTERS_APART, _STORE_REGISTERS = (216, 24), 56
 #: Likewise where a warpgroup of its own gathers.
 _REGISTERS_GATHERING = 216, 40
 #: The first warpgroup's barriers where another one stores: its blocks are full, and free.
-FIRST_FULL_BARRIER, FIRST_FREE_BARRIER = 5, 7
+FIRST_FULL_BARRIER, FIRST_FREE_BARRIER = 7, 9
 
 
 @dataclasses.dataclass(frozen=True)
