@@ -79,30 +79,31 @@ def convert(
   experts = {name: found for name in files if (found := _ONE.fullmatch(name) or _ALL.fullmatch(name))}
   if not experts:
     raise ValueError(f"{source} has no weights of experts, such as ...experts.0.gate_proj.weight")
-  writer, noise = Writer(target, shard_bytes), []
-  for name in progress(list(files), "tensors"):
-    if name not in experts:
-      writer.add(name, files[name])
-      continue
-    found, tensor = experts[name], files[name].to(device)
-    is_one = "expert" in found.groupdict()
-    weight = tensor[None] if is_one else tensor.mT if transposed else tensor
-    amax = None
-    if record.level is not None:
-      amax = weight.abs().amax((1, 2)).float()
-      projection = found["projection"]
-      partner = is_one and name.replace(f".{projection}.", f".{_PARTNERS.get(projection, projection)}.")
-      if partner and partner in files:
-        amax = torch.maximum(amax, files[partner].to(device).abs().amax().float())
-    parts = quantized(weight, record.fmt, amax)
-    base = name.removesuffix(".weight")
-    for suffix, t in record.stored(parts.expert(0) if is_one else parts).items():
-      writer.add(base + (suffix if is_one else stacked_suffix(suffix)), t)
-    for g, rows in enumerate(weight):
-      expert = int(found["expert"]) if is_one else g
-      snr = signal_to_noise(rows, parts.expert(g), record.fmt)
-      noise.append(_Noise(found["layer"], found["projection"], expert, snr))
-  _finish(files, writer, Path(target), record, [n for n in files if n not in experts])
+  noise = list[_Noise]()
+  with Writer(target, shard_bytes) as writer:
+    for name in progress(list(files), "tensors"):
+      if name not in experts:
+        writer.add(name, files[name])
+        continue
+      found, tensor = experts[name], files[name].to(device)
+      is_one = "expert" in found.groupdict()
+      weight = tensor[None] if is_one else tensor.mT if transposed else tensor
+      amax = None
+      if record.level is not None:
+        amax = weight.abs().amax((1, 2)).float()
+        projection = found["projection"]
+        partner = is_one and name.replace(f".{projection}.", f".{_PARTNERS.get(projection, projection)}.")
+        if partner and partner in files:
+          amax = torch.maximum(amax, files[partner].to(device).abs().amax().float())
+      parts = quantized(weight, record.fmt, amax)
+      base = name.removesuffix(".weight")
+      for suffix, t in record.stored(parts.expert(0) if is_one else parts).items():
+        writer.add(base + (suffix if is_one else stacked_suffix(suffix)), t)
+      for g, rows in enumerate(weight):
+        expert = int(found["expert"]) if is_one else g
+        snr = signal_to_noise(rows, parts.expert(g), record.fmt)
+        noise.append(_Noise(found["layer"], found["projection"], expert, snr))
+    _finish(files, writer, Path(target), record, [n for n in files if n not in experts])
   return [tuple(n) for n in noise]  # type: ignore[misc]
 
 

@@ -319,13 +319,15 @@ def _record(layer: Layer, of_operands: list[Tensor | None], of_gradient: Tensor 
 
 def _of_bias(dy: Tensor, p: Tensor, dp: Tensor, offs: Tensor, row: Tensor, bias: Tensor, need: bool) -> Tensor | None:
   """The gradient of the second bias (E, H); adds to that of p what the bias gives."""
-  dy, there = dy.float(), row >= 0
+  there = row >= 0
+  # The tail of a capacity buffer may hold anything.
+  dy = dy.float().masked_fill(~there.any(1, keepdim=True), 0)
   expert = torch.searchsorted(offs, row.clamp_min(0), right=True).clamp_max(len(offs) - 1)
   dp += (dy @ bias.float().T).gather(1, expert) * there
   if not need:
     return None
-  chosen = expert.unsqueeze(-1) == torch.arange(len(offs), device=offs.device)
-  return ((chosen * (p * there).unsqueeze(-1)).sum(1).T @ dy).to(bias.dtype)
+  p, chosen = p.masked_fill(~there, 0), expert.unsqueeze(-1) == torch.arange(len(offs), device=offs.device)
+  return ((chosen * p.unsqueeze(-1)).sum(1).T @ dy).to(bias.dtype)
 
 
 # ----------------------------------------------------------------------------------- as an op

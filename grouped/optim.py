@@ -73,8 +73,10 @@ class AdamW(Optimizer):
     master_weights: bool = False,
   ) -> None:
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-      if not isinstance(value, Tensor) and value < 0:
+      if not isinstance(value, Tensor) and not value >= 0:
         raise ValueError(f"{name} must be at least 0, got {value}")
+    if len(betas) != 2:  # noqa: PLR2004
+      raise ValueError(f"betas must be two numbers, got {betas}")
     for i, beta in enumerate(betas):
       if not 0 <= beta < 1:
         raise ValueError(f"betas[{i}] must be at least 0 and below 1, got {beta}")
@@ -89,7 +91,8 @@ class AdamW(Optimizer):
         raise TypeError("masters names a tensor that is no parameter with a master of this optimizer")
       if master.shape != p.shape:
         raise ValueError(f"the master of a parameter must have its shape {tuple(p.shape)}, got {tuple(master.shape)}")
-      self.state[p]["master"] = _local(master).detach().to(_local(p).device, torch.float32, copy=True)
+      held = _local(master).detach().to(_local(p).device, torch.float32, copy=True)
+      self.state[p]["master"] = held.contiguous()
 
   def _has_master(self, p: Tensor) -> bool:
     is_low = p.dtype in (torch.bfloat16, torch.float16)
@@ -126,12 +129,13 @@ class AdamW(Optimizer):
       state, target = self.state[p], self._target(p)
       if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=target.device)
-        names = _MOMENTS if group["amsgrad"] else _MOMENTS[:2]
-        state.update({name: torch.zeros_like(target) for name in names})
+      columns["step"].append(state["step"])
       columns["target"].append(target)
-      columns["grad"].append(_local(grad).to(target.dtype))
-      for name in ("step", *_MOMENTS):
-        columns[name] += [state[name]] if name in state else []
+      columns["grad"].append(_local(grad).to(target.dtype).contiguous())
+      for name in _MOMENTS if group["amsgrad"] else _MOMENTS[:2]:
+        if name not in state:
+          state[name] = torch.zeros_like(target)
+        columns[name].append(state[name])
     if not held:
       return
     lists: list[Any] = [columns[name] for name in ("target", "grad", *_MOMENTS, "step")]
@@ -139,33 +143,48 @@ class AdamW(Optimizer):
     options["beta1"], options["beta2"] = group["betas"]
     adamw(*lists, fused=True, **options, **scaling)  # type: ignore[misc]
     for (p, _), target in zip(held, columns["target"], strict=True):
-      if self._has_master(p):
+      if target is not _local(p):
         _write(_local(p), target)
 
   def _target(self, p: Tensor) -> Tensor:
-    """What a step updates: the master, made where there is none yet, or the parameter."""
+    """What a step updates: the master, made where there is none yet, or the parameter.
+
+    Contiguous, as all that goes with it: the fused kernel takes elements as they lie in memory.
+    """
     target: Any = _local(p)
     if not self._has_master(p):
-      return target  # type: ignore[no-any-return]
+      return target if target.is_contiguous() else target.contiguous()  # type: ignore[no-any-return]
     state = self.state[p]
     if "master" not in state:
       is_quantized = isinstance(target, GroupedTensor)
-      state["master"] = target.dequantize(torch.float32) if is_quantized else target.detach().float()
+      state["master"] = target.dequantize(torch.float32) if is_quantized else target.detach().float().contiguous()
     target = state["master"]
     return target  # type: ignore[no-any-return]
 
   def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-    """Load what ``state_dict`` gave; masters and moments keep their dtype.
+    """Load what ``state_dict`` gave, also that of ``torch.optim.AdamW``.
 
-    The parameters' bytes are the module's to load.
+    Masters and moments keep fp32. A parameter of which the state has no master keeps the one that it
+    has. The parameters' bytes are the module's to load.
     """
+    masters = {p: state["master"] for p, state in self.state.items() if "master" in state}
     super().load_state_dict(state_dict)
     # PyTorch casts states to the dtype of the parameter, and shares ``step``.
     pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
     for p, key in ((p, key) for group, saved in pairs for p, key in zip(group["params"], saved["params"], strict=True)):
-      saved_state = state_dict["state"].get(key, {})
+      saved_state, held = state_dict["state"].get(key, {}), self._has_master(p)
+      dtype = torch.float32 if held else _local(p).dtype
       for name in {"master", "step", *_MOMENTS} & saved_state.keys():
-        self.state[p][name] = saved_state[name].detach().to(_local(p).device, copy=True)
+        value, kept = torch.as_tensor(saved_state[name]).detach(), torch.float32 if name == "step" else dtype
+        self.state[p][name] = value.to(_local(p).device, kept, copy=True).contiguous()
+      if not held:
+        self.state[p].pop("master", None)
+      elif p in masters:
+        self.state[p].setdefault("master", masters[p])
+
+  def __getstate__(self) -> dict[str, Any]:
+    # PyTorch's copies have no other attributes.
+    return {**super().__getstate__(), "_master_weights": self._master_weights}  # type: ignore[no-untyped-call]
 
 
 def _local(t: Any) -> Any:

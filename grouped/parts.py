@@ -130,7 +130,7 @@ def _linear(fmt: Format, scale: BlockScale, scales: Tensor, shape: Sequence[int]
   tiles = tile_view(fmt, scales, columnwise=False)
   by_slot = linear_scales(fmt, tiles if offs is not None else tiles.flatten(0, 1), False, shape[-1]).flatten(0, 1)
   slot, _ = _slots(shape, offs, scales.device)
-  rows = torch.cat([by_slot, by_slot.new_zeros(1, by_slot.shape[1])])[slot].view(*shape[:-1], -1)
+  rows = torch.cat([by_slot, by_slot.new_zeros(1, by_slot.shape[1])])[slot].view(*shape[:-1], by_slot.shape[1])
   return rows.view(scale.element.dtype) if scale.element.dtype.is_signed else rows
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 if TYPE_CHECKING:
@@ -28,26 +28,55 @@ def progress(items: Any, what: str) -> Any:
   return tqdm(items, what, disable=None)
 
 
+def _indexed(path: Path) -> dict[str, str] | None:
+  """The file of each tensor; None without an index."""
+  if not path.exists():
+    return None
+  try:
+    named: dict[str, str] = json.loads(path.read_text())["weight_map"]
+    outside = [name for name in named.values() if Path(name).is_absolute() or ".." in Path(name).parts]
+  except (KeyError, TypeError, AttributeError):
+    raise ValueError(f"{path} has no weight_map of files") from None
+  if outside:
+    raise ValueError(f"{path} names files outside of its folder: {outside[0]}")
+  return named
+
+
+def _opened(path: Path) -> Any:
+  try:
+    return safe_open(path, "pt")
+  except SafetensorError as error:
+    raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+
+
 class Reader:
   """The tensors of a folder by name; each is read when it is asked for.
 
   Raises:
     FileNotFoundError: the folder has no safetensors file, or lacks one that its index names.
+    ValueError: a file or the index is damaged, two files have a tensor of one name and no index
+      says which counts, or the index names files outside of the folder.
   """
 
   def __init__(self, folder: str | Path) -> None:
     self.folder = Path(folder)
-    index = self.folder / _INDEX
-    if index.exists():
-      found = set(json.loads(index.read_text())["weight_map"].values())
-      paths = sorted(self.folder / name for name in found)
-    else:
-      paths = sorted(self.folder.glob("*.safetensors"))
-    missing = [str(path) for path in paths if not path.exists()]
-    if missing or not paths:
+    named = _indexed(self.folder / _INDEX)
+    names = sorted({path.name for path in self.folder.glob("*.safetensors")} if named is None else {*named.values()})
+    missing = [str(self.folder / name) for name in names if not (self.folder / name).exists()]
+    if missing or not names:
       raise FileNotFoundError(f"no safetensors file {', '.join(missing) or f'in {self.folder}'}")
-    self._files = [safe_open(path, "pt") for path in paths]
-    self._of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+    files = {name: _opened(self.folder / name) for name in names}
+    if named is None:
+      named = {}
+      for file, opened in files.items():
+        for name in opened.keys():  # noqa: SIM118
+          if named.setdefault(name, file) != file:
+            raise ValueError(f"{self.folder / named[name]} and {file} both have {name}: remove one of them")
+    held = {file: set(opened.keys()) for file, opened in files.items()}
+    for name, file in named.items():
+      if name not in held[file]:
+        raise ValueError(f"{self.folder / _INDEX} is wrong: {file} has no {name}")
+    self._of = {name: files[file] for name, file in named.items()}
 
   def __contains__(self, name: object) -> bool:
     return name in self._of
@@ -66,6 +95,10 @@ class Reader:
     """The shape of a tensor, without reading it."""
     return tuple(self._of[name].get_slice(name).get_shape())
 
+  def facts(self, name: str) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype, likewise."""
+    return self.shape(name), self._of[name].get_slice(name).get_dtype()
+
   def config(self, name: str = "config.json") -> dict[str, Any]:
     """A JSON file of the folder; {} if there is none."""
     path = self.folder / name
@@ -78,8 +111,11 @@ class Writer:
 
   What is not yet written is held, so up to ``shard_bytes`` and one tensor.
 
+  Used as a context, it removes what it wrote if there is an error.
+
   Raises:
     FileExistsError: the folder has safetensors files.
+    ValueError: a name is added twice.
   """
 
   def __init__(self, folder: str | Path, shard_bytes: int) -> None:
@@ -89,10 +125,21 @@ class Writer:
       raise FileExistsError(f"{self._folder} has safetensors files: choose another folder")
     self._held: dict[str, Tensor] = {}
     self._shards: list[tuple[str, ...]] = []
+    self._names = set[str]()
     self._bytes = self._total = 0
+
+  def __enter__(self) -> Writer:
+    return self
+
+  def __exit__(self, kind: object, *_: object) -> None:
+    for i in range(len(self._shards) + 1 if kind else 0):
+      self._part(i).unlink(missing_ok=True)
 
   def add(self, name: str, tensor: Tensor) -> None:
     """Take a tensor; a full file is written."""
+    if name in self._names:
+      raise ValueError(f"two tensors would be called {name!r}")
+    self._names.add(name)
     if self._held and self._bytes + tensor.nbytes > self._most:
       self._flush()
     self._held[name] = tensor.detach().cpu().contiguous().clone()

@@ -57,10 +57,18 @@ class Layout:
     return Parts(codes, scales, amax.reshape(codes.shape[:-2]))
 
   def stored(self, parts: Parts) -> dict[str, Tensor]:
-    """The tensors of a file by suffix."""
+    """The tensors of a file by suffix.
+
+    Raises:
+      ValueError: an amax whose level is out of the range of fp32.
+    """
     tensors = [parts.codes, parts.scales]
     if self.level is not None and parts.amax is not None:
+      amax = parts.amax.double().reshape(-1)
       tensors.append(self.level[0](parts.amax.double()).float())
+      again = self.level[1](tensors[-1].double()).reshape(-1)
+      if not torch.allclose(again, amax, rtol=1e-6, atol=0, equal_nan=True):
+        raise ValueError(f"{self.name} stores a second level in fp32, which has none for the amax {amax.min():g}")
     return dict(zip(self.suffixes, tensors, strict=True))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from cute_kernels.formats.base import FP8_ELEMENTS
 from grouped.checkpoint.files import Reader, progress
 from grouped.checkpoint.layouts import LAYOUTS, Layout, stacked_suffix
 from grouped.checkpoint.parts import joined_rows, reconciled, stacked
@@ -65,29 +65,29 @@ def load(
     FileNotFoundError: the folder lacks files.
     KeyError: the module has what the checkpoint does not; or, if strict, the other way round.
       Nothing is loaded then.
-    ValueError: a tensor of another shape, of FP8 without scales, or on the meta device; or MXFP4
-      weights that are no exact NVFP4.
+    ValueError: a tensor of another shape, of FP8 or integers without scales, or on the meta
+      device; files that are damaged; or MXFP4 weights that are no exact NVFP4.
   """
   files, report = Reader(folder), Report()
-  plans, used = [], set()
-  missing: list[str] = []
-  weights = list(expert_weights(module, rename))
-  for weight in weights:
-    plan = _plan(weight, files)
-    if plan is None:
-      missing.append(weight.names(0, files, ".weight")[0] + (".bias" if weight.is_bias else ".weight"))
-      continue
-    plans.append((weight, *plan))
-    used |= {name for names in plan[1] for name in names}
+  missing = list[str]()
+  weights, first = list(expert_weights(module, rename)), dict[int, ExpertWeight]()
+  tied = [(weight, first.setdefault(id(weight.parameter), weight)) for weight in weights]
+  plans = [plan for weight in first.values() if (plan := _plan(weight, files, missing))]
   of_experts = {weight.key for weight in weights}
   state = state_of(module)
   for key, t in state.items():
     if t.is_meta:
       raise ValueError(f"{key} is on the meta device: give the module storage first, as by to_empty(device=...)")
-  others = {renamed(key, rename): t for key, t in state.items() if key not in of_experts}
-  sources = {name: _source(name, files) for name in others}
-  missing += [name for name, (_, names) in sources.items() if names[0] not in files]
-  used |= {name for _, names in sources.values() for name in names}
+  others = [(renamed(key, rename), t) for key, t in state.items() if key not in of_experts]
+  sources = [_source(name, files) for name, _ in others]
+  missing += [names[0] for _, names in sources if names[0] not in files]
+  used = collections.Counter(
+    [name for plan in plans for names in plan.names for name in names]
+    + [name for _, names in sources for name in names]
+  )
+  twice = [name for name, count in used.items() if count > 1]
+  if twice:
+    raise ValueError(f"several tensors of the module would be {_some(twice)}: rename them apart")
   report.unexpected = [name for name in files if name not in used]
   scales = tuple(layout.input_scale for layout in LAYOUTS.values() if layout.input_scale)
   for name in [n for n in report.unexpected if n.endswith(scales)]:
@@ -95,12 +95,15 @@ def load(
     report.input_scales[name] = files[name]
   if missing or (strict and report.unexpected):
     raise KeyError(f"{files.folder} lacks {_some(missing)} and has, beyond the module, {_some(report.unexpected)}")
-  for name, t in others.items():
-    found = _read(*sources[name], files)
+  for (name, t), source in zip(others, sources, strict=True):
+    found = _read(*source, files, t)
     _check_shape(name, tuple(found.shape), tuple(t.shape))
     t.copy_(found)
-  for weight, layout, names in progress(plans, "experts"):
-    _load_weight(weight, layout, names, files, report)
+  for plan in progress(plans, "experts"):
+    _load_weight(plan, files, report)
+  for weight, of in tied:
+    if weight is not of and of.key in report.layouts:
+      weight.replace(of.parameter)
   return report
 
 
@@ -114,13 +117,16 @@ def _source(name: str, files: Reader) -> tuple[Layout | None, list[str]]:
   return None, [name]
 
 
-def _read(layout: Layout | None, names: list[str], files: Reader) -> Tensor:
+def _read(layout: Layout | None, names: list[str], files: Reader, target: Tensor) -> Tensor:
   tensors = [files[name] for name in names]
   if layout is not None:
     return layout.parts(*tensors).decoded(layout.fmt)
-  if tensors[0].dtype in FP8_ELEMENTS:
-    raise ValueError(f"{names[0]} is {tensors[0].dtype} without the scales of a layout: {', '.join(LAYOUTS)}")
-  return tensors[0]
+  (found,) = tensors
+  if found.is_floating_point() != target.is_floating_point() or (found.is_floating_point() and found.itemsize == 1):
+    raise ValueError(
+      f"{names[0]} is {found.dtype} without the scales of a layout ({', '.join(LAYOUTS)}), for {target.dtype}"
+    )
+  return found
 
 
 def _some(names: list[str]) -> str:
@@ -132,36 +138,55 @@ def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> 
     raise ValueError(f"{name} must have the shape {wanted}, the checkpoint has {found}")
 
 
-def _plan(weight: ExpertWeight, files: Reader) -> tuple[Layout | None, list[list[str]]] | None:
-  """The layout of a weight, None if plain, and the names of its tensors: of each projection of each expert.
+class _Plan(NamedTuple):
+  """A weight, its layout, None if plain, and the names of its tensors.
 
-  Or of all experts at once, if those are one tensor.
+  Those of each projection of each expert; if ``stacked``, of all at once.
   """
+
+  weight: ExpertWeight
+  layout: Layout | None
+  names: list[list[str]]
+  stacked: bool = False
+
+
+def _plan(weight: ExpertWeight, files: Reader, missing: list[str]) -> _Plan | None:
+  """Where a weight is; None if that is ``missing``."""
   groups = weight.shape[0]
   plain = (".bias",) if weight.is_bias else (".weight",)
   quantized = [] if weight.is_bias else [(layout, layout.suffixes) for layout in LAYOUTS.values()]
   for layout, suffixes in [*quantized, (None, plain)]:
     stacked = [weight.path + weight.stacked + stacked_suffix(s) for s in suffixes]
     if all(name in files for name in stacked):
-      return layout, [stacked]
+      return _Plan(weight, layout, [stacked], True)
     names = [[n + s for s in suffixes] for g in range(groups) for n in weight.names(g, files, suffixes[0])]
-    if all(name in files for name in names[0]):
-      missing = [name for of_one in names for name in of_one if name not in files]
-      return None if missing else (layout, names)
+    if any(name in files for of_one in names for name in of_one[-1:]):
+      lost = [name for of_one in names for name in of_one if name not in files]
+      missing += lost
+      return None if lost else _checked(_Plan(weight, layout, names), files)
+  missing.append(weight.names(0, files, plain[0])[0] + plain[0])
   return None
 
 
-def _load_weight(
-  weight: ExpertWeight, layout: Layout | None, names: list[list[str]], files: Reader, report: Report
-) -> None:
+def _checked(plan: _Plan, files: Reader) -> _Plan:
+  """``plan``, unless experts differ: joined, what is wrong of one would go unnoticed."""
+  first, *others = plan.names
+  for name, like in ((name, like) for of_one in others for name, like in zip(of_one[:2], first, strict=False)):
+    found, wanted = files.facts(name), files.facts(like)
+    if found[0] != wanted[0] or (plan.layout is not None and found[1] != wanted[1]):
+      raise ValueError(f"{name} is {found[1]} of shape {found[0]}, but {like} is {wanted[1]} of shape {wanted[0]}")
+  return plan
+
+
+def _load_weight(plan: _Plan, files: Reader, report: Report) -> None:
+  weight, layout, names, is_stacked = plan
   count = len(weight.projections)
-  is_stacked = len(names) == 1 and count * weight.shape[0] > 1
   if layout is None:
     if is_stacked:
       _check_shape(names[0][0], files.shape(names[0][0]), tuple(weight.parameter.shape))
-      weight.parameter.copy_(files[names[0][0]])
+      weight.parameter.copy_(_read(None, names[0], files, weight.parameter))
       return
-    found = [files[name] for (name,) in names]
+    found = [_read(None, of_one, files, weight.parameter) for of_one in names]
     dense = torch.stack([joined_rows(of_one, weight.interleaved) for of_one in _by_expert(found, count)])
     _check_shape(names[0][0], tuple(dense.shape), weight.shape)
     weight.linear.copy_(dense)
@@ -179,7 +204,8 @@ def _load_weight(
     whole = stacked(experts)
   *rows, columns = weight.shape
   _check_shape(names[0][0], tuple(whole.codes.shape), (*rows, fmt.element.width(columns)))
-  weight.replace(GroupedTensor.from_parts(fmt, *whole, dtype=weight.parameter.dtype))
+  made = GroupedTensor.from_parts(fmt, *whole, dtype=weight.parameter.dtype)
+  weight.replace(nn.Parameter(made, requires_grad=False))
   report.layouts[weight.key] = layout.name
 
 

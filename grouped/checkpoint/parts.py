@@ -77,7 +77,8 @@ def joined_rows(parts: Sequence[Tensor], interleaved: bool) -> Tensor:
 def signal_to_noise(x: Tensor, parts: Parts, fmt: Format) -> float:
   """The ratio in dB for a weight (N, K) and what was made of it."""
   noise = (x.double() - parts.decoded(fmt).double()).square().sum().item()
-  return math.inf if noise == 0 else 10 * math.log10(x.double().square().sum().item() / noise)
+  ratio = math.inf if noise == 0 else x.double().square().sum().item() / noise
+  return -math.inf if ratio == 0 else 10 * math.log10(ratio)
 
 
 def reconciled(parts: Sequence[Parts], fmt: Format, interleaved: bool) -> tuple[Parts, float | None]:

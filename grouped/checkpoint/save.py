@@ -53,7 +53,7 @@ def save(
   Raises:
     FileExistsError: the folder has safetensors files.
     ValueError: another layout, a weight whose format it does not hold, or one whose 128x128
-      blocks span gate and up.
+      blocks span gate and up; a second level beyond fp32; or two tensors of one name.
     TypeError: a parameter is sharded: gather it first.
   """
   record = writable(layout)
@@ -65,23 +65,24 @@ def save(
   for key, t in state.items():
     if hasattr(t, "_local_tensor"):
       raise TypeError(f"{key} is sharded (DTensor): save a module with whole parameters")
-  writer, ignored = Writer(folder, shard_bytes), []
-  for key, t in progress(state.items(), "saving"):
-    if key not in weights:
+  if config is None:
+    of_module: Any = getattr(module, "config", None)
+    config = {} if of_module is None else of_module.to_dict()
+  with Writer(folder, shard_bytes) as writer:
+    ignored = []
+    for key, t in progress(state.items(), "saving"):
+      if key in weights:
+        for name, part in _stored(weights[key], record, stacked):
+          writer.add(name, part)
+        continue
       name = renamed(key, rename)
       writer.add(name, t)
       if name.endswith(".weight") and t.dim() == 2:  # noqa: PLR2004
         ignored.append(name.removesuffix(".weight"))
-      continue
-    for name, part in _stored(weights[key], record, stacked):
-      writer.add(name, part)
-  for name, scale in (input_scales or {}).items():
-    writer.add(name, scale)
-  if config is None:
-    of_module: Any = getattr(module, "config", None)
-    config = {} if of_module is None else of_module.to_dict()
-  said = {**record.config, "ignore": ignored}
-  writer.close(lambda: {"config.json": {**config, "quantization_config": said}})
+    for name, scale in (input_scales or {}).items():
+      writer.add(name, scale)
+    said = {**record.config, "ignore": ignored}
+    writer.close(lambda: {"config.json": {**config, "quantization_config": said}})
 
 
 def _check_holds(key: str, weight: ExpertWeight, layout: Layout, stacked: bool) -> None:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
-
 import grouped.nn
 
 if TYPE_CHECKING:
   from collections.abc import Container, Iterator, Mapping
 
-  from torch import Tensor
-
-  from grouped.tensor import GroupedTensor
+  from torch import Tensor, nn
 
 #: What checkpoints call the projections of an expert: Mixtral's names.
 ALIASES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -74,9 +70,9 @@ class ExpertWeight(NamedTuple):
       found.append(second if first + suffix not in known and second + suffix in known else first)
     return found
 
-  def replace(self, weight: GroupedTensor) -> None:
-    """Have the module hold ``weight``, which takes no gradient."""
-    setattr(self.owner, self.attribute, nn.Parameter(weight, requires_grad=False))
+  def replace(self, weight: Tensor) -> None:
+    """Have the module hold ``weight``, a parameter (G, N, K)."""
+    setattr(self.owner, self.attribute, weight)
     if self.transposed:
       self.owner.is_transposed = False  # type: ignore[assignment]
 

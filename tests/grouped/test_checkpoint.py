@@ -189,7 +189,7 @@ def test_faults(tmp_path):
     checkpoint.load(split, other)
   larger = grouped.nn.MoE(HIDDEN, INNER, EXPERTS + 1, 2, dtype=torch.bfloat16)
   before = larger.router.weight.clone()
-  with pytest.raises(KeyError, match=r"lacks experts.0.gate_proj.weight, experts.0.down_proj.weight"):
+  with pytest.raises(KeyError, match=r"lacks experts.3.gate_proj.weight, .* and has, beyond"):
     checkpoint.load(larger, other)
   assert torch.equal(larger.router.weight, before)
   wide = grouped.nn.MoE(HIDDEN, 2 * INNER, EXPERTS, 2, dtype=torch.bfloat16)
@@ -203,6 +203,76 @@ def test_faults(tmp_path):
   next(other.glob("*-00002-*")).unlink()
   with pytest.raises(FileNotFoundError, match="00002"):
     checkpoint.load(model, other)
+
+
+def test_one_expert_in_one_tensor_and_tied_weights(tmp_path):
+  def model():
+    a, b = (grouped.nn.GroupedMLP(1, HIDDEN, INNER, dtype=torch.bfloat16) for _ in range(2))
+    b.down.weight = a.down.weight
+    return torch.nn.ModuleList([a, b])
+
+  saved, loaded = model(), model()
+  checkpoint.save(saved, tmp_path, "modelopt", stacked=True)
+  checkpoint.load(loaded, tmp_path)
+  assert loaded[1].down.weight is loaded[0].down.weight
+  for ours, theirs in zip(loaded.parameters(), saved.parameters(), strict=True):
+    assert (ours.dequantize() - theirs).norm() < 0.12 * theirs.norm()
+
+
+U, R = "experts.1.up_proj.weight", "router.weight"
+#: What was loaded in silence.
+WRONG = {
+  "dtype": (lambda t: {U: t[U].float().to(torch.float8_e5m2)}, r"1.up_proj.weight is F8_E5M2 of"),
+  "heights": (lambda t: {U: t[U][:96].clone()}, r"\(96, 64\), but experts.0.gate_proj.weight is F8_E4M3 of"),
+  "integers": (lambda t: {R: t[R].to(torch.int8)}, "is torch.int8 without the scales"),
+  "no scales": (lambda t: {}, "without the scales of a"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_a_file_has_wrong_is_found(fault, tmp_path):
+  change, message = WRONG[fault]
+  checkpoint.save(moe(), tmp_path, "deepseek")
+  tensors = files_of(tmp_path)
+  tensors |= change(tensors)
+  save_file(
+    {n: t for n, t in tensors.items() if fault != "no scales" or "_inv" not in n}, tmp_path / "model.safetensors"
+  )
+  with pytest.raises(ValueError, match=message):
+    checkpoint.load(moe(), tmp_path, strict=False)
+
+
+def test_folders_that_are_wrong(tmp_path):
+  a, b, two = tmp_path / "a", tmp_path / "b", torch.nn.ModuleList([moe(), moe()])
+  checkpoint.save(moe(), a, "modelopt", shard_bytes=30_000)
+  index = a / "model.safetensors.index.json"
+  whole = json.loads(index.read_text())["weight_map"]
+  first, last = min(whole.values()), max(whole.values())
+
+  def check(message):
+    with pytest.raises(ValueError, match=message):
+      checkpoint.load(two, a, rename={r"^\d\.": ""})
+
+  check(r"would be experts.0.gate_proj.weight, .* rename them apart")
+  for content, message in (
+    ({}, "no weight_map"),
+    ({"weight_map": {"x": "../a/" + first}}, "outside of its folder"),
+    ({"weight_map": dict.fromkeys(whole, last)}, f"is wrong: {last} has no"),
+  ):
+    index.write_text(json.dumps(content))
+    check(message)
+  index.unlink()
+  save_file(load_file(a / first), a / "z.safetensors")
+  check(f"{first} and z.safetensors both have")
+  (a / first).write_bytes((a / first).read_bytes()[:-9])
+  check("no whole safetensors file")
+  with pytest.raises(ValueError, match="two tensors would be called"):
+    checkpoint.save(two, b, "modelopt", rename={r"^\d\.": ""}, shard_bytes=9000)
+  with torch.no_grad():
+    two.float()[0].experts.down.weight.mul_(1e-37)
+  with pytest.raises(ValueError, match="in fp32, which has none for the amax"):
+    checkpoint.save(two, b, "modelopt")
+  assert not list(b.iterdir())
 
 
 def test_at_most_a_shard_is_held(tmp_path, monkeypatch):

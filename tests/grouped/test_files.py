@@ -65,6 +65,8 @@ def test_parts_that_follow():
   torch.testing.assert_close(again.amax, q.amax, rtol=1e-6, atol=0)
   w = grouped.quantize(sample(3, 128, 64), FORMATS["16x16"])
   assert_same_buffers(w.prepack().to_parts(), w.to_parts())
+  empty = grouped.quantize(torch.zeros(0, 64), FORMATS["1x16"], offs=[0]).to_parts()
+  assert empty["scales"].shape == (0, 4) and GroupedTensor.from_parts(FORMATS["1x16"], **empty).shape == (0, 64)
 
 
 E4M3 = torch.float8_e4m3fn

@@ -347,6 +347,11 @@ def test_losses():
   (z.sum() + in_buffer.balance + in_buffer.z).backward()
   assert not buffer.grad[T:].any() and buffer.grad.isfinite().all()
   assert all(p.grad.isfinite().all() for p in moe.parameters())
+  # Nor do gradients of the tail count, of which the loss may have made anything.
+  biased, dy = moe_of(bias=True), torch.full((T + 4, H), torch.nan, dtype=torch.bfloat16)
+  dy[:T] = 1
+  biased(buffer.detach().bfloat16(), num_tokens=torch.tensor(T)).backward(dy)
+  assert all(p.grad.isfinite().all() for p in biased.parameters())
   none = moe(torch.zeros(0, H), losses=True)
   assert none[0].shape == (0, H) and not none[1].tokens_per_expert.any()
 
