@@ -89,12 +89,13 @@ def _fp8(arch: str) -> Iterator[GemmConfig]:
       if grouping == "k_grouped":
         yield from _outputs(base, "bfloat16")
         continue
-      for tile in filter(base.may_choose, cls.tile_shapes):
-        config = dataclasses.replace(base, tile=tile, zero_tail=True)
-        yield config
-        if arch == "sm_90a" and config.b_kind.has_squares:
-          # Serving's first product of experts.
-          yield dataclasses.replace(config, activation="swiglu")
+      bases = [dataclasses.replace(base, zero_tail=True)]
+      if arch == "sm_90a" and base.b_kind.has_squares:
+        # Serving's first product of experts.
+        bases.append(dataclasses.replace(bases[0], activation="swiglu"))
+      for config in bases:
+        for tile in filter(config.may_choose, cls.tile_shapes):
+          yield dataclasses.replace(config, tile=tile)
 
 
 def _served(kind: OperandKind) -> Iterator[KernelSpec]:

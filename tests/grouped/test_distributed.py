@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import grouped
+from tests.grouped.cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
 from tests.grouped.two_ranks import CHECKS, assert_same, quantized
-from tests.helpers import each
+from tests.helpers import assert_same_buffers, each, sample
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,33 @@ def test_one_process_loads_what_two_have_saved(folder, name):
   dcp.load(state, checkpoint_id=folder / name, no_dist=True)
   assert_same(state["layer"]["weight"], quantized())
   assert_same(state["odd"], quantized(groups=3))
+
+
+def state_of():
+  """Rows of codes that are padded to 16 bytes, every format, a weight in another order."""
+  return {
+    "tokens": grouped.quantize(sample(40, 48), FORMATS["row-scaled"], offs=[13, 40]),
+    **{name: parameter(fmt=fmt) for name, fmt in EVERY_FORMAT.items()},
+    "prepacked": grouped.quantize(weight(), WEIGHT_FORMAT).prepack(),
+  }
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
+@each("is_async", [False, True])
+def test_checkpoints_keep_the_bytes_of_every_format(tmp_path, is_async):
+  """What is staged does not follow later writes."""
+  state, other = state_of(), {name: t.detach() for name, t in state_of().items()}
+  held = {name: bytes_of(t) for name, t in state.items()}
+  if is_async:
+    future = dcp.async_save(state, checkpoint_id=tmp_path, no_dist=True)
+    with torch.no_grad():
+      state["1x16"].zero_()
+    future.result()
+  else:
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+  dcp.load(other, checkpoint_id=tmp_path, no_dist=True)
+  for name, want in held.items():
+    assert_same_buffers(bytes_of(other[name]), want)
 
 
 def test_groups_are_cut_and_joined_as_rows_of_a_tensor():
