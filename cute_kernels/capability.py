@@ -126,6 +126,7 @@ def support(
   prepacked: bool = False,
   shapes: bool = False,
   activation: bool = False,
+  gathered: bool = False,
 ) -> Support:
   """Say whether ``op`` runs for ``fmt`` on ``arch``.
 
@@ -145,6 +146,7 @@ def support(
     prepacked: the weights have the order of bits of ``cute_kernels.prepack``.
     shapes: the groups have shapes of their own: the last dimension varies.
     activation: the input goes through an activation first, or the result of a GEMM last.
+    gathered: rows of tokens come by an index.
 
   Returns:
     A ``Support``, true if it runs, otherwise with the reason.
@@ -176,6 +178,8 @@ def support(
     reason = _why_not_shapes(op)
   if activation and not reason:
     reason = _why_not_activation(op, arch)
+  if gathered and not reason:
+    reason = _why_not_gathered(op, fmt, arch)
   return Support(False, reason) if reason else _YES
 
 
@@ -257,6 +261,14 @@ def _why_not_activation(op: str, arch: str) -> str:
   if op not in _ACTIVATES:
     return f"{op} takes no activation"
   return "" if arch in _ACTIVATES[op] else f"no {arch} kernel of {op} with an activation yet"
+
+
+def _why_not_gathered(op: str, fmt: Format | None, arch: str) -> str:
+  if op not in _GEMMS:
+    return f"{op} takes no index of rows"
+  if fmt is None or op == "grouped_gemm_w4a16" or arch == "reference":
+    return ""
+  return f"no {arch} kernel of {op} reads codes by an index: quantize rows by it (grouped_quantize)"
 
 
 def require(op: str, fmt: Format | None, arch: str, **facts: Any) -> None:

@@ -73,7 +73,8 @@ def convert(
   Raises:
     FileNotFoundError: ``source`` lacks files.
     FileExistsError: ``target`` has safetensors files.
-    ValueError: no experts, a layout that cannot be written, or K no multiple of 16.
+    ValueError: no experts, a layout that cannot be written, weights that are quantized already,
+      or K no multiple of 16.
   """
   files, record = Reader(source), writable(layout)
   experts = {name: found for name in files if (found := _ONE.fullmatch(name) or _ALL.fullmatch(name))}
@@ -88,6 +89,8 @@ def convert(
       found, tensor = experts[name], files[name].to(device)
       is_one = "expert" in found.groupdict()
       weight = tensor[None] if is_one else tensor.mT if transposed else tensor
+      if weight.dim() != 3 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):  # noqa: PLR2004
+        raise ValueError(f"{name} must be a plain matrix of experts, got {weight.dtype} of shape {tuple(tensor.shape)}")
       amax = None
       if record.level is not None:
         amax = weight.abs().amax((1, 2)).float()

@@ -44,6 +44,8 @@ class FakeArguments:
     self.config = config
     self.is_k_grouped = config.grouping == "k_grouped"
     self.groups, self.rows = cute.sym_int(), cute.sym_int()
+    # Rows of what is gathered.
+    self.tokens = cute.sym_int() if config.gathered else self.rows
     # Contiguous extents of operands and of outputs are whole vectors.
     is_aligned = config.mn_major[0] or config.loads_row_scales
     self.m = cute.sym_int(divisibility=N_ALIGN if is_aligned else 1)
@@ -54,7 +56,7 @@ class FakeArguments:
     config = self.config
     a, b = (codes_type(kind) for kind in (config.kind, config.b_kind))
     if self.is_k_grouped and config.kind.fmt is None:
-      return _pitched(a, self.rows, self.m), _pitched(b, self.rows, self.n)
+      return _pitched(a, self.rows, self.m), _pitched(b, self.tokens, self.n)
     if self.is_k_grouped:
       width = cute.sym_int(divisibility=TILE_ROWS * config.kind.bits // a.width)
       turn = 1 if config.kind.is_transposed else -1
@@ -64,7 +66,7 @@ class FakeArguments:
       # A columnwise copy is padded along K, so B may be wider than A.
       depth = cute.sym_int(divisibility=N_ALIGN)
     rows = (depth, self.n) if config.transpose_b else (self.n, depth)
-    return _pitched(a, self.rows, self.k), _pitched(b, self.groups, *rows)
+    return _pitched(a, self.tokens, self.k), _pitched(b, self.groups, *rows)
 
   def scales(self) -> tuple[Any, Any]:
     """Block scales of both; None without."""
@@ -123,6 +125,7 @@ class FakeArguments:
       b_scales=b_scales,
       b_amax=b_amax,
       offs=_compact(cutlass.Int32, self.groups, align=4),
+      rows=_compact(cutlass.Int32, self.rows, align=4) if config.gathered else None,
       bias=bias,
       alpha=self.per_group() if config.has_alpha else None,
       out=self.out(),

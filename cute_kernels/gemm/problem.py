@@ -132,6 +132,7 @@ class GemmArguments(NamedTuple):
   b_scales: Any
   b_amax: Any
   offs: Any
+  rows: Any
   bias: Any
   alpha: Any
   out: Any
@@ -172,6 +173,7 @@ class GemmConfig(abc.ABC):
     tile: one of ``tile_shapes``.
     b_operand: name of the kind of B where it is not that of A.
     pow2_scales: fp32 block scales of both operands are powers of two.
+    gathered: rows of operand N, of A or in a k_grouped product of B, are read by an index.
     activation: what rows go through, rounded to ``out_dtype``, on their way to the output.
     interleaved: rows of B for the two inputs of a gated one alternate; otherwise they are halves,
       whose rows a tile has by turns.
@@ -190,6 +192,7 @@ class GemmConfig(abc.ABC):
   tile: TileShape = TileShape(128, 128)
   b_operand: str | None = None
   pow2_scales: bool = False
+  gathered: bool = False
   activation: str | None = None
   interleaved: bool = False
   keeps_z: bool = False
@@ -228,6 +231,8 @@ class GemmConfig(abc.ABC):
       raise ValueError("transpose_b needs an m_grouped product of operands without a transposed copy")
     if self.pow2_scales and not self.kind.has_row_scales:
       raise ValueError(f"{self.operand} has no fp32 block scales")
+    if self.gathered and (self.kind.fmt is not None or self.b_kind.fmt is not None):
+      raise ValueError("rows by an index are those of plain operands")
     if self.kind.has_squares and self.b_kind.has_squares:
       raise ValueError("one operand must have a scale for each row")
     if self.activation is not None and (self.grouping == "k_grouped" or self.accumulate or self.transpose_b):

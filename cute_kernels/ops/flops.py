@@ -28,10 +28,10 @@ def _counted(cls: type[GroupedGemm]) -> Callable[..., int]:
   def count(*args: Any, out: Any = None, out_val: Any = None, accumulate: bool = False, **kwargs: Any) -> int:
     op = cls(*args, **kwargs)
     if isinstance(op, MGrouped):
-      return 2 * op.a.shape[0] * op.depth * op.cols
+      return 2 * op.num_rows * op.depth * op.cols
     assert isinstance(op, KGroupedGemm)
     # The slots of a quantized operand are those of any T in a span of 128.
-    rows = op.rows if op.a_format is None else op.rows // TILE_ROWS * TILE_ROWS
+    rows = op.num_rows if op.a_format is None else op.num_rows // TILE_ROWS * TILE_ROWS
     return 2 * rows * op.width("a") * op.width("b")
 
   return count

@@ -91,19 +91,33 @@ def _parts(codes: Tensor, scales: list[Tensor] | None, scale_at: int | None, lev
 
 
 def _reference_operand(
-  codes: Tensor, scales: list[Tensor] | None, fmt: Format | None, columnwise: bool
+  codes: Tensor, scales: list[Tensor] | None, fmt: Format | None, columnwise: bool, index: Tensor | None = None
 ) -> reference.Operand:
   if fmt is None:
-    return reference.Operand(codes)
+    return reference.Operand(codes, row_index=index)
   _, block_scales, vector = _parts(codes, scales, *_places(scales, fmt))
-  return reference.Operand(codes, fmt, block_scales, vector, columnwise)
+  return reference.Operand(codes, fmt, block_scales, vector, columnwise, index)
 
 
-def _saved(ctx: Any, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _check_own_scales(fmt: Format | None) -> None:
+  """Rows of a tensor of this format must have scales of their own, or none."""
+  level = None if fmt is None else fmt.level(columnwise=False)
+  if fmt is not None and (fmt.is_2d or level is not None and level.per != "row"):
+    raise ValueError(f"rows needs an a_format whose scales are those of single rows, got {fmt.text!r}")
+
+
+def _sum_at(rows: Tensor, terms: Tensor, like: Tensor) -> Tensor:
+  """The sums in fp32 of the terms (T, K) of each row of ``like``, in the order of T."""
+  place = torch.where((rows >= 0) & (rows < len(like)), rows, len(like)).long()
+  sums = terms.new_zeros(len(like) + 1, terms.shape[1], dtype=torch.float32)
+  return sums.index_put_((place,), terms.float(), accumulate=True)[:-1].to(like.dtype)
+
+
+def _saved(ctx: Any, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
   """What ``setup_context`` saved; nothing of quantized operands."""
   if not ctx.saved_tensors:
     not_differentiable(f"{name} of quantized operands")(ctx)
-  saved: tuple[Tensor, Tensor, Tensor, Tensor | None] = ctx.saved_tensors
+  saved: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] = ctx.saved_tensors
   return saved
 
 
@@ -126,6 +140,12 @@ class GroupedGemm(Op):
   out_dtype: torch.dtype | None
   prepacked: bool = False
   accumulation: str | None = None
+  rows: Tensor | None = None
+
+  @property
+  def index(self) -> Tensor | None:
+    """Which rows of an operand the product reads, where that is not all in their order."""
+    return None if self.quantizes_a else self.rows
 
   @property
   def a_record(self) -> Format | None:
@@ -165,7 +185,12 @@ class GroupedGemm(Op):
     # What adds like a tensor core takes what the kernels do that it stands for.
     arch = backend.arch if backend.tensor_core is None else f"reference:{backend.tensor_core}"
     dtype = self.a.dtype if fmt is None or name == "grouped_gemm_w4a16" else None
-    facts = {"columnwise": self.uses_columnwise, "prepacked": self.prepacked, "activation": self.has_activation}
+    facts = {
+      "columnwise": self.uses_columnwise,
+      "prepacked": self.prepacked,
+      "activation": self.has_activation,
+      "gathered": self.index is not None,
+    }
     require(name, fmt, arch, dtype=dtype, **facts)
     if self.b_record not in (None, fmt):
       name = "grouped_gemm_w4a16" if name == "grouped_gemm_w4a8" else name
@@ -210,7 +235,7 @@ class MGrouped(GroupedGemm):
   @property
   def num_rows(self) -> int:
     """T, the rows of the result."""
-    return self.a.shape[0]
+    return (self.a if self.rows is None else self.rows).shape[0]
 
   @property
   def depth(self) -> int:
@@ -247,8 +272,11 @@ class MGrouped(GroupedGemm):
     check_tensor("a", self.a, ndim=(2,))
     check_tensor("b", self.b, ndim=(3,))
     self._check_formats()
-    rows, groups, depth = self.num_rows, self.b.shape[0], self.depth
+    groups, depth = self.b.shape[0], self.depth
     check_offs(self.offs, groups)
+    if self.index is not None:
+      check_tensor("rows", self.index, dtypes=(torch.int32,), ndim=(1,))
+      _check_own_scales(self.a_record)
     a, b = self.a_record, self.b_record
     if a is None or self.quantizes_a:
       check_dtype("a", self.a.dtype, self.plain_dtypes)
@@ -259,8 +287,8 @@ class MGrouped(GroupedGemm):
           f"a_format {a.text!r} takes a scale of each group, which {self.name} has no argument for: quantize a first"
         )
     else:
-      copy = (self.a, self.a_scales or [])
-      check_copy("a", "a_scales", copy, a, (rows, depth), groups, columnwise=False)
+      copy, cut = (self.a, self.a_scales or []), groups if self.index is None else 1
+      check_copy("a", "a_scales", copy, a, (len(self.a), depth), cut, columnwise=False)
     if b is None:
       plain = (None, depth, None) if self.transpose_b else (None, None, depth)
       check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=plain)
@@ -298,9 +326,9 @@ class MGrouped(GroupedGemm):
     out = outputs[0]
     b = unpack(self.b) if self.prepacked else self.b
     reference.m_grouped_gemm(
-      _reference_operand(self.a, self.a_scales, self.a_record, columnwise=False),
+      _reference_operand(self.a, self.a_scales, self.a_record, False, self.rows),
       _reference_operand(b, self.b_scales, self.b_record, columnwise=self.transpose_b),
-      Groups.ragged(self.offs, self.a.shape[0]),
+      Groups.ragged(self.offs, self.num_rows),
       out,
       transpose_b=self.transpose_b,
       alpha=self.alpha,
@@ -344,6 +372,12 @@ class MGroupedGemm(MGrouped):
       to an fp32 sum. By default "fast" for fprop and "split" for dgrad. On sm_90a, whose
       accumulators keep 13 fraction bits of FP8 sums, the bits differ; elsewhere "split" is
       met by what the accumulator is anyway. Raises for other operands.
+    rows: (T,) int32, the row of ``a`` that is each row of the product, such as ``token`` of
+      ``compute_routing``: ``a`` (S, K) then has any number of rows, and one group if it is
+      quantized, to a format whose scales are those of single rows. The bits are those of the
+      product of ``moe_gather(a, rows)``: an index that is none of the rows stands for zeros.
+      Kernels for sm_90a of two plain operands read rows of ``a`` where they are, if that is
+      faster (``launch.gathered``); others gather them into memory first.
 
   Returns:
     (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
@@ -362,21 +396,22 @@ class MGroupedGemm(MGrouped):
   b_format: str | None = None
   prepacked: bool = False
   accumulation: str | None = None
+  rows: Tensor | None = None
 
   name: ClassVar[str] = "m_grouped_gemm"
 
   @staticmethod
   def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, offs, bias, alpha, transpose_b, _, a_scales, b_scales, *_ = inputs
+    a, b, offs, bias, alpha, transpose_b, _, a_scales, b_scales, *_, rows = inputs
     if a_scales is not None or b_scales is not None:
       return
-    ctx.save_for_backward(a, b, offs, alpha)
+    ctx.save_for_backward(a, b, offs, alpha, rows)
     ctx.transpose_b = transpose_b
     ctx.bias_dtype = None if bias is None else bias.dtype
 
   @staticmethod
   def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    a, b, offs, alpha = _saved(ctx, "m_grouped_gemm")
+    a, b, offs, alpha, rows = _saved(ctx, "m_grouped_gemm")
     if alpha is not None and ctx.needs_input_grad[4]:
       raise RuntimeError("alpha of m_grouped_gemm has no derivative; detach it")
     ops = torch.ops.cute_kernels
@@ -384,12 +419,17 @@ class MGroupedGemm(MGrouped):
     da = db = dbias = None
     if ctx.needs_input_grad[0]:
       da = ops.m_grouped_gemm(dy_a, b, offs, None, alpha, not ctx.transpose_b, a.dtype)
+      if rows is not None:
+        da = _sum_at(rows, da, a)
     if ctx.needs_input_grad[1]:
-      left, right = (a, dy_a) if ctx.transpose_b else (dy_a, a)
-      db = ops.k_grouped_gemm(left, right, offs, alpha, b.dtype)
+      if ctx.transpose_b:
+        left = a if rows is None else ops.moe_gather(a, rows)
+        db = ops.k_grouped_gemm(left, dy_a, offs, alpha, b.dtype)
+      else:
+        db = ops.k_grouped_gemm(dy_a, a, offs, alpha, b.dtype, rows=rows)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
       dbias = ops.grouped_dbias(dy, offs).to(ctx.bias_dtype)
-    return da, db, None, dbias, *(None,) * 9
+    return da, db, None, dbias, *(None,) * 10
 
 
 @register
@@ -447,10 +487,6 @@ class MGroupedQuantizeGemm(MGrouped):
     self.quantizer().require(backend)
 
   @property
-  def num_rows(self) -> int:
-    return (self.a if self.rows is None else self.rows).shape[0]
-
-  @property
   def depth(self) -> int:
     return result_columns(self.a.shape[1], self.activation, None)
 
@@ -498,6 +534,7 @@ class MGroupedQuantizeGemm(MGrouped):
       self.b_format,
       self.prepacked,
       self.accumulation,
+      None,
       *self.of_activation,
     )
 
@@ -629,6 +666,8 @@ class KGroupedGemm(GroupedGemm):
     a_format: the text of the format of ``a``; None if plain.
     b_format: likewise of ``b``.
     accumulation: as for ``m_grouped_gemm``; "split" by default.
+    rows: (T,) int32, the row of ``b`` (S, K) that is beside each row of ``a``, as for
+      ``m_grouped_gemm``; of plain operands.
 
   Returns:
     (G, N, K); zeros for an empty group. The ``_out`` form leaves those alone when accumulating.
@@ -644,6 +683,7 @@ class KGroupedGemm(GroupedGemm):
   a_format: str | None = None
   b_format: str | None = None
   accumulation: str | None = None
+  rows: Tensor | None = None
 
   name: ClassVar[str] = "k_grouped_gemm"
 
@@ -663,7 +703,7 @@ class KGroupedGemm(GroupedGemm):
     return fmt.element.count(self.a.shape[1]) if transposed else self.a.shape[0]
 
   @property
-  def rows(self) -> int:
+  def num_rows(self) -> int:
     """T; of slots the most rows that they hold, for T itself is not known there."""
     if self.a_format is None:
       return self.a.shape[0]
@@ -682,8 +722,13 @@ class KGroupedGemm(GroupedGemm):
     groups = self.offs.shape[0]
     if self.a_format is None:
       check_dtype("a", self.a.dtype, INPUT_DTYPES)
-      check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=(self.a.shape[0], None))
+      rows = self.num_rows
+      check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=(rows if self.rows is None else None, None))
+      if self.rows is not None:
+        check_tensor("rows", self.rows, dtypes=(torch.int32,), shape=(rows,))
     else:
+      if self.rows is not None:
+        raise ValueError(f"rows is of plain operands: blocks of {self.a_format} run along the rows of a group")
       check_multiple("slot rows", self._slots(), TILE_ROWS, "a is a columnwise copy")
       if self._slots() // TILE_ROWS < groups:
         raise ValueError(
@@ -691,7 +736,7 @@ class KGroupedGemm(GroupedGemm):
         )
       check_tensor("b", self.b, ndim=(2,))
       for side in "ab":
-        fmt, shape = getattr(self, f"{side}_record"), (self.rows, self.width(side))
+        fmt, shape = getattr(self, f"{side}_record"), (self.num_rows, self.width(side))
         copy = (getattr(self, side), getattr(self, f"{side}_scales"))
         check_copy(side, f"{side}_scales", copy, fmt, shape, groups, columnwise=True)
     check_vectors(groups, 0, None, self.alpha)
@@ -715,8 +760,8 @@ class KGroupedGemm(GroupedGemm):
     (out,) = outputs
     reference.k_grouped_gemm(
       _reference_operand(self.a, self.a_scales, self.a_record, columnwise=True),
-      _reference_operand(self.b, self.b_scales, self.b_record, columnwise=True),
-      Groups.ragged(self.offs, self.rows),
+      _reference_operand(self.b, self.b_scales, self.b_record, True, self.rows),
+      Groups.ragged(self.offs, self.num_rows),
       out,
       alpha=self.alpha,
       accumulate=options.get("accumulate", False),
@@ -726,21 +771,23 @@ class KGroupedGemm(GroupedGemm):
 
   @staticmethod
   def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, offs, alpha, _, a_scales, *_ = inputs
+    a, b, offs, alpha, _, a_scales, *_, rows = inputs
     if a_scales is not None:
       return
-    ctx.save_for_backward(a, b, offs, alpha)
+    ctx.save_for_backward(a, b, offs, alpha, rows)
 
   @staticmethod
   def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
-    a, b, offs, alpha = _saved(ctx, "k_grouped_gemm")
+    a, b, offs, alpha, rows = _saved(ctx, "k_grouped_gemm")
     if alpha is not None and ctx.needs_input_grad[3]:
       raise RuntimeError("alpha of k_grouped_gemm has no derivative; detach it")
     ops = torch.ops.cute_kernels
     dw = dw.to(a.dtype)
     da = db = None
     if ctx.needs_input_grad[0]:
-      da = ops.m_grouped_gemm(b, dw, offs, None, alpha, False, a.dtype)
+      da = ops.m_grouped_gemm(b, dw, offs, None, alpha, False, a.dtype, rows=rows)
     if ctx.needs_input_grad[1]:
       db = ops.m_grouped_gemm(a, dw, offs, None, alpha, True, b.dtype)
-    return da, db, *(None,) * 8
+      if rows is not None:
+        db = _sum_at(rows, db, b)
+    return da, db, *(None,) * 9

@@ -65,7 +65,7 @@ def m_grouped_gemm(
   Rows of empty groups and of the tail are not written.
 
   Args:
-    a: (T, K), plain or a rowwise ragged copy.
+    a: (T, K), plain or a rowwise ragged copy; of other rows if it has an index.
     b: (G, N, K), or (G, K, N) with ``transpose_b``; or the copy of a uniform tensor whose
       blocks run along K, whose padding past K is left out.
     groups: where the groups lie.
@@ -127,7 +127,7 @@ def k_grouped_gemm(
 
   Args:
     a: (T, N), plain or a columnwise ragged copy.
-    b: (T, K), likewise, in the same slots.
+    b: (T, K), likewise, in the same slots; a plain one may have an index.
     groups: where the groups lie.
     out: (G, N, K), any floating dtype.
     alpha: (G,) fp32.
@@ -156,7 +156,7 @@ def k_grouped_gemm(
 def _transposed(x: Operand, rows: slice, first_slot: int) -> Rows:
   """The columns of one group, its rows as K; those of a block that it does not fill are zeros."""
   if x.fmt is None:
-    return Rows(x.codes[rows].T)
+    return Rows(x.rows(rows, 0, 0).codes.T)
   count = rows.stop - rows.start
   vec = 1 if x.fmt.scale is None else x.fmt.scale.vec_size
   return x.columns(first_slot, round_up(count, vec))

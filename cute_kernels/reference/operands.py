@@ -72,6 +72,9 @@ class Operand(NamedTuple):
     scales: the block scales.
     level: the vector of the second level that decodes.
     columnwise: it is the columnwise copy.
+    row_index: which of its rows are the rows of the product, where that is not all of them in their
+      order: those of a plain tensor, or of a rowwise copy of one group. One that is none of them
+      stands for zeros.
   """
 
   codes: Tensor
@@ -79,13 +82,17 @@ class Operand(NamedTuple):
   scales: Tensor | None = None
   level: Tensor | None = None
   columnwise: bool = False
+  row_index: Tensor | None = None
 
   def factor(self, group: int, rows: slice) -> Tensor | None:
     """The second level of a group, or of rows of it, as the epilogue multiplies by it."""
     second = None if self.fmt is None else self.fmt.level(self.columnwise)
     if second is None or self.level is None:
       return None
-    level = self.level[rows, None] if second.per == "row" else self.level[group]
+    if second.per != "row":
+      level = self.level[group]
+    else:
+      level = (self.level[rows] if self.row_index is None else _picked(self.level, self.row_index[rows]))[:, None]
     return level * f32(second.factor)
 
   def of_group(self, group: int) -> Operand:
@@ -101,7 +108,12 @@ class Operand(NamedTuple):
       first_slot: the slot row of the first of them, the first one of a tile.
       depth: K.
     """
-    codes, fmt = self.codes[rows], self.fmt
+    fmt = self.fmt
+    if self.row_index is not None:
+      whole, index = self._replace(row_index=None).rows(slice(0, len(self.codes)), 0, depth), self.row_index[rows]
+      scales = None if whole.scales is None else _picked(whole.scales, index)
+      return Rows(_picked(whole.codes, index), fmt, scales)
+    codes = self.codes[rows]
     if fmt is None or self.scales is None:
       return Rows(codes, fmt)
     tiles = tile_view(fmt, self.scales, columnwise=False)[_tiles(first_slot, len(codes))]
@@ -128,6 +140,13 @@ class Operand(NamedTuple):
     tiles = _tiles(first_slot, depth)
     scales = linear_column_scales(fmt, self.scales, len(codes), tiles)
     return Rows(codes, fmt, scales[:, :blocks])
+
+
+def _picked(x: Tensor, index: Tensor) -> Tensor:
+  """Rows by an index; zeros where it is none of them."""
+  raw = x.view(torch.uint8) if x.itemsize == 1 else x
+  padded = torch.cat([raw, raw.new_zeros(1, *raw.shape[1:])])
+  return padded[torch.where((index >= 0) & (index < len(x)), index, len(x))].view(x.dtype)
 
 
 def _tiles(first_slot: int, count: int) -> slice:

@@ -95,6 +95,10 @@ def load(
     report.input_scales[name] = files[name]
   if missing or (strict and report.unexpected):
     raise KeyError(f"{files.folder} lacks {_some(missing)} and has, beyond the module, {_some(report.unexpected)}")
+  turned = {id(plan.weight.owner) for plan in plans if plan.layout is not None and plan.weight.transposed}
+  for weight in (plan.weight for plan in plans if plan.layout is None and not plan.weight.is_bias):
+    if id(weight.owner) in turned:
+      raise ValueError(f"{weight.key} is plain, other weights of these experts are quantized: all or none must be")
   for (name, t), source in zip(others, sources, strict=True):
     found = _read(*source, files, t)
     _check_shape(name, tuple(found.shape), tuple(t.shape))

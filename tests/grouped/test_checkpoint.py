@@ -311,8 +311,9 @@ def test_convert(to, stacked, tmp_path, capsys):
   assert same_files(tmp_path / "a", tmp_path / "b")
   assert (tmp_path / "a/config.json").read_text() == (tmp_path / "b/config.json").read_text()
   assert (tmp_path / "a/tokenizer.json").exists()
-  with pytest.raises(SystemExit, match="1"):
-    convert.main([str(source), str(tmp_path / "a"), "--to", *to])
+  for again in (source, tmp_path / "b"):  # The folder has files; weights are quantized already.
+    with pytest.raises(SystemExit, match="1"):
+      convert.main([str(again), str(tmp_path / ("a" if again == source else "c")), "--to", *to])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -335,6 +336,20 @@ def test_other_weights_that_are_quantized_are_decoded(layout, tmp_path):
     checkpoint.load(model, tmp_path / "b")
   with pytest.raises(ValueError, match="meta device"):
     checkpoint.load(model.to("meta"), tmp_path / "a")
+
+
+def test_transposed_experts_are_quantized_whole_or_not_at_all(tmp_path):
+  def experts():
+    made = torch.nn.Module()
+    made.has_gate = made.is_transposed = True
+    made.gate_up_proj, made.down_proj = (torch.nn.Parameter(torch.ones(2, 64, n)) for n in (128, 64))
+    return torch.nn.ModuleDict({"x": made})
+
+  checkpoint.save(experts(), tmp_path, "modelopt", stacked=True)
+  tensors = {n: t for n, t in files_of(tmp_path).items() if "down" not in n}
+  save_file({**tensors, "x.down_proj": torch.ones(2, 64, 64)}, tmp_path / "model.safetensors")
+  with pytest.raises(ValueError, match=r"x.down_proj is plain, other weights"):
+    checkpoint.load(experts(), tmp_path)
 
 
 def test_convert_without_experts(tmp_path):

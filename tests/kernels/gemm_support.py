@@ -217,7 +217,7 @@ class Product:
       made = [torch.full(t.shape, _POISON, dtype=torch.uint8) for t in tiles]
       compiled(before)(tensors[1], made[0], tensors[4], made[1], num_sms)
       tensors[1], tensors[4] = made
-    return GemmArguments(*tensors, offs=offs, bias=bias, alpha=alpha, out=out, num_sms=num_sms)
+    return GemmArguments(*tensors, offs=offs, rows=None, bias=bias, alpha=alpha, out=out, num_sms=num_sms)
 
   def expected(self) -> Tensor:
     """What a tensor core of the configuration's architecture gives, to the bit."""

@@ -81,6 +81,10 @@ def m_grouped(a, b=tuple(V[:3]), offs=OFFS, *rest, **formats):
   return m_grouped_arguments(a, b, offs, *rest, **formats)
 
 
+def rows_of(a, b, rows):
+  return (a, b, OFFS, None, None, False, *[None] * 5, False, None, rows)
+
+
 def k_grouped(a, b=tuple(Q[3:]), offs=OFFS, *rest):
   return k_grouped_arguments(a, b, offs, *rest)
 
@@ -140,6 +144,7 @@ WRONG_TYPES = {
     ((X, W, OFFS, None, torch.ones(2).bfloat16()), "alpha must be float32, got bfloat16"),
     ((X, W, OFFS, None, None, False, torch.float64), "out_dtype must be bfloat16 or float16 or float32, got float64"),
     (m_grouped(X), "a must be bfloat16 or float16, got float32"),
+    (rows_of(X, W, OFFS.long()), "rows must be int32, got int64"),
   ],
   "k_grouped_gemm": [
     ((X, X.half(), OFFS), "b must be float32, got float16"),
@@ -231,11 +236,16 @@ WRONG_VALUES = {
     (m_grouped(X16[:, :16].contiguous()), "b must have size 8 in dimension 2, got shape (2, 16, 16)"),
     (m_grouped(Q[:3], W), "b must be quantized if a is, got a_format='nvfp4' alone"),
     (m_grouped(Q[:3], b_format=ROWS), "b_format must have one second-level scale a group, got 'nvfp4:row_scaled'"),
+    (rows_of(X, W, ROW), "rows must have 1 dimensions, got shape (3, 2)"),
+    (rows_of(X, W, META_OFFS), "rows must be on the device of a (cpu), got meta"),
+    ((*FPROP, None, OFFS), "rows needs an a_format whose scales are those of single rows, got 'nvfp4'"),
     ((*m_grouped(X, W)[:-1], True), "prepacked is of weights of packed codes, got None"),
   ],
   "k_grouped_gemm": [
     ((X, X[:7], OFFS), "b must have size 8 in dimension 0, got shape (7, 32)"),
     ((X, X, OFFS, torch.ones(1)), "alpha must have size 2"),
+    ((X, X, OFFS, *[None] * 7, OFFS), "rows must have size 8 in dimension 0, got shape (2,)"),
+    ((*WGRAD, None, OFFS), "rows is of plain operands: blocks of nvfp4 run along the rows of a group"),
     (
       k_grouped((Q[3][:, :100], *Q[4:])),
       "slot rows must be a positive multiple of 128 (a is a columnwise copy), got 200",

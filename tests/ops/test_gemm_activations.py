@@ -46,7 +46,7 @@ def arguments(kind, n, k, activation, interleaved=False, keeps_z=True, bias=None
     vectors = sample(groups, n).to(DTYPES[bias]), torch.rand(groups)
     vectors[0][:, 3 : 3 + len(special)] = special.to(DTYPES[bias])
   given = m_grouped_arguments(x, w, offs, *vectors, False, dtype and DTYPES[dtype], prepacked=bool(prepacked), **texts)
-  return (*given[:11], bool(prepacked), None, activation, interleaved, keeps_z)
+  return (*given[:11], bool(prepacked), None, None, activation, interleaved, keeps_z)
 
 
 def expected(arch, given):

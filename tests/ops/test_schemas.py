@@ -27,6 +27,7 @@ from tests.helpers import (
 
 OFFS = offsets((5, 0, 8))
 ROWS = 15  # two rows of tail
+INDEX = torch.tensor([3, 0, 6, 3, -1, 2, 7, 5, 5, 0, 1, 2**31 - 1, 4, 1, 1], dtype=torch.int32)
 
 
 BY_ROW, SQUARE = NVFP4_TEXTS["row-scaled"], NVFP4_TEXTS["16x16"]
@@ -204,10 +205,21 @@ BY_OP = {
       x(48, dtype=torch.float16), weight(3, 48, 16, columnwise=True), OFFS, *everything()
     ),
     "prepacked": prepacked,
+    "rows": lambda: (x(16, True), w(3, 8, 16, grad=True), OFFS, *[None] * 2, False, *[None] * 5, False, None, INDEX),
+    "fp8_block rows": lambda: (
+      *m_grouped_arguments(
+        quantized(sample(7, 128), "fp8_block", offsets((7,))),
+        quantized(sample(3, 8, 128), "fp8_block:block=128x128"),
+        OFFS,
+        a_format="fp8_block",
+        b_format="fp8_block:block=128x128",
+      ),
+      *(None, INDEX),
+    ),
   },
   "m_grouped_gemm_activate": {
     "plain": lambda: (x(16), w(3, 8, 16), OFFS, None, None, False, torch.bfloat16),
-    "keeps z": lambda: (*prepacked(), None, "geglu", True, True),
+    "keeps z": lambda: (*prepacked(), None, None, "geglu", True, True),
   },
   "m_grouped_quantize_gemm_activate": {
     "row-scaled": lambda: (*quantizing(x(48), weight(3, 8, 48), None, None, False, F32, a_format=BY_ROW),)
@@ -215,6 +227,7 @@ BY_OP = {
   "k_grouped_gemm": {
     "plain": lambda: (x(8, True), x(16, True), OFFS),
     "alpha": lambda: (x(8, True), x(16, True), OFFS, torch.rand(3), F32),
+    "rows": lambda: (x(8, True), w(7, 16, grad=True), OFFS, None, F32, *[None] * 5, INDEX),
     "nvfp4": lambda: k_grouped_arguments(nvfp4(16, columnwise=True), nvfp4(32, columnwise=True), OFFS),
     "nvfp4 with alpha": lambda: k_grouped_arguments(
       nvfp4(16, columnwise=True), nvfp4(32, columnwise=True), OFFS, torch.rand(3), F32

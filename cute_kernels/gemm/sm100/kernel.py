@@ -143,6 +143,7 @@ class Sm100Gemm:
     b_scales: cute.Tensor | None,
     b_amax: cute.Tensor | None,
     offs: cute.Tensor,
+    rows: cute.Tensor | None,
     bias: cute.Tensor | None,
     alpha: cute.Tensor | None,
     out: cute.Tensor,
@@ -165,6 +166,7 @@ class Sm100Gemm:
         along P, 512); None without.
       b_amax: (G,) fp32 second level; None without.
       offs: (G,) int32 end rows.
+      rows: None: nothing is gathered here.
       bias: (G, N), or None.
       alpha: (G,) fp32, or None.
       out: (T, N), or (G, M, N) of a k_grouped product.

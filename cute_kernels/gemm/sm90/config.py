@@ -89,6 +89,8 @@ SM90_TILES = (
   Sm90Tile(128, 128),
   Sm90Tile(128, 256),
   Sm90Tile(128, 256, num_ctas=2),
+  Sm90Tile(256, 128, swap_ab=True),
+  Sm90Tile(256, 128),
 )
 
 
@@ -149,6 +151,11 @@ class Sm90GemmConfig(GemmConfig):
         return f"operands of an m_grouped product of {self.operand} are swapped"
       if not tile.swap_ab and tile.num_ctas > 1:
         return f"CTAs share operands of {self.operand} that are swapped"
+    if not self.gathered and (tile.m, tile.n, tile.num_ctas) == (256, 128, 1):
+      return "only products with a warpgroup that gathers have this tile"
+    if self.gathered and (tile.num_ctas > 1 or tile.consumers == 2 and tile.n > _WIDE_N):
+      # A CTA gathers all of its rows. And as with an activation, see below.
+      return f"products of rows by an index have one CTA, and instructions of at most {_WIDE_N} columns"
     if self.is_decoded and tile.swap_ab and tile.n > _WIDE_N:
       # 3 to 5% slower than 256 x 128 at 512 and 4096 rows a group (H200).
       return f"operands that are decoded have at most {_WIDE_N} columns"
@@ -305,6 +312,15 @@ class Sm90GemmConfig(GemmConfig):
     return sum(self.m_stage_bytes) + sum(self.n_stage_bytes)
 
   @property
+  def gather_warps(self) -> int:
+    """Warps that gather: those that are left over, or a warpgroup.
+
+    A warp copies 32 vectors in 55 to 75 cycles, so that two of them take 1200 cycles for 128 rows
+    of a stage, more than their products do (H200).
+    """
+    return (4 if self.consumers == 2 else 2) if self.gathered else 0
+
+  @property
   def _multiplied_row_bytes(self) -> int:
     """Bytes of the elements of one stage that are multiplied, of one row."""
     return self.stage_k * self.multiplied_bits // 8
@@ -315,7 +331,7 @@ class Sm90GemmConfig(GemmConfig):
 
     An activation takes as many instructions as products of K = 1000; so they run meanwhile.
     """
-    return self.activation is not None and self.consumers == 2 and self.out_dtype != "float32"
+    return self.activation is not None and self.consumers == 2 and self.out_dtype != "float32" and not self.gathered
 
   @property
   def staged_type(self) -> str:

@@ -132,6 +132,12 @@ class Consumer:
       # So that no barrier is left half-way.
       self.epilogue.wait_free()
 
+  def wait(self, state: Any) -> None:
+    """Wait for a stage. What lanes copied is not the tensor core's to see without a fence."""
+    self.ab_pipeline.consumer_wait(state)
+    if self.config.gathered:
+      cute.arch.fence_view_async_shared()
+
   @cute.jit
   def multiply_fitted(self, tile: WorkTile, state: Any, index: int) -> Any:
     """``multiply`` with the first width from the ``index``-th on that holds the tile's rows."""
@@ -163,7 +169,7 @@ class Consumer:
   def promote_stage(self, tile: WorkTile, state: Any, k_tile: Int32) -> None:
     """Multiply a tile's ``k_tile``-th stage, promote its sums and free it."""
     promoter: Any = self.promoter
-    self.ab_pipeline.consumer_wait(state)
+    self.wait(state)
     scales = None
     for part, product in enumerate(self.parts):
       warpgroup.fence()
@@ -193,7 +199,7 @@ class Consumer:
     if k_tiles > 0:
       # Stages whose products are complete, one behind those that are being multiplied.
       done = state.clone()
-      self.ab_pipeline.consumer_wait(state)
+      self.wait(state)
       if cutlass.const_expr(self.config.is_decoded):
         self.decoder.decode(self.fragments[0], state.index, 0)
       for k_tile in cutlass.range(k_tiles - 1, unroll=1):
@@ -238,7 +244,7 @@ class Consumer:
         self.decoder.decode(self.fragments[(group + 1) % 2], stage, group + 1)
     state.advance()
     if cutlass.const_expr(not is_last):
-      self.ab_pipeline.consumer_wait(state)
+      self.wait(state)
       if cutlass.const_expr(config.is_decoded):
         self.decoder.decode(self.fragments[0], state.index, 0)
     return state, done

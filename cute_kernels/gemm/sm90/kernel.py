@@ -7,6 +7,7 @@ pipeline   from -> to               full; empty
 ========== ======================== =======================================================
 tile ring  scheduler -> all others  one arrival; one a warp
 ab         load -> consumers        the bytes of a stage; one a consumer warp of the cluster
+ab         gather -> consumers      one a lane, once its copies are there
 ========== ======================== =======================================================
 """
 
@@ -27,6 +28,7 @@ from cute_kernels.gemm.problem import Extents
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
 from cute_kernels.gemm.sm90.consumer import Consumer
 from cute_kernels.gemm.sm90.epilogue import Epilogue, StoreWarps
+from cute_kernels.gemm.sm90.gather import Gathered, GatherWarp
 from cute_kernels.gemm.sm90.promotion import Promoter
 from cute_kernels.gemm.sm90.storage import Barriers, Layouts, Stages, make_pipelines
 from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
@@ -77,7 +79,7 @@ class Sm90Gemm:
 
   def __init__(self, config: Sm90GemmConfig):
     self.config = config
-    self.warps = WarpSchedule(config.consumers, config.stores_apart)
+    self.warps = WarpSchedule(config.consumers, config.stores_apart, config.gather_warps)
 
   @staticmethod
   def fake_args(config: Sm90GemmConfig) -> tuple[Any, ...]:
@@ -101,6 +103,7 @@ class Sm90Gemm:
     b_scales: cute.Tensor | None,
     b_amax: cute.Tensor | None,
     offs: cute.Tensor,
+    rows: cute.Tensor | None,
     bias: cute.Tensor | None,
     alpha: cute.Tensor | None,
     out: cute.Tensor,
@@ -120,6 +123,8 @@ class Sm90Gemm:
       b_scales: likewise.
       b_amax: (G,) fp32.
       offs: (G,) int32 end rows.
+      rows: (T,) int32, which rows of ``a``, or of ``b`` in a k_grouped product, are multiplied,
+        where they are ``gathered``; None otherwise.
       bias: (G, N), or None.
       alpha: (G,) fp32, or None.
       out: (T, N), or (G, M, N) of a k_grouped product.
@@ -137,10 +142,9 @@ class Sm90Gemm:
     # Codes of B may be padded along K.
     depth = a.shape[1] if config.grouping == "m_grouped" else None
     m, n = self.views(m, n, depth)
-    sources = Sources(
-      self.source(m, layouts.stages.m, layouts.tilers.m),
-      self.source(n, layouts.stages.n, layouts.tilers.n, config.tile.num_ctas),
-    )
+    sources = Sources(self.source(m, layouts.stages.m, layouts.tilers.m), None)
+    if cutlass.const_expr(not config.gathered):
+      sources = sources._replace(n=self.source(n, layouts.stages.n, layouts.tilers.n, config.tile.num_ctas))
     if cutlass.const_expr(config.is_decoded):
       words = scale_words_view(m_scales)
       if cutlass.const_expr(config.pairs_rows):
@@ -149,9 +153,14 @@ class Sm90Gemm:
       sources = sources._replace(m_scales=scales)
     squares = (None, None)
     if cutlass.const_expr(config.kind.has_row_scales):
-      rows, squares = self.row_scales(layouts, m_scales, n_scales)
-      sources = sources._replace(m_scales=rows[0], n_scales=rows[1])
-    if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
+      rows_of, squares = self.row_scales(layouts, m_scales, n_scales)
+      sources = sources._replace(m_scales=rows_of[0], n_scales=rows_of[1])
+    gathered = None
+    if cutlass.const_expr(config.gathered):
+      gathered = Gathered(b if config.grouping == "k_grouped" else a, rows)
+    if cutlass.const_expr(config.gathered):
+      num_rows = rows.shape[0]
+    elif cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
       num_rows = a.shape[0]
     else:
       # T itself is not known here; the most rows that the slots hold give the same slots.
@@ -163,6 +172,7 @@ class Sm90Gemm:
       sources.each("tensor"),
       squares,
       EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias, None if z is None else output_view(z)),
+      gathered,
       offs,
       extents,
     ).launch(
@@ -220,6 +230,7 @@ class Sm90Gemm:
     tensors: Sources,
     squares: tuple[cute.Tensor | None, ...],
     epilogue_tensors: EpilogueTensors,
+    gathered: Gathered | None,
     offs: cute.Tensor,
     extents: Extents,
   ) -> None:
@@ -267,6 +278,10 @@ class Sm90Gemm:
         sources = Sources.paired(atoms, tensors)
         loads = self.stage_loads(layouts, sources, shared, cta)
         LoadWarp(config, *loads, tiles, ab_pipeline).run()
+      if cutlass.const_expr(config.gathered):
+        if warp >= warps.first_gather_warp:
+          number = warp - warps.first_gather_warp
+          GatherWarp(config, gathered, shared, tiles, ab_pipeline, number).run()
       if cutlass.const_expr(config.rows_taken.follows):
         # Parts write rows of their own. But who waits for this one waits for all before it.
         if warp == warps.scheduler_warp_id and cute.arch.block_idx()[0] == 0:
@@ -305,7 +320,9 @@ class Sm90Gemm:
       return StageLoad(*parts, k_divisor, first_row, Int32(0), 1, is_scale)
 
     common = (Int32(0), cta, tile.num_ctas, False)
-    operand_n = [StageLoad(sources.n, shared.n, layouts.tilers.n, 1, *common)]
+    operand_n = []
+    if sources.n is not None:
+      operand_n.append(StageLoad(sources.n, shared.n, layouts.tilers.n, 1, *common))
     if self.config.is_decoded:
       codes, scales = own("m", 8 // kind.bits), own("m_scales", kind.scale_tile_k, True)
       return (codes, scales), tuple(operand_n)

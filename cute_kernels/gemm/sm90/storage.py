@@ -159,10 +159,10 @@ def make_pipelines(config: Sm90GemmConfig, warps: WarpSchedule, barriers: Barrie
   ab_pipeline = pipeline.PipelineTmaAsync.create(
     barrier_storage=barriers.ab,
     num_stages=config.num_ab_stage,
-    producer_group=threads(1),
+    producer_group=threads(warps.stage_arrivals),
     # A stage that several CTAs write is free when the consumers of all of them are done.
     consumer_group=threads(warps.num_consumer_warps * config.tile.num_ctas),
-    tx_count=config.stage_bytes,
+    tx_count=config.stage_bytes - (config.n_stage_bytes[0] if config.gathered else 0),
     cta_layout_vmnk=cute.make_layout((1, config.tile.num_ctas, 1, 1)),
     defer_sync=True,
   )

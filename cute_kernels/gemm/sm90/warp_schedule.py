@@ -18,6 +18,8 @@ FIRST_PING_PONG_BARRIER = 5
 _REGISTERS = {2: (232, 40), 4: (104, 40)}
 #: Likewise where a warpgroup of its own stores, and of that one.
 _REGISTERS_APART, _STORE_REGISTERS = (216, 24), 56
+#: Likewise where a warpgroup of its own gathers.
+_REGISTERS_GATHERING = 216, 40
 #: The first warpgroup's barriers where another one stores: its blocks are full, and free.
 FIRST_FULL_BARRIER, FIRST_FREE_BARRIER = 7, 9
 
@@ -29,10 +31,21 @@ class WarpSchedule:
   Attributes:
     consumers: warpgroups that multiply.
     stores_apart: another one stores, the last.
+    gather_warps: warps that read rows of an operand by an index; four are a warpgroup of their own.
   """
 
   consumers: int
   stores_apart: bool = False
+  gather_warps: int = 0
+
+  @property
+  def first_gather_warp(self) -> int:
+    return self.num_threads // WARP_SIZE - self.gather_warps
+
+  @property
+  def stage_arrivals(self) -> int:
+    """Arrivals that fill a stage: one for what TMA copies, and one of each lane that gathers."""
+    return 1 + self.gather_warps * WARP_SIZE
 
   @property
   def load_warp_id(self) -> int:
@@ -49,8 +62,8 @@ class WarpSchedule:
 
   @property
   def num_threads(self) -> int:
-    """Threads of a CTA; two warps of the last warpgroup do nothing."""
-    return (self.consumers + 1 + self.stores_apart) * WARPGROUP_SIZE
+    """Threads of a CTA; two warps of the last warpgroup gather, or do nothing."""
+    return (self.consumers + 1 + self.stores_apart + self.gather_warps // _WARPS) * WARPGROUP_SIZE
 
   @property
   def first_store_warp(self) -> int:
@@ -58,12 +71,14 @@ class WarpSchedule:
 
   @property
   def tile_consumer_arrivals(self) -> int:
-    """Arrivals that free a tile record: one of each consumer and store warp and of the load warp."""
-    return self.num_consumer_warps + 1 + _WARPS * self.stores_apart
+    """Arrivals that free a tile record: one of each consumer and store warp and of those that load."""
+    return self.num_consumer_warps + 1 + self.gather_warps + _WARPS * self.stores_apart
 
   @property
   def registers(self) -> tuple[int, int]:
     """Registers of a thread: of consumers, and of the others."""
+    if self.gather_warps == _WARPS:
+      return _REGISTERS_GATHERING
     return _REGISTERS_APART if self.stores_apart else _REGISTERS[self.consumers]
 
   @property

@@ -18,6 +18,7 @@ from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import aligned, dense, dtype_name, readable
 from cute_kernels.ops.launch.decoded import decodes_first, multiply_decoded
+from cute_kernels.ops.launch.gathered import gathers_first, multiply_gathered
 from cute_kernels.ops.launch.sm90_operands import sm90_preparation, values_config
 from cute_kernels.ops.launch.sm100_operands import sm100_preparation
 
@@ -88,6 +89,8 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
   rows, cols = spec.shape[0], op.cols
   if rows == 0 or cols == 0:
     return _nothing
+  if gathers_first(op, "a", launch.arch):
+    return multiply_gathered(op, "a", launch, m_grouped)
   if decodes_first(op, launch.arch):
     return multiply_decoded(op, launch, m_grouped)
   cls = CONFIGS[launch.arch]
@@ -99,6 +102,7 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
     bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
     has_alpha=op.alpha is not None,
     transpose_b=op.is_b_mn_major,
+    gathered=op.index is not None,
     **dict(zip(("activation", "interleaved", "keeps_z"), op.of_activation, strict=False)),
     **(_sm90_fields(op) if launch.arch == "sm_90a" else {}),
   )
@@ -117,8 +121,10 @@ def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
   """How ``k_grouped_gemm`` runs."""
   (spec,) = op.outputs()
   groups, m, n = spec.shape
-  if op.rows == 0 or m == 0 or n == 0:
+  if op.num_rows == 0 or m == 0 or n == 0:
     return _zero
+  if gathers_first(op, "b", launch.arch):
+    return multiply_gathered(op, "b", launch, k_grouped)
   cls = CONFIGS[launch.arch]
   base = cls(
     **_operands(op, launch.arch),
@@ -126,9 +132,10 @@ def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
     tile=cls.any_tile("k_grouped"),
     out_dtype=dtype_name(spec.dtype),
     has_alpha=op.alpha is not None,
+    gathered=op.index is not None,
     **(_sm90_fields(op) if launch.arch == "sm_90a" else {}),
   )
-  problem = GemmProblem(base.operand, "k_grouped", base.out_dtype, groups, op.rows, n, m=m)
+  problem = GemmProblem(base.operand, "k_grouped", base.out_dtype, groups, op.num_rows, n, m=m)
   return _runner(op, _choose(base, problem, launch), problem, launch)
 
 
@@ -158,7 +165,7 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
   # Strides are the same in every call; addresses are not.
   read = op.reader()
   is_addressable = all(map(_is_addressable, read(op)))
-  vectors = (op.offs, getattr(op, "bias", None), op.alpha)
+  vectors = (op.offs, op.index, getattr(op, "bias", None), op.alpha)
   is_dense = all(v is None or v.is_contiguous() for v in vectors)
 
   keeps_z = config.keeps_z
@@ -172,9 +179,9 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
     a, b = read(op)
     if not is_addressable or _is_misaligned(a) or _is_misaligned(b):
       a, b = _addressable_parts(a), _addressable_parts(b)
-    offs, bias, alpha = op.offs, getattr(op, "bias", None), op.alpha
+    offs, rows, bias, alpha = op.offs, op.index, getattr(op, "bias", None), op.alpha
     if not is_dense:
-      offs, bias, alpha = offs.contiguous(), dense(bias), dense(alpha)
+      offs, rows, bias, alpha = offs.contiguous(), dense(rows), dense(bias), dense(alpha)
     # Parameters may be views of one flat buffer, at any element of it.
     bias = aligned(bias, PITCH_ALIGNMENT)
     if prepare is not None:
@@ -182,7 +189,7 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
     out, z = outputs if keeps_z else (outputs[0], None)
     for kernel in kernels(accumulate, fresh):
       # As GemmArguments names them; making one takes half a microsecond of every call.
-      kernel(*a, *b, offs, bias, alpha, out, launch.num_sms, z)
+      kernel(*a, *b, offs, rows, bias, alpha, out, launch.num_sms, z)
 
   return run
 
