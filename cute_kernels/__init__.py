@@ -16,10 +16,11 @@ __version__ = "0.1.0"
 
 if importlib.util.find_spec("torch") is not None:
   from cute_kernels import ops
-  from cute_kernels.capability import UnsupportedError, support
-  from cute_kernels.layout.prepack import prepack, unpack
-  from cute_kernels.runtime.aot import precompile
-  from cute_kernels.runtime.backend import Backend, active_backend, backend
+
+  from .capability import UnsupportedError, support
+  from .layout.prepack import prepack, unpack
+  from .runtime.aot import precompile
+  from .runtime.backend import Backend, active_backend, backend
 
   __all__ += [
     "Backend",

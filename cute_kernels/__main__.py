@@ -7,13 +7,11 @@ import importlib.util
 import os
 import platform
 import shutil
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import cute_kernels
-from cute_kernels.host.settings import cache_root, kernel_cache_is_on
 
-if TYPE_CHECKING:
-  from collections.abc import Iterator
+from .host.settings import cache_root, kernel_cache_is_on
 
 _PACKAGES = ("torch", "numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi", "filelock", "transformers")
 
@@ -42,9 +40,9 @@ def _version(package: str) -> str:
 def _devices() -> Iterator[tuple[str, str]]:
   import torch
 
-  from cute_kernels.runtime.arch import device_architecture
-  from cute_kernels.runtime.backend import active_backend
-  from cute_kernels.runtime.dsl import dsl_unavailable
+  from .runtime.arch import device_architecture
+  from .runtime.backend import active_backend
+  from .runtime.dsl import dsl_unavailable
 
   yield "CUDA of torch", torch.version.cuda or "none: a CPU build"
   yield "CuTe DSL kernels", dsl_unavailable() or "can be compiled"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from cute_kernels.records import Record, check_choice, read
+from .records import Record, check_choice, read
 
 _hex = float.fromhex
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
+from .formats import FP8, MXFP8, NVFP4, Format, FP8Block
 
 ARCHITECTURES = ("reference", "sm_90a", "sm_100a")
 #: Ops by name; ``None`` as the format means plain bf16, fp16 or fp32 operands.

@@ -8,6 +8,6 @@ import sys
 if __name__ != "__main__":
   raise ImportError("call cute_kernels.precompile(), or run python -m cute_kernels.precompile")
 
-from cute_kernels.runtime.aot import main
+from .runtime.aot import main
 
 sys.exit(main())

@@ -8,10 +8,8 @@ configurations and caches, so equal records have equal texts, and a text has one
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
-
-if TYPE_CHECKING:
-  from collections.abc import Mapping
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
 
 #: The field that says which record of a class it is; it is the first word of the text.
 _NAME = "name"

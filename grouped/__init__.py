@@ -8,13 +8,14 @@ from cute_kernels import __version__
 from cute_kernels.activations import Activation
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from grouped import debug, flops, nn, optim, recipes  # noqa: F401 - flops counts.
-from grouped.autograd import linear
-from grouped.delayed import delayed_scaling_update
-from grouped.experts import Routing, compute_routing
-from grouped.functional import compute_offsets, quantize
-from grouped.members import GroupedMember, QuantizedCopy
-from grouped.products import grouped_gemm
-from grouped.tensor import GroupedTensor
+
+from .autograd import linear
+from .delayed import delayed_scaling_update
+from .experts import Routing, compute_routing
+from .functional import compute_offsets, quantize
+from .members import GroupedMember, QuantizedCopy
+from .products import grouped_gemm
+from .tensor import GroupedTensor
 
 __all__ = [
   "FP8",

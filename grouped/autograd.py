@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -10,18 +11,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cute_kernels.formats import parse
-from grouped.offsets import as_offs
-from grouped.passes import Copies, Kept, LinearCall, Scaling, WgradOperands, backward, forward, joined, low
-from grouped.recipes import ROLES, OfCall, Recipe, check_recipe
-from grouped.tensor import GroupedTensor, handler
-from grouped.validation import check_is_tensor
+
+from .offsets import Offsets, as_offs
+from .passes import Copies, Kept, LinearCall, Scaling, WgradOperands, backward, forward, joined, low
+from .recipes import ROLES, OfCall, Recipe, check_recipe
+from .tensor import GroupedTensor, handler
+from .validation import check_is_tensor
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
-  from grouped.debug import Probe
-  from grouped.nn.delayed import DelayedScaling
-  from grouped.offsets import Offsets
+  from .debug import Probe
+  from .nn.delayed import DelayedScaling
 
 
 def linear(
@@ -160,7 +159,7 @@ def multiply(
   return _differentiable(x, weights, bias, offs, recipe, copies, sink, scaling, probe)
 
 
-# ------------------------------------------------------------------------------------- autograd
+# ---- autograd
 
 
 def _flat(kept: Kept) -> list[Tensor]:
@@ -382,7 +381,7 @@ def _differentiable(
   return y
 
 
-# ----------------------------------------------------------------------------------- as an op
+# ---- as an op
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _LIBRARY.define(

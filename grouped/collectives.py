@@ -7,17 +7,15 @@ op without a handler. What FSDP2 gathers is in ``GroupedTensor.fsdp_pre_all_gath
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from grouped.shards import gathered, gathered_inputs
-from grouped.tensor import GroupedTensor, handler
-
-if TYPE_CHECKING:
-  from collections.abc import Callable, Sequence
+from .shards import gathered, gathered_inputs
+from .tensor import GroupedTensor, handler
 
 aten = torch.ops.aten
 

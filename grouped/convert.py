@@ -13,20 +13,16 @@ import html
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from grouped.checkpoint.files import SHARD_BYTES, Reader, Writer, progress
-from grouped.checkpoint.layouts import stacked_suffix, writable
-from grouped.checkpoint.parts import quantized, signal_to_noise
-from grouped.checkpoint.weights import ALIASES
-
-if TYPE_CHECKING:
-  from collections.abc import Sequence
-
-  from grouped.checkpoint.layouts import Layout
+from .checkpoint.files import SHARD_BYTES, Reader, Writer, progress
+from .checkpoint.layouts import Layout, stacked_suffix, writable
+from .checkpoint.parts import quantized, signal_to_noise
+from .checkpoint.weights import ALIASES
 
 #: The layout of each format, unless another is named.
 _LAYOUTS = {"nvfp4": "modelopt", "fp8_block": "deepseek"}

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from cute_kernels import ops
-from cute_kernels.formats import FP8
+from cute_kernels.formats import FP8, Format
 from cute_kernels.ops.delayed import DelayedScalingUpdate, check_margin
-from grouped.validation import check_format
+
+from .validation import check_format
 
 if TYPE_CHECKING:
   from torch.distributed import ProcessGroup
-
-  from cute_kernels.formats import Format
 
 
 def delayed_scaling_update(

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.functional import pad
 
 from cute_kernels import ops
-from grouped.experts import Layer, Routing, Style, compute_routing, experts
-from grouped.nn import GroupedLinear, MoE
-from grouped.wire import check_wire, pack, unpack
+
+from .experts import Layer, Routing, Style, compute_routing, experts
+from .nn import GroupedLinear, MoE
+from .wire import check_wire, pack, unpack
 
 if TYPE_CHECKING:
   from torch.distributed import ProcessGroup
   from torch.distributed.device_mesh import DeviceMesh
-  from torch.distributed.tensor.placement_types import Placement
 
   from cute_kernels.formats import Format
 

@@ -13,6 +13,7 @@ so the gradient of W2 is the product of dy, quantized once for both of its produ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,28 +22,15 @@ from torch import Tensor
 from cute_kernels import ops
 from cute_kernels.activations import is_gated
 from grouped import debug
-from grouped.autograd import recipe_of
-from grouped.passes import (
-  Copies,
-  LinearCall,
-  Rows,
-  Scaling,
-  WgradOperands,
-  backward,
-  forward,
-  joined,
-  made,
-  wgrad_operand,
-)
-from grouped.tensor import handler
-from grouped.validation import check_is_tensor
+
+from .autograd import WeightGradients, recipe_of
+from .passes import Copies, LinearCall, Rows, Scaling, WgradOperands, backward, forward, joined, made, wgrad_operand
+from .tensor import handler
+from .validation import check_is_tensor
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
-  from grouped.autograd import WeightGradients
-  from grouped.debug import Probe
-  from grouped.recipes import Recipe
+  from .debug import Probe
+  from .recipes import Recipe
 
 _ops = torch.ops.cute_kernels
 
@@ -330,7 +318,7 @@ def _of_bias(dy: Tensor, p: Tensor, dp: Tensor, offs: Tensor, row: Tensor, bias:
   return ((chosen * p.unsqueeze(-1)).sum(1).T @ dy).to(bias.dtype)
 
 
-# ----------------------------------------------------------------------------------- as an op
+# ---- as an op
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _FORMATS = ", ".join(f"str? {role}_{i}" for i in (1, 2) for role in ("input", "weight", "grad_output"))

@@ -8,7 +8,8 @@ import torch
 
 from cute_kernels.ops.flops import register_flops
 from grouped import autograd, experts, products  # noqa: F401 - they define the ops.
-from grouped.nn import router  # noqa: F401
+
+from .nn import router  # noqa: F401
 
 if TYPE_CHECKING:
   from torch import Tensor

@@ -12,12 +12,13 @@ from cute_kernels.activations import Activation
 from cute_kernels.capability import require
 from cute_kernels.ops.derivatives import refuse_derivatives
 from cute_kernels.ops.prologue import result_shape
-from grouped.offsets import Offsets, as_offs
-from grouped.seeds import as_seed
-from grouped.shapes import MemberShapes, Shapes, as_shapes, flat_shapes
-from grouped.tensor import GroupedTensor, assemble, handler
-from grouped.tracing import constant_call
-from grouped.validation import check_format, check_is_tensor
+
+from .offsets import Offsets, as_offs
+from .seeds import as_seed
+from .shapes import MemberShapes, Shapes, as_shapes, flat_shapes
+from .tensor import GroupedTensor, assemble, handler
+from .tracing import constant_call
+from .validation import check_format, check_is_tensor
 
 if TYPE_CHECKING:
   from cute_kernels.formats import Format

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -10,13 +11,11 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from cute_kernels import ops
 from cute_kernels.ops.derivatives import register_autograd
-from grouped.collectives import Flat
-from grouped.shapes import flat_shapes
-from grouped.tensor import HANDLERS, GroupedTensor, handler
-from grouped.updates import adds_update, snapshot, warn_if_lost
 
-if TYPE_CHECKING:
-  from collections.abc import Callable, Sequence
+from .collectives import Flat
+from .shapes import flat_shapes
+from .tensor import HANDLERS, GroupedTensor, handler
+from .updates import adds_update, snapshot, warn_if_lost
 
 aten = torch.ops.aten
 #: What to do instead of an op that a GroupedTensor refuses.
@@ -76,7 +75,7 @@ def _dequantize(func: Any, x: GroupedTensor, dtype: torch.dtype | None, directio
   return out
 
 
-# -------------------------------------------------------------------------- handlers of aten ops
+# ---- handlers of aten ops
 
 
 @handler(aten.detach.default, aten.alias.default)

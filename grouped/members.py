@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,8 +14,6 @@ from cute_kernels.layout.slots import TILE_ROWS, slot_tile, uniform_tiles
 from cute_kernels.reference.scales import linear_column_scales, linear_row_scales
 
 if TYPE_CHECKING:
-  from collections.abc import Iterable, Iterator, Mapping, Sequence
-
   from cute_kernels.formats import BlockScale, Format
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-  from collections.abc import Sequence
 
 _INT32 = torch.iinfo(torch.int32)
 #: End row of each group: an integer tensor, or a host list.

@@ -10,17 +10,15 @@ makes of the master, to the bit. There is no bf16 copy of the weight.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
-from grouped.tensor import GroupedTensor
-
-if TYPE_CHECKING:
-  from collections.abc import Callable, Mapping
+from .tensor import GroupedTensor
 
 __all__ = ["AdamW"]
 

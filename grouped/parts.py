@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -15,12 +16,11 @@ from cute_kernels.ops.checks import check_multiple, check_tensor, same_device
 from cute_kernels.records import check_choice
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.scales import lay_scales, linear_scales, tile_view
-from grouped.members import QuantizedCopy
-from grouped.validation import check_format
+
+from .members import QuantizedCopy
+from .validation import check_format
 
 if TYPE_CHECKING:
-  from collections.abc import Mapping, Sequence
-
   from cute_kernels.formats import BlockScale, Format
 
 #: How block scales lie: a matrix, as in checkpoints, or what ``layout.buffers`` has.

@@ -6,24 +6,24 @@ product reads, in one direction.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from cute_kernels import ops
-from grouped.products import grouped_gemm
-from grouped.recipes import ROLES
-from grouped.seeds import draw_seed
-from grouped.tensor import GroupedTensor
+
+from .products import grouped_gemm
+from .recipes import ROLES, Recipe
+from .seeds import draw_seed
+from .tensor import GroupedTensor
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
   from cute_kernels.formats import Format
-  from grouped.debug import Probe
-  from grouped.members import QuantizedCopy
-  from grouped.recipes import Recipe
+
+  from .debug import Probe
+  from .members import QuantizedCopy
 
 
 class Copies(NamedTuple):

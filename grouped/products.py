@@ -12,10 +12,11 @@ from cute_kernels.capability import require
 from cute_kernels.ops.derivatives import refuse_derivatives, register_autograd
 from cute_kernels.ops.pairs import check_accumulation
 from cute_kernels.ops.registry import is_observed
-from grouped.handlers import not_differentiable
-from grouped.offsets import Offsets, as_offs
-from grouped.tensor import GroupedTensor, handler
-from grouped.validation import check_is_tensor
+
+from .handlers import not_differentiable
+from .offsets import Offsets, as_offs
+from .tensor import GroupedTensor, handler
+from .validation import check_is_tensor
 
 _ops = torch.ops.cute_kernels
 #: What a product takes without the dispatcher.

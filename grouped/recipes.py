@@ -25,7 +25,8 @@ from cute_kernels.formats import E5M2, Format
 from cute_kernels.ops.delayed import ALGORITHMS, check_margin
 from cute_kernels.ops.pairs import check_pair, check_transforms
 from cute_kernels.records import check_choice
-from grouped.validation import check_format
+
+from .validation import check_format
 
 if TYPE_CHECKING:
   from torch.distributed import ProcessGroup

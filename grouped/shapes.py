@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cute_kernels.ops.members import element_offsets
-from grouped.offsets import host_integers
 
-if TYPE_CHECKING:
-  from collections.abc import Sequence
+from .offsets import host_integers
 
 #: (m, n) of each member: a host list, or an integer tensor (G, 2) on the CPU.
 Shapes: TypeAlias = "Sequence[Sequence[int]] | Tensor | np.ndarray[Any, np.dtype[np.int64]]"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -18,24 +19,18 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from cute_kernels import prepack, unpack
-from cute_kernels.formats import parse
-from grouped.members import GroupedMember, QuantizedCopy, group_spans, member, shaped_members
-from grouped.offsets import as_offs
-from grouped.parts import joined_parts, split_parts
-from grouped.seeds import draw_seed
-from grouped.shapes import MemberShapes, as_shapes, flat_shapes, shape_tensors
-from grouped.shards import gathered, gathered_inputs
-from grouped.validation import check_is_tensor, check_parts, saved_format, version
+from cute_kernels.formats import Format, parse
+
+from .members import GroupedMember, QuantizedCopy, group_spans, member, shaped_members
+from .offsets import Offsets, as_offs
+from .parts import Layout, joined_parts, split_parts
+from .seeds import draw_seed
+from .shapes import MemberShapes, Shapes, as_shapes, flat_shapes, shape_tensors
+from .shards import gathered, gathered_inputs
+from .validation import check_is_tensor, check_parts, saved_format, version
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Sequence
-
   from torch._ops import OpOverload
-
-  from cute_kernels.formats import Format
-  from grouped.offsets import Offsets
-  from grouped.parts import Layout
-  from grouped.shapes import Shapes
 
 
 #: What a tensor is beside the plain tensors that it holds.
@@ -231,7 +226,7 @@ class GroupedTensor(Tensor):
       raise ValueError(f"to_parts is of the rowwise copy of ragged and uniform tensors, got {self!r}")
     return split_parts(self.format, self.shape, self._offs, held, layout, global_scale)
 
-  # ------------------------------------------------------------------ what it holds
+  # ---- what it holds
 
   @property
   def offs(self) -> Tensor | None:
@@ -471,7 +466,7 @@ class GroupedTensor(Tensor):
       f"dtype={self.dtype}, device={self.device})"
     )
 
-  # ------------------------------------------------------------------ how PyTorch handles it
+  # ---- how PyTorch handles it
 
   def __tensor_flatten__(self) -> tuple[list[str], Context]:
     return list(self._inner()), (self.format, self.dtype, self.prepacked, self._shapes)

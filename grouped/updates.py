@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-  from grouped.tensor import GroupedTensor
+  from .tensor import GroupedTensor
 
 #: In-place ops by which optimizers and averages update parameters; their second argument is the
 #: update, or where a lerp goes. Weight decay (``mul_``) is left out: it is meant to be small.

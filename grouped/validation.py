@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -16,11 +17,9 @@ from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype, check_multiple, c
 from cute_kernels.ops.members import check_shapes
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
   import torch
 
-  from grouped.members import QuantizedCopy
+  from .members import QuantizedCopy
 
 
 def check_format(name: str, fmt: object) -> None:

@@ -12,7 +12,8 @@ from cute_kernels import ops
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.layout.shapes import SF_TILE_BYTES
 from cute_kernels.layout.slots import TILE_ROWS
-from grouped.validation import check_format
+
+from .validation import check_format
 
 if TYPE_CHECKING:
   from cute_kernels.formats import Format

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-  from collections.abc import Sequence
+from collections.abc import Sequence
 
 #: Commands: each a module of this package with ``add_arguments`` and ``main``.
 COMMANDS = {

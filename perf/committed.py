@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perf import compare
-from perf.records import RESULTS, Record, Writer, latest, read, write
+
+from .records import RESULTS, Record, Writer, latest, read, write
 
 if TYPE_CHECKING:
-  import argparse
-  from pathlib import Path
-
-  from perf.run import Choice
-  from perf.suites.base import Options
+  from .run import Choice
+  from .suites.base import Options
 
 #: How to accept other counts.
 RENEW = "python -m perf run counts --renew"
@@ -24,7 +24,7 @@ def record_of(full: bool) -> Path:
 
 
 def _measured(options: Options, choice: Choice, out: Path | None) -> tuple[list[Record], int]:
-  from perf.run import measure_suite, print_report
+  from .run import measure_suite, print_report
 
   records: list[Record] = []
   writer = Writer(out) if out else None

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import statistics
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from perf.records import ENOUGH_RUNS, Record, load
-
-if TYPE_CHECKING:
-  import argparse
-  from collections.abc import Iterable, Sequence
+from .records import ENOUGH_RUNS, Record, load
 
 #: A difference of fewer standard errors than this may be noise.
 SIGMAS = 3.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cute_kernels.runtime.arch import architecture
@@ -10,8 +11,6 @@ from cute_kernels.runtime.compile import compile_kernel
 from cute_kernels.runtime.emulated import EmulatedKernel
 
 if TYPE_CHECKING:
-  from collections.abc import Callable
-
   from cute_kernels.runtime.spec import KernelSpec
 
 

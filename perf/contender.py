@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Mapping
-
   from torch import Tensor
 
 

@@ -6,27 +6,27 @@ the exchange between ranks are not in it. Times are of a CUDA graph, by ``perf.p
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cute_kernels.gemm.problem import N_ALIGN
-from perf.cases import ROUTINGS, split_rows
-from perf.planner.gpus import GPUS, Gpu, gpu_of
-from perf.planner.layer import Layer, memory, missing_kernels, passes, step_of
-from perf.planner.observed import FITTED, fitted
-from perf.planner.work import Counts
-from perf.records import RESULTS, load
-from perf.suites.layer import recipes
+
+from .cases import ROUTINGS, split_rows
+from .planner.gpus import GPUS, Gpu, gpu_of
+from .planner.layer import Layer, memory, missing_kernels, passes, step_of
+from .planner.observed import FITTED, fitted
+from .planner.work import Counts, Kernel
+from .records import RESULTS, load
+from .suites.layer import recipes
 
 if TYPE_CHECKING:
-  import argparse
-  from collections.abc import Iterator, Mapping, Sequence
-
   from grouped.recipes import Recipe
-  from perf.planner.model import Model
-  from perf.planner.work import Kernel
+
+  from .planner.model import Model
 
 _GIB = 2.0**30
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from perf.cases import PRODUCTS, GroupedShape, ends_of, split_rows
-from perf.contender import relative_error
-
-if TYPE_CHECKING:
-  from collections.abc import Iterator
+from .cases import PRODUCTS, GroupedShape, ends_of, split_rows
+from .contender import relative_error
 
 #: Seed of one set of operands from that of another.
 _SEED_STEP = 1000

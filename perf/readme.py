@@ -8,17 +8,14 @@ anything else.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from perf.records import RESULTS, Record, load, pooled
-from perf.tables import TABLES, Cell, Column, Row, Table, matches
-
-if TYPE_CHECKING:
-  import argparse
-  from collections.abc import Sequence
+from .records import RESULTS, Record, load, pooled
+from .tables import TABLES, Cell, Column, Row, Table, matches
 
 README = Path(__file__).parent.parent / "README.md"
 _BLOCK = re.compile(

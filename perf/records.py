@@ -16,11 +16,9 @@ import json
 import lzma
 import math
 import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-  from collections.abc import Iterable, Mapping, Sequence
+from typing import IO, Any
 
 #: Version of the form; a reader refuses any other.
 SCHEMA = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import dataclasses
@@ -9,26 +10,25 @@ import gc
 import math
 import re
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cute_kernels.capability import UnsupportedError
-from perf.measure.emulator import EmulatorMeter, claim
-from perf.measure.gpu import PROTOCOLS
-from perf.peers import all_peers
-from perf.records import Record, Writer
-from perf.suites import SUITES, suite
-from perf.suites.base import Options
+
+from .measure.emulator import EmulatorMeter, claim
+from .measure.gpu import PROTOCOLS
+from .peers import all_peers
+from .records import Record, Writer
+from .suites import SUITES, suite
+from .suites.base import Options
 
 if TYPE_CHECKING:
-  import argparse
-  from collections.abc import Callable, Iterable, Iterator, Sequence
-
-  from perf.contender import Contender, Task
-  from perf.environment import Environment
-  from perf.measure import Meter
+  from .contender import Contender, Task
+  from .environment import Environment
+  from .measure import Meter
 
 _LOG_SECONDS = 30.0
 #: What else is a time of all of a task's work.

@@ -20,23 +20,20 @@ import os
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 import cute_kernels
 from cute_kernels import ops
-from cute_kernels.formats import NVFP4, parse
+from cute_kernels.formats import NVFP4, Format, parse
 from cute_kernels.gemm.sm90.config import SM90_TILES
 from cute_kernels.layout.shapes import round_up
 from cute_kernels.ops.launch.gemm import force_tile
-from perf.suites.gemm import PAIRS
-from perf.suites.quantize import DIRECTIONS, FORMATS, Quantization, given, named_buffers
 
-if TYPE_CHECKING:
-  from collections.abc import Callable
-
-  from cute_kernels.formats import Format
+from .suites.gemm import PAIRS
+from .suites.quantize import DIRECTIONS, FORMATS, Quantization, given, named_buffers
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 #: Exit status of a tool that reports something.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import grouped
-from perf.suites.counts import ROUTINGS
+
+from .suites.counts import ROUTINGS
 
 if TYPE_CHECKING:
-  from collections.abc import Mapping
-
-  from perf.records import Record
+  from .records import Record
 
 
 @dataclasses.dataclass(frozen=True)

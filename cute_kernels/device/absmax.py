@@ -6,15 +6,12 @@ a time. A NaN is dropped by ``max`` on the way, as the rule of every format for 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from cutlass import Float32, Uint32, cute
 
-from cute_kernels.device.convert import unpack_pair
-from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits
-
-if TYPE_CHECKING:
-  from collections.abc import Sequence
+from .convert import unpack_pair
+from .ptx import asm, bits_as_f32, f32_as_bits
 
 _PACKED = {"bfloat16": "bf16x2", "float16": "f16x2"}
 

@@ -16,17 +16,14 @@ an instruction.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from cutlass import Float32, Int64
 
-from cute_kernels.activations import Numbers
-from cute_kernels.device.ptx import asm
+from cute_kernels.activations import Activation, Numbers
 
-if TYPE_CHECKING:
-  from collections.abc import Sequence
-
-  from cute_kernels.activations import Activation
+from .ptx import asm
 
 #: The exponent's bias and one less for a 2 elsewhere, in the low bits of a number that rounds.
 _ROUNDS = Numbers.MAGIC + 126
@@ -120,7 +117,7 @@ class _Text:
       self.lines.append(text.format(result, *given, p=test) + ";")
     return _Number(out[0] if self.width == 1 else None, out)
 
-  # ------------------------------------------------------------------ arithmetic
+  # ---- arithmetic
 
   def mul(self, a: _Operand, b: _Operand) -> _Number:
     return self.all("mul.rn", a, b)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from cutlass import Float32, Uint32
 
-from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits
-
-if TYPE_CHECKING:
-  from collections.abc import Sequence
+from .ptx import asm, bits_as_f32, f32_as_bits
 
 _BF16_TWO_TO_126 = 0x7E807E80  # a pair
 _CVT_PAIR = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}

@@ -6,15 +6,13 @@ In the order of ``cute_kernels.reference.hadamard``, which tensor cores do not k
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from cutlass import Float32, Uint32, Uint64
 
-from cute_kernels.device.convert import pack_words, unpack_pair
-from cute_kernels.device.ptx import asm
-
-if TYPE_CHECKING:
-  from collections.abc import Sequence
+from .convert import pack_words, unpack_pair
+from .ptx import asm
 
 #: Rows that are mixed with each other.
 CHUNK = 16

@@ -6,14 +6,11 @@ lists of 32-bit words.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from cutlass import Int32, Int64, Uint8, Uint16, Uint32, cute
 
-from cute_kernels.device.ptx import asm, asm_volatile, select
-
-if TYPE_CHECKING:
-  from collections.abc import Sequence
+from .ptx import asm, asm_volatile, select
 
 
 def _words_at(address: Int32 | Int64, words: int, space: cute.AddressSpace) -> cute.Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from cutlass import Int64, Uint32, cute
 
-from cute_kernels.device.ptx import asm
+from .ptx import asm
 
 #: Elements of a block.
 DRAWN = 16

@@ -6,13 +6,11 @@ quantizers need, so their arithmetic goes through ``asm``: what is written is wh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, Uint64
 from cutlass._mlir.dialects import arith, llvm
-
-if TYPE_CHECKING:
-  from collections.abc import Sequence
 
 _CONSTRAINTS = {Float32: "f", Int32: "r", Uint32: "r", Int64: "l", Uint64: "l", Uint16: "h"}
 

@@ -90,21 +90,11 @@ an object file from a disk cache runs only if ``load_ptx`` got its PTX and cubin
 ``options`` are a thread's own, and watched memory and counts are those of all threads.
 """
 
-from cute_kernels.emulator.compilation import build
-from cute_kernels.emulator.cutlass_hooks import call, install, installed, uninstall
-from cute_kernels.emulator.engine import (
-  launch,
-  load_ptx,
-  options,
-  reset_stats,
-  stats,
-  tensor_map,
-  unsupported,
-  unwatch,
-  watch,
-)
-from cute_kernels.emulator.errors import BuildError, EmulatorError
-from cute_kernels.emulator.lexer import PtxError
+from .compilation import build
+from .cutlass_hooks import call, install, installed, uninstall
+from .engine import launch, load_ptx, options, reset_stats, stats, tensor_map, unsupported, unwatch, watch
+from .errors import BuildError, EmulatorError
+from .lexer import PtxError
 
 __all__ = [
   "BuildError",

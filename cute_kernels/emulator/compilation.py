@@ -17,15 +17,13 @@ import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from cute_kernels.emulator.errors import BuildError
 from cute_kernels.host.settings import cache_root, warn_once
 from cute_kernels.host.trust import FILE_MODE, distrust, make_folder, open_folder, read_file, write_file
 
-if TYPE_CHECKING:
-  from contextlib import AbstractContextManager
+from .errors import BuildError
 
 _SOURCES = Path(__file__).resolve().parent / "src"
 _FLAGS = ["-std=c++17", "-O2", "-march=native", "-fPIC", "-fno-math-errno", "-w"]

@@ -19,15 +19,14 @@ import ctypes
 import functools
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cute_kernels.emulator import engine
-from cute_kernels.emulator.compilation import build
-from cute_kernels.emulator.errors import EmulatorError
 
-if TYPE_CHECKING:
-  from collections.abc import Callable
+from .compilation import build
+from .errors import EmulatorError
 
 _DL_CPU, _DL_CUDA = 1, 2  # DLDeviceType
 _L2_BYTES = 126 << 20

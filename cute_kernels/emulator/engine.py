@@ -7,17 +7,17 @@ import ctypes
 import functools
 import re
 import threading
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cute_kernels.emulator.compilation import build
-from cute_kernels.emulator.errors import EmulatorError
 from cute_kernels.host.locks import ForkSafeLock
 
-if TYPE_CHECKING:
-  from collections.abc import Iterator, Sequence
+from .compilation import build
+from .errors import EmulatorError
 
-  from cute_kernels.emulator.parser import Module
-  from cute_kernels.emulator.program import Kernel
+if TYPE_CHECKING:
+  from .parser import Module
+  from .program import Kernel
 
 unsupported: dict[str, set[str]] = {}
 """Opcodes that are not modelled, by kernel. They are errors only where a warp reaches them."""
@@ -155,7 +155,7 @@ def load_ptx(text: str, cubin: bytes | None = None) -> list[str]:
   Returns:
     The names of the kernels.
   """
-  from cute_kernels.emulator.parser import Module
+  from .parser import Module
 
   with exclusive() as lib:
     module = Module(text, lib.emu_opcodes().decode().split(), lib.emu_types().decode().split())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cute_kernels.emulator.isa import COMPARISONS, REDUCTIONS, SPACES, Flag, Kind
-from cute_kernels.emulator.lexer import literal
-from cute_kernels.emulator.opcode import NotModelledError
+from .isa import COMPARISONS, REDUCTIONS, SPACES, Flag, Kind
+from .lexer import literal
+from .opcode import NotModelledError
 
 if TYPE_CHECKING:
-  from cute_kernels.emulator.opcode import Lowering, Opcode
-  from cute_kernels.emulator.program import Operand
+  from .opcode import Lowering, Opcode
+  from .program import Operand
 
 
 def _values(op: Opcode, operands: list[str]) -> list[Operand]:

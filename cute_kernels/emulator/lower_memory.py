@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from cute_kernels.emulator.isa import REDUCTIONS, SPACES, Flag
-from cute_kernels.emulator.lexer import literal
-from cute_kernels.emulator.opcode import NotModelledError
-from cute_kernels.emulator.program import immediate
+from .isa import REDUCTIONS, SPACES, Flag
+from .lexer import literal
+from .opcode import NotModelledError
+from .program import immediate
 
 if TYPE_CHECKING:
-  from cute_kernels.emulator.opcode import Lowering, Opcode
+  from .opcode import Lowering, Opcode
 
 _NAME_IN_ADDRESS = re.compile(r"\[\s*([\w$]+)")
 

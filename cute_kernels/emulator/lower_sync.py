@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cute_kernels.emulator.isa import Flag
-from cute_kernels.emulator.lexer import literal
-from cute_kernels.emulator.opcode import NotModelledError
-from cute_kernels.emulator.program import NO_OPERAND
+from .isa import Flag
+from .lexer import literal
+from .opcode import NotModelledError
+from .program import NO_OPERAND
 
 if TYPE_CHECKING:
-  from cute_kernels.emulator.opcode import Lowering, Opcode
+  from .opcode import Lowering, Opcode
 
 
 def _bra(op: Opcode, operands: list[str]) -> None:

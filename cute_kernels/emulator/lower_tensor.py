@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from cute_kernels.emulator.isa import Flag
-from cute_kernels.emulator.lexer import literal
-from cute_kernels.emulator.opcode import NotModelledError
+from .isa import Flag
+from .lexer import literal
+from .opcode import NotModelledError
 
 if TYPE_CHECKING:
-  from cute_kernels.emulator.opcode import Lowering, Opcode
+  from .opcode import Lowering, Opcode
 
 _KINDS = ["f16", "tf32", "f8f6f4", "i8", "mxf8f6f4", "mxf4", "mxf4nvf4"]
 _LOAD_SHAPES = ["32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cute_kernels.emulator.lower_alu import ALU
-from cute_kernels.emulator.lower_memory import MEMORY
-from cute_kernels.emulator.lower_sync import SYNC
-from cute_kernels.emulator.lower_tensor import TENSOR
-from cute_kernels.emulator.opcode import Opcode
+from .lower_alu import ALU
+from .lower_memory import MEMORY
+from .lower_sync import SYNC
+from .lower_tensor import TENSOR
+from .opcode import Opcode
 
 if TYPE_CHECKING:
-  from cute_kernels.emulator.program import KernelBuilder
+  from .program import KernelBuilder
 
 _LOWERINGS = ALU | MEMORY | SYNC | TENSOR
 

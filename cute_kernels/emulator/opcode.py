@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from cute_kernels.emulator.isa import MODIFIER_FLAGS, ROUNDINGS, SPACES, Flag
+from .isa import MODIFIER_FLAGS, ROUNDINGS, SPACES, Flag
 
 if TYPE_CHECKING:
   from collections.abc import Callable
 
-  from cute_kernels.emulator.program import KernelBuilder, Operand
+  from .program import KernelBuilder, Operand
 
   Lowering = Callable[["Opcode", list[str]], None]
 

@@ -11,11 +11,11 @@ import re
 
 import numpy as np
 
-from cute_kernels.emulator.isa import TYPE_BYTES
-from cute_kernels.emulator.lexer import PtxError, literals, matching_brace, split_operands, statements, strip_comments
-from cute_kernels.emulator.lowering import lower
-from cute_kernels.emulator.opcode import NotModelledError
-from cute_kernels.emulator.program import Kernel, KernelBuilder, Symbols, align
+from .isa import TYPE_BYTES
+from .lexer import PtxError, literals, matching_brace, split_operands, statements, strip_comments
+from .lowering import lower
+from .opcode import NotModelledError
+from .program import Kernel, KernelBuilder, Symbols, align
 
 _ENTRY_OR_VARIABLE = re.compile(
   r"(?P<entry>(?:\.visible\s+|\.weak\s+)?\.entry\s+(?P<name>[\w$.]+)\s*\()"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cute_kernels.emulator.isa import INSTRUCTION, OPERAND, SPACES, SPECIAL_IDS, Flag, Kind
-from cute_kernels.emulator.lexer import PtxError, literal, split_operands
+from .isa import INSTRUCTION, OPERAND, SPACES, SPECIAL_IDS, Flag, Kind
+from .lexer import PtxError, literal, split_operands
 
 _REGISTER_RANGE = re.compile(r"([\w%$]+)<(\d+)>")
 _NUMBERED = re.compile(r"(.*?)(\d+)")

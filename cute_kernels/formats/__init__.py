@@ -3,23 +3,11 @@
 The only place that spells out block sizes and maxima; everything else asks a record.
 """
 
-from cute_kernels.formats.base import (
-  E2M1,
-  E4M3,
-  E5M2,
-  E8M0,
-  F32,
-  RECORDS,
-  BlockScale,
-  ElementType,
-  Format,
-  SecondLevel,
-  parse,
-)
-from cute_kernels.formats.fp8 import FP8
-from cute_kernels.formats.fp8_block import FP8Block
-from cute_kernels.formats.mxfp8 import MXFP8
-from cute_kernels.formats.nvfp4 import NVFP4
+from .base import E2M1, E4M3, E5M2, E8M0, F32, RECORDS, BlockScale, ElementType, Format, SecondLevel, parse
+from .fp8 import FP8
+from .fp8_block import FP8Block
+from .mxfp8 import MXFP8
+from .nvfp4 import NVFP4
 
 __all__ = [
   "E2M1",

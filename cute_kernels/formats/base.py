@@ -10,14 +10,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
 from cute_kernels.records import Record, check_choice, read
-
-if TYPE_CHECKING:
-  from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True)

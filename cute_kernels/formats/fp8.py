@@ -7,8 +7,9 @@ from typing import ClassVar, Literal
 
 import torch
 
-from cute_kernels.formats.base import FP8_ELEMENTS, ElementType, Format, SecondLevel, record
 from cute_kernels.records import check_choice
+
+from .base import FP8_ELEMENTS, ElementType, Format, SecondLevel, record
 
 
 @record

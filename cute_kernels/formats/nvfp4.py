@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from cute_kernels.formats.base import E2M1, E4M3, BlockScale, ElementType, Format, SecondLevel, as_block, record
 from cute_kernels.records import check_choice, check_flags
+
+from .base import E2M1, E4M3, BlockScale, ElementType, Format, SecondLevel, as_block, record
 
 #: The bound of block scales without ``four_over_six``, and its default with it.
 _E4M3_MAX = {False: int(E4M3.max), True: 256}

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-  from cute_kernels.gemm.problem import GemmConfig, GemmProblem, TileShape
+  from .problem import GemmConfig, GemmProblem, TileShape
 
 ConfigT = TypeVar("ConfigT", bound="GemmConfig")
 

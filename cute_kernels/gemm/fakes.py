@@ -12,14 +12,14 @@ from cutlass import Int32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.device.launch import DSL_TYPES, compact
-from cute_kernels.gemm.problem import N_ALIGN, GemmArguments
-from cute_kernels.gemm.views import codes_type
 from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES
 from cute_kernels.layout.slots import TILE_ROWS
 
+from .problem import N_ALIGN, GemmArguments, GemmConfig
+from .views import codes_type
+
 if TYPE_CHECKING:
-  from cute_kernels.gemm.operands import OperandKind
-  from cute_kernels.gemm.problem import GemmConfig
+  from .operands import OperandKind
 
 
 def _compact(dtype: Any, *shape: Any, align: int = PITCH_ALIGNMENT) -> Any:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int16, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.gemm.problem import RAGGED_ROWS
-from cute_kernels.gemm.scheduler import WorkTile
 from cute_kernels.layout.shapes import SF_TILE_ROWS
 
-if TYPE_CHECKING:
-  from cute_kernels.gemm.problem import GemmConfig
-  from cute_kernels.gemm.scheduler import TileReader
+from .problem import RAGGED_ROWS, GemmConfig
+from .scheduler import TileReader, WorkTile
 
 
 class TmaSource(NamedTuple):

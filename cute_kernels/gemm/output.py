@@ -13,7 +13,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from cute_kernels.gemm.problem import GemmConfig
+from .problem import GemmConfig
 
 #: Bytes that a thread stores at once.
 VECTOR_BYTES = 16

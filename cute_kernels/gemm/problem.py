@@ -28,8 +28,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from cute_kernels.activations import Activation, parse_activation
 from cute_kernels.capability import Support
-from cute_kernels.gemm.operands import DTYPE_BYTES, OPERANDS, OperandKind
 from cute_kernels.layout.shapes import SF_TILE_ROWS, ceil_div
+
+from .operands import DTYPE_BYTES, OPERANDS, OperandKind
 
 #: N of every output must be a multiple of this: 16 bytes of the narrowest output type.
 N_ALIGN = 8

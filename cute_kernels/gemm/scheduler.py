@@ -22,7 +22,7 @@ from cute_kernels.device.ptx import asm_volatile
 from cute_kernels.layout.slots import TILE_ROWS, slot_tile
 
 if TYPE_CHECKING:
-  from cute_kernels.gemm.problem import Extents, GemmConfig
+  from .problem import Extents, GemmConfig
 
 #: Words of a tile record.
 TILE_WORDS = 8

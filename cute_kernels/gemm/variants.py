@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from cute_kernels.capability import support
-from cute_kernels.gemm.operands import OPERANDS, OperandKind
-from cute_kernels.gemm.sm90.config import Sm90GemmConfig
-from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
-from cute_kernels.gemm.sm90.parts import all_parts
-from cute_kernels.gemm.sm100.config import ScaleTilesConfig, Sm100GemmConfig
+
+from .operands import OPERANDS, OperandKind
+from .sm90.config import Sm90GemmConfig
+from .sm90.fp4.config import ArrangeConfig, ExpandConfig
+from .sm90.parts import all_parts
+from .sm100.config import ScaleTilesConfig, Sm100GemmConfig
 
 if TYPE_CHECKING:
-  from collections.abc import Iterator
-
-  from cute_kernels.gemm.problem import GemmConfig, GemmGrouping
   from cute_kernels.runtime.spec import KernelSpec
+
+  from .problem import GemmConfig, GemmGrouping
 
 #: FP8 products of the recipes: operands A and B, and what their configurations say.
 _FP8_FPROP_DGRAD: tuple[tuple[str, str, dict[str, bool]], ...] = (

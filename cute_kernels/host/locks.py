@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-  from collections.abc import Callable
-  from types import TracebackType
+from collections.abc import Callable
+from types import TracebackType
 
 _locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
 

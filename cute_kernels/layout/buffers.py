@@ -7,17 +7,16 @@ tests; nothing else works out the shape of a code, a scale or a second level.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.shapes import MEMBER_ALIGNMENT, PITCH_ALIGNMENT, SF_TILE_BYTES, ceil_div, round_up, scale_tiles
-from cute_kernels.layout.slots import TILE_ROWS, num_slot_tiles, uniform_tiles
+from .shapes import MEMBER_ALIGNMENT, PITCH_ALIGNMENT, SF_TILE_BYTES, ceil_div, round_up, scale_tiles
+from .slots import TILE_ROWS, num_slot_tiles, uniform_tiles
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
   from cute_kernels.formats import ElementType, Format
 
 

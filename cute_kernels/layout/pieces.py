@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cute_kernels.layout.shapes import PIECE_K
+from .shapes import PIECE_K
 
 if TYPE_CHECKING:
   from torch import Tensor

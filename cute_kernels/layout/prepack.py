@@ -6,13 +6,12 @@ the results' bits stay. ``decode`` needs fewer instructions for it than for code
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
   from torch import Tensor
 
 #: Where a prepacked word has bit s and bits eem of code t = 0 .. 3 in its low half; code t + 4 is

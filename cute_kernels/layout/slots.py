@@ -10,7 +10,7 @@ Every function takes and returns plain ints, or ``torch.SymInt`` under ``torch.c
 
 from __future__ import annotations
 
-from cute_kernels.layout.shapes import ceil_div
+from .shapes import ceil_div
 
 #: Rows of one slot tile; every group starts on a multiple of this in slot order.
 TILE_ROWS = 128

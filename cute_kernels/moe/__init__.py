@@ -1,5 +1,5 @@
 """Kernels of a mixture of experts between its products: configurations here, kernels beside."""
 
-from cute_kernels.moe.config import ActivateConfig, CombineConfig, GatherConfig, RouterConfig, RoutingConfig
+from .config import ActivateConfig, CombineConfig, GatherConfig, RouterConfig, RoutingConfig
 
 __all__ = ["ActivateConfig", "CombineConfig", "GatherConfig", "RouterConfig", "RoutingConfig"]

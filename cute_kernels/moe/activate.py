@@ -22,7 +22,7 @@ from cute_kernels.device.ptx import add_rn, f32_as_bits, mul_rn
 from cute_kernels.quantize.config import DTYPE_BYTES
 
 if TYPE_CHECKING:
-  from cute_kernels.moe.config import ActivateConfig
+  from .config import ActivateConfig
 
 _WARPS = 8
 #: Columns of the result that a lane takes at a time.

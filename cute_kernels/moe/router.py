@@ -18,7 +18,7 @@ from cute_kernels.device.ptx import add_rn, asm, mul_rn, select
 from cute_kernels.reference.router import TINY
 
 if TYPE_CHECKING:
-  from cute_kernels.moe.config import RouterConfig, RouterGradientConfig
+  from .config import RouterConfig, RouterGradientConfig
 
 _WARPS = 4
 _NONE = 0xFFFFFFFF

@@ -21,7 +21,7 @@ from cute_kernels.device.launch import DSL_TYPES, compact, env_stream
 from cute_kernels.device.ptx import asm, asm_volatile
 
 if TYPE_CHECKING:
-  from cute_kernels.moe.config import RoutingConfig
+  from .config import RoutingConfig
 
 #: Experts that are counted at a time, if there is a thread for each.
 _WINDOW = 512

@@ -18,7 +18,7 @@ from cute_kernels.device.ptx import add_rn, mul_rn
 from cute_kernels.quantize.config import DTYPE_BYTES
 
 if TYPE_CHECKING:
-  from cute_kernels.moe.config import CombineConfig, GatherConfig
+  from .config import CombineConfig, GatherConfig
 
 _WARPS = 8
 _THREADS = _WARPS * WARP_SIZE

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from cute_kernels.capability import support
-from cute_kernels.moe.config import (
-  ActivateConfig,
-  CombineConfig,
-  GatherConfig,
-  RouterConfig,
-  RouterGradientConfig,
-  RoutingConfig,
-)
 
-if TYPE_CHECKING:
-  from collections.abc import Iterator
+from .config import ActivateConfig, CombineConfig, GatherConfig, RouterConfig, RouterGradientConfig, RoutingConfig
 
 Config = ActivateConfig | CombineConfig | GatherConfig | RouterConfig | RouterGradientConfig | RoutingConfig
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,8 +10,6 @@ import torch
 from cute_kernels.layout.buffers import buffers
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
   from torch import Tensor
 
   from cute_kernels.formats import Format

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,15 +12,13 @@ from torch import Tensor
 from cute_kernels import reference
 from cute_kernels.formats import Format, parse
 from cute_kernels.layout.buffers import BufferSpec
-from cute_kernels.ops.checks import check_tensor, same_device
-from cute_kernels.ops.launch import quantize as launch_quantize
-from cute_kernels.ops.registry import Op, register_inplace
 from cute_kernels.records import check_choice
 
-if TYPE_CHECKING:
-  from collections.abc import Sequence
+from .checks import check_tensor, same_device
+from .launch import quantize as launch_quantize
+from .registry import Op, Runner, register_inplace
 
-  from cute_kernels.ops.registry import Runner
+if TYPE_CHECKING:
   from cute_kernels.runtime.launch import Launcher
 
 #: What the scale follows from: the largest amax of the history, or the last one.

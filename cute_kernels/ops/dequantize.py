@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cute_kernels import reference
 from cute_kernels.formats import Format, parse
 from cute_kernels.layout.buffers import BufferSpec, member_parts
-from cute_kernels.ops.checks import (
-  INPUT_DTYPES,
-  check_copy,
-  check_dtype,
-  check_multiple,
-  check_offs,
-  check_tensor,
-  same_device,
-)
-from cute_kernels.ops.launch import quantize as launch_quantize
-from cute_kernels.ops.members import check_shapes, member_views, pairs
-from cute_kernels.ops.registry import Op, register
 from cute_kernels.reference.groups import Groups
 
-if TYPE_CHECKING:
-  from collections.abc import Iterator, Sequence
+from .checks import INPUT_DTYPES, check_copy, check_dtype, check_multiple, check_offs, check_tensor, same_device
+from .launch import quantize as launch_quantize
+from .members import check_shapes, member_views, pairs
+from .registry import Op, Runner, register
 
+if TYPE_CHECKING:
   import torch
   from torch import Tensor
 
-  from cute_kernels.ops.registry import Runner
   from cute_kernels.runtime.launch import Launcher
 
 

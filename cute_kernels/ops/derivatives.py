@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
-
-if TYPE_CHECKING:
-  from collections.abc import Callable, Iterable
 
 
 def refuse_derivatives(op: str, tensors: Iterable[tuple[str, object]], remedy: str) -> None:

@@ -5,18 +5,15 @@ All rows count, those of a capacity's tail among them: how many groups have is o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.ops.gemm import KGroupedGemm, MGrouped, MGroupedGemm, MGroupedQuantizeGemm
 
-if TYPE_CHECKING:
-  from collections.abc import Callable
-
-  from cute_kernels.ops.gemm import GroupedGemm
+from .gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm, MGroupedQuantizeGemm
 
 
 def register_flops(namespace: Any, count: Callable[..., int], *names: str) -> None:

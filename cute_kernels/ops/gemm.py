@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import torch
@@ -24,7 +25,10 @@ from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.layout.prepack import unpack
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.layout.slots import TILE_ROWS, most_rows
-from cute_kernels.ops.checks import (
+from cute_kernels.reference.groups import Groups
+from cute_kernels.reference.moe import activate
+
+from .checks import (
   INPUT_DTYPES,
   check_copy,
   check_dtype,
@@ -35,19 +39,14 @@ from cute_kernels.ops.checks import (
   check_tensor,
   same_device,
 )
-from cute_kernels.ops.derivatives import not_differentiable
-from cute_kernels.ops.launch import gemm as launch_gemm
-from cute_kernels.ops.pairs import check_accumulation, check_pair, check_transforms, is_w4a8
-from cute_kernels.ops.prologue import check_prologue, result_columns
-from cute_kernels.ops.quantize import GroupedQuantize
-from cute_kernels.ops.registry import Allocator, Op, register
-from cute_kernels.reference.groups import Groups
-from cute_kernels.reference.moe import activate
+from .derivatives import not_differentiable
+from .launch import gemm as launch_gemm
+from .pairs import check_accumulation, check_pair, check_transforms, is_w4a8
+from .prologue import check_prologue, result_columns
+from .quantize import GroupedQuantize
+from .registry import Allocator, Op, Runner, register
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Sequence
-
-  from cute_kernels.ops.registry import Runner
   from cute_kernels.runtime.backend import Backend
   from cute_kernels.runtime.launch import Launcher
 

@@ -7,11 +7,10 @@ member i starts at element m0 * n0 + ... + m(i-1) * n(i-1). The tensor may be lo
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-  from collections.abc import Iterator, Sequence
-
   from torch import Tensor
 
 

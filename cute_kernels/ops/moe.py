@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -10,17 +11,15 @@ from torch import Tensor
 
 from cute_kernels.activations import parse_activation
 from cute_kernels.layout.buffers import BufferSpec
-from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype, check_offs, check_tensor, same_device
-from cute_kernels.ops.launch import moe as launch_moe
-from cute_kernels.ops.prologue import check_prologue, result_columns
-from cute_kernels.ops.registry import Op, register
 from cute_kernels.reference import moe as reference
 
-if TYPE_CHECKING:
-  from collections.abc import Sequence
+from .checks import INPUT_DTYPES, check_dtype, check_offs, check_tensor, same_device
+from .launch import moe as launch_moe
+from .prologue import check_prologue, result_columns
+from .registry import Op, Runner, register
 
+if TYPE_CHECKING:
   from cute_kernels.formats import Format
-  from cute_kernels.ops.registry import Runner
   from cute_kernels.runtime.launch import Launcher
 
 _INT32, _FP32 = (torch.int32,), (torch.float32,)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cute_kernels import reference
-from cute_kernels.activations import is_gated, parse_activation
-from cute_kernels.ops.checks import check_tensor, same_device
-from cute_kernels.ops.members import element_offsets, pairs
+from cute_kernels.activations import Activation, is_gated, parse_activation
+
+from .checks import check_tensor, same_device
+from .members import element_offsets, pairs
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
   import torch
   from torch import Tensor
-
-  from cute_kernels.activations import Activation
 
 
 def result_columns(columns: int, activation: str | None, grad: Tensor | None) -> int:

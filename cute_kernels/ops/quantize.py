@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,25 +14,16 @@ from cute_kernels import reference
 from cute_kernels.formats import Format, parse
 from cute_kernels.layout.buffers import BufferSpec, buffers, member_parts
 from cute_kernels.layout.slots import TILE_ROWS, uniform_tiles
-from cute_kernels.ops.checks import check_input, check_multiple, check_rows, check_seed, check_tensor, same_device
-from cute_kernels.ops.launch import quantize as launch_quantize
-from cute_kernels.ops.members import check_shapes, member_views, pairs
-from cute_kernels.ops.prologue import (
-  check_prologue,
-  elements_of,
-  grad_columns,
-  input_columns,
-  result_columns,
-  result_shape,
-)
-from cute_kernels.ops.registry import Op, register
 from cute_kernels.reference.draws import BLOCK as DRAWN
 from cute_kernels.reference.groups import Groups
 
-if TYPE_CHECKING:
-  from collections.abc import Iterable, Iterator, Sequence
+from .checks import check_input, check_multiple, check_rows, check_seed, check_tensor, same_device
+from .launch import quantize as launch_quantize
+from .members import check_shapes, member_views, pairs
+from .prologue import check_prologue, elements_of, grad_columns, input_columns, result_columns, result_shape
+from .registry import Op, Runner, register
 
-  from cute_kernels.ops.registry import Runner
+if TYPE_CHECKING:
   from cute_kernels.runtime.launch import Launcher
 
 

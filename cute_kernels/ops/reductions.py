@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -10,17 +11,15 @@ from torch import Tensor
 
 from cute_kernels import reference
 from cute_kernels.layout.buffers import BufferSpec
-from cute_kernels.ops.checks import check_dtype, check_input, check_tensor
-from cute_kernels.ops.launch import quantize as launch_quantize
-from cute_kernels.ops.prologue import check_prologue, elements_of, result_columns
-from cute_kernels.ops.registry import Op, register
 from cute_kernels.reference.groups import Groups
 
-if TYPE_CHECKING:
-  from collections.abc import Sequence
+from .checks import check_dtype, check_input, check_tensor
+from .launch import quantize as launch_quantize
+from .prologue import check_prologue, elements_of, result_columns
+from .registry import Op, Runner, register
 
+if TYPE_CHECKING:
   from cute_kernels.formats import Format
-  from cute_kernels.ops.registry import Runner
   from cute_kernels.runtime.launch import Launcher
 
 

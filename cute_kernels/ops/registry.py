@@ -13,6 +13,7 @@ import abc
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
@@ -23,18 +24,15 @@ from torch.autograd.graph import increment_version
 from cute_kernels.capability import require
 from cute_kernels.host.settings import warn_once
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT
-from cute_kernels.ops.derivatives import not_differentiable, refuse_derivatives, register_autograd
-from cute_kernels.runtime.backend import chosen_backend, resolve_backend
-from cute_kernels.runtime.launch import launcher
+from cute_kernels.runtime.backend import Backend, chosen_backend, resolve_backend
+from cute_kernels.runtime.launch import Launcher, launcher
 from cute_kernels.runtime.plan import INERT, PlanCache, plan_key
 
-if TYPE_CHECKING:
-  from collections.abc import Callable, Iterable, Sequence
+from .derivatives import not_differentiable, refuse_derivatives, register_autograd
 
+if TYPE_CHECKING:
   from cute_kernels.formats import Format
   from cute_kernels.layout.buffers import BufferSpec
-  from cute_kernels.runtime.backend import Backend
-  from cute_kernels.runtime.launch import Launcher
 
 #: How Inductor's code allocates on the current device: 0.8 us on the host of an H200, where
 #: ``torch.empty_strided`` takes 1.4 and ``torch.empty`` 2.3. Unlike them it leaves the memory as it

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from cute_kernels.layout.buffers import BufferSpec
-from cute_kernels.ops.checks import check_tensor, same_device
-from cute_kernels.ops.launch import moe as launch_moe
-from cute_kernels.ops.moe import Plain
-from cute_kernels.ops.registry import register
 from cute_kernels.records import check_choice
 from cute_kernels.reference import router as reference
 
-if TYPE_CHECKING:
-  from collections.abc import Sequence
+from .checks import check_tensor, same_device
+from .launch import moe as launch_moe
+from .moe import Plain
+from .registry import Runner, register
 
-  from cute_kernels.ops.registry import Runner
+if TYPE_CHECKING:
   from cute_kernels.runtime.launch import Launcher
 
 _FP32 = (torch.float32,)

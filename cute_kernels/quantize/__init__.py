@@ -1,6 +1,6 @@
 """Quantization kernels: configurations here, kernels in modules that need the DSL."""
 
-from cute_kernels.quantize.config import (
+from .config import (
   AmaxConfig,
   DbiasConfig,
   DelayedConfig,

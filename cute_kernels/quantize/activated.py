@@ -19,12 +19,13 @@ from cute_kernels.device.groups import Grouping
 from cute_kernels.device.launch import GridKernel, env_stream
 from cute_kernels.device.memory import load_global_if, store_global
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.elements import ElementMaker
-from cute_kernels.quantize.fakes import FakeBuffers
-from cute_kernels.quantize.rows import row_address
+
+from .elements import ElementMaker
+from .fakes import FakeBuffers
+from .rows import row_address
 
 if TYPE_CHECKING:
-  from cute_kernels.quantize.config import ActivatedConfig
+  from .config import ActivatedConfig
 
 _WARPS = 8
 

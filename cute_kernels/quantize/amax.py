@@ -19,9 +19,10 @@ from cute_kernels.device.groups import Grouping
 from cute_kernels.device.launch import env_stream
 from cute_kernels.device.memory import load_global, load_global_if
 from cute_kernels.device.ptx import f32_as_bits
-from cute_kernels.quantize.config import DTYPE_BYTES, AmaxConfig
-from cute_kernels.quantize.elements import ElementMaker, maker_of
-from cute_kernels.quantize.fakes import FakeBuffers
+
+from .config import DTYPE_BYTES, AmaxConfig
+from .elements import ElementMaker, maker_of
+from .fakes import FakeBuffers
 
 _LOAD_BYTES = 32
 _UNROLL = 4

@@ -15,7 +15,8 @@ from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.hadamard import CHUNK, transform_words
 from cute_kernels.device.memory import load_global_if
-from cute_kernels.quantize.amax import AmaxKernels
+
+from .amax import AmaxKernels
 
 _WARPS, _CTAS_PER_SM = 8, 2
 _LANE_COLS = 8

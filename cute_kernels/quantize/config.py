@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cute_kernels.capability import Support
 from cute_kernels.formats import Format, parse
-from cute_kernels.quantize.prologue import DTYPE_BYTES, Prologue
+
+from .prologue import DTYPE_BYTES, Prologue
 
 if TYPE_CHECKING:
   from typing_extensions import Self

@@ -18,7 +18,8 @@ Buffers:   sums of a round, one row a warp, two deep: a barrier of the CTA betwe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
@@ -30,11 +31,9 @@ from cute_kernels.device.launch import DSL_TYPES, GridKernel, compact, env_strea
 from cute_kernels.device.memory import load_global_if, load_shared, store_global, store_shared
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.config import DTYPE_BYTES, DbiasConfig
-from cute_kernels.quantize.elements import ElementMaker
 
-if TYPE_CHECKING:
-  from collections.abc import Sequence
+from .config import DTYPE_BYTES, DbiasConfig
+from .elements import ElementMaker
 
 _WARPS = 4
 #: Rows that a lane loads before it adds any: of the input, and of what an activation takes, which

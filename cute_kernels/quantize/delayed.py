@@ -17,7 +17,7 @@ from cute_kernels.device.launch import compact, env_stream
 from cute_kernels.device.ptx import asm
 
 if TYPE_CHECKING:
-  from cute_kernels.quantize.config import DelayedConfig
+  from .config import DelayedConfig
 
 _THREADS = 256
 _WARPS = _THREADS // WARP_SIZE

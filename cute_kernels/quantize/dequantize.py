@@ -24,17 +24,10 @@ from cute_kernels.device.memory import load_global, load_global_if, store_global
 from cute_kernels.device.ptx import asm, bits_as_f32
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.config import DTYPE_BYTES, DequantizeConfig
-from cute_kernels.quantize.dequantize_columns import (
-  COLUMN_STRIP,
-  LANE_COLS,
-  QUARTER_ROWS,
-  ColumnDecoder,
-  Copy,
-  SlotTile,
-  store_row,
-)
-from cute_kernels.quantize.fakes import FakeBuffers
+
+from .config import DTYPE_BYTES, DequantizeConfig
+from .dequantize_columns import COLUMN_STRIP, LANE_COLS, QUARTER_ROWS, ColumnDecoder, Copy, SlotTile, store_row
+from .fakes import FakeBuffers
 
 _WARPS = 8
 _ROW_STRIP = WARP_SIZE * LANE_COLS
@@ -151,7 +144,7 @@ class Dequantizer(GridKernel):
       store_global(at, [Uint32(0)] * 4)
       at += cute.arch.grid_dim()[0] * (self.num_threads * 16)
 
-  # ------------------------------------------------------------------ rowwise
+  # ---- rowwise
 
   @cute.jit
   def rows(self, copy: Copy, cols: Int32, target: Int64, place: SlotTile, part: Int32) -> None:

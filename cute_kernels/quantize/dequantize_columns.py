@@ -17,11 +17,11 @@ from cute_kernels.device.memory import load_global, load_global_if, store_global
 from cute_kernels.device.ptx import bits_as_f32
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, scale_tiles
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.config import DTYPE_BYTES
+
+from .config import DTYPE_BYTES, DequantizeConfig
 
 if TYPE_CHECKING:
   from cute_kernels.device.codecs import Codec
-  from cute_kernels.quantize.config import DequantizeConfig
 
 #: Columns of a lane, and the rows that it writes at a time, or half of them; rows of a lane;
 #: columns of a warp.
@@ -123,7 +123,7 @@ class ColumnDecoder:
     in_tile = quarter * self.codec.code_bytes(QUARTER_ROWS)
     return at + place.tile * self.codec.code_bytes(TILE_ROWS) + in_tile, pitch
 
-  # ------------------------------------------------------------------ factors
+  # ---- factors
 
   def factors(self, copy: Copy, cols: Int32, column: Int32, quarter: Int32, place: SlotTile) -> list[list[Float32]]:
     """What the codes of each of a lane's columns are multiplied by, block by block."""
@@ -169,7 +169,7 @@ class ColumnDecoder:
     shift = Uint32(byte % 2 * 8)
     return [self.codec.decode_scales(pair >> shift)[:1] for pair in pairs]
 
-  # ------------------------------------------------------------------ numbers
+  # ---- numbers
 
   def part_of_column(self, packed: list[Uint32], factors: list[Float32], first: int) -> list[Float32]:
     """The numbers of a lane's rows ``first`` and on of one column, as many as are converted."""

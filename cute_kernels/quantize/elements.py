@@ -6,22 +6,17 @@ unit lies in one of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from cute_kernels.device.activations import activated
 from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits, select
-from cute_kernels.quantize.prologue import DTYPE_BYTES
 
-if TYPE_CHECKING:
-  from collections.abc import Sequence
-
-  from cutlass import cute
-
-  from cute_kernels.quantize.prologue import Prologue
+from .prologue import DTYPE_BYTES, Prologue
 
 
 class ElementMaker:

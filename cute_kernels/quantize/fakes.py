@@ -14,11 +14,12 @@ from cute_kernels.device.launch import DSL_TYPES, compact
 from cute_kernels.formats import parse
 from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, scale_tiles
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.config import K_MULTIPLE
-from cute_kernels.quantize.levels import LEVEL_RESULTS
+
+from .config import K_MULTIPLE
+from .levels import LEVEL_RESULTS
 
 if TYPE_CHECKING:
-  from cute_kernels.quantize.prologue import Prologue
+  from .prologue import Prologue
 
 #: 32-byte vector stores; torch aligns its allocations to 64 bytes or more.
 _ALIGN = 32

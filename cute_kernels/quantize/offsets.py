@@ -14,7 +14,7 @@ from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.launch import DSL_TYPES, compact, env_stream
 
 if TYPE_CHECKING:
-  from cute_kernels.quantize.config import OffsetsConfig
+  from .config import OffsetsConfig
 
 _WARPS = 32
 _THREADS = WARP_SIZE * _WARPS

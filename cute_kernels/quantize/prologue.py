@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-from cute_kernels.activations import parse_activation
-
-if TYPE_CHECKING:
-  from cute_kernels.activations import Activation
+from cute_kernels.activations import Activation, parse_activation
 
 #: Bytes of one element, by the dtype names that configurations use.
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

@@ -38,10 +38,11 @@ from cute_kernels.device.memory import bulk_load, load_shared, store_global, sto
 from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits, select
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.config import DTYPE_BYTES, K_MULTIPLE, RowsConfig
-from cute_kernels.quantize.elements import maker_of
-from cute_kernels.quantize.fakes import FakeBuffers
-from cute_kernels.quantize.levels import LevelWriter
+
+from .config import DTYPE_BYTES, K_MULTIPLE, RowsConfig
+from .elements import maker_of
+from .fakes import FakeBuffers
+from .levels import LevelWriter
 
 _PACKET_ROWS = 8
 _PACKETS = 16  # of a 128-row slot tile
@@ -241,7 +242,7 @@ class RowsQuantizer:
       return packet * _PACKET_ROWS + r
     return 2 * packet + (r >> 2) + ((r & 3) << 5)
 
-  # ------------------------------------------------------------------ loader
+  # ---- loader
 
   @cute.jit
   def load(
@@ -326,7 +327,7 @@ class RowsQuantizer:
       phase ^= 1
     return stage, phase
 
-  # ------------------------------------------------------------------ teams
+  # ---- teams
 
   def lane_of(self, warp: Int32, cols: Int32, shared: SharedMemory) -> Lane:
     """Where this thread is."""
@@ -416,7 +417,7 @@ class RowsQuantizer:
     else:
       cute.arch.barrier(barrier_id=team + 1, number_of_threads=self.team_threads)
 
-  # ------------------------------------------------------------------ scales of a packet
+  # ---- scales of a packet
 
   def scale_words(self, lane: Lane) -> Int32:
     """Words of scales of a row: four bytes each, or one number."""
@@ -468,7 +469,7 @@ class RowsQuantizer:
       slot += Int64(packet.group) * (scales.shape[1] - 1) * scales.shape[2]
     return at + slot * 4
 
-  # ------------------------------------------------------------------ a row
+  # ---- a row
 
   @cute.jit
   def load_row(self, source: Int32, lane: Lane) -> tuple[cute.Tensor, cute.Tensor]:

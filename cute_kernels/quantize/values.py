@@ -17,11 +17,12 @@ from cute_kernels.device.launch import env_stream
 from cute_kernels.device.memory import store_global, transpose_four
 from cute_kernels.device.ptx import select
 from cute_kernels.layout.shapes import PIECE_K
-from cute_kernels.quantize.fakes import FakeBuffers
-from cute_kernels.quantize.rows import Lane, RowsQuantizer
+
+from .fakes import FakeBuffers
+from .rows import Lane, RowsQuantizer
 
 if TYPE_CHECKING:
-  from cute_kernels.quantize.config import ValuesConfig
+  from .config import ValuesConfig
 
 
 class RowValuesQuantizer(RowsQuantizer):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from cute_kernels.capability import support
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from cute_kernels.formats.base import FP8_ELEMENTS
-from cute_kernels.quantize.config import (
+
+from .config import (
   DTYPE_BYTES,
   ActivatedConfig,
   AmaxConfig,
   DbiasConfig,
   DelayedConfig,
   DequantizeConfig,
+  Grouping,
   OffsetsConfig,
   Prologue,
   QuantizeProblem,
@@ -22,11 +24,6 @@ from cute_kernels.quantize.config import (
   TileConfig,
   ValuesConfig,
 )
-
-if TYPE_CHECKING:
-  from collections.abc import Iterator
-
-  from cute_kernels.quantize.config import Grouping
 
 Config = AmaxConfig | DbiasConfig | DelayedConfig | DequantizeConfig | OffsetsConfig | RowsConfig | TileConfig
 

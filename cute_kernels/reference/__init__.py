@@ -5,14 +5,14 @@ the layout contract says is written. They run on any device; grouped GEMM and th
 read ``offs`` on the host, which on a GPU means a synchronization.
 """
 
-from cute_kernels.reference.delayed import delayed_scaling_update
-from cute_kernels.reference.dequantize import dequantize
-from cute_kernels.reference.draws import Draws, GivenDraws, KeyedDraws
-from cute_kernels.reference.elements import Elements
-from cute_kernels.reference.gemm import k_grouped_gemm, m_grouped_gemm
-from cute_kernels.reference.operands import Operand
-from cute_kernels.reference.quantize import Given, quantize
-from cute_kernels.reference.reductions import compute_offsets, grouped_amax, grouped_dbias
+from .delayed import delayed_scaling_update
+from .dequantize import dequantize
+from .draws import Draws, GivenDraws, KeyedDraws
+from .elements import Elements
+from .gemm import k_grouped_gemm, m_grouped_gemm
+from .operands import Operand
+from .quantize import Given, quantize
+from .reductions import compute_offsets, grouped_amax, grouped_dbias
 
 __all__ = [
   "Draws",

@@ -68,18 +68,14 @@ At A = limit and |B| = limit the gradient passes, as ``torch.clamp``'s does.
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from cute_kernels.activations import Numbers
-from cute_kernels.reference.conversions import f32
+from cute_kernels.activations import Activation, Numbers
 
-if TYPE_CHECKING:
-  from collections.abc import Callable
-
-  from cute_kernels.activations import Activation
+from .conversions import f32
 
 
 def _polynomial(r: Tensor, coefficients: tuple[float, ...]) -> Tensor:

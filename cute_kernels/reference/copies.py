@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,10 +11,9 @@ from torch import Tensor
 from cute_kernels.layout.slots import TILE_ROWS
 
 if TYPE_CHECKING:
-  from collections.abc import Iterator, Mapping, Sequence
-
   from cute_kernels.formats import Format
-  from cute_kernels.reference.groups import Groups
+
+  from .groups import Groups
 
 #: Elements that are converted at a time: bounds the memory, and stays in the cache.
 _CHUNK = 1 << 19

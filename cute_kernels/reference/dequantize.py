@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.reference import hadamard
-from cute_kernels.reference.codecs import Codec, codec_of
-from cute_kernels.reference.codecs.base import scaled
-from cute_kernels.reference.conversions import decode
-from cute_kernels.reference.copies import by_name, code_tiles, rows_first, slices, tile_index, tile_parts
-from cute_kernels.reference.scales import linear_row_scales, linear_scales, tile_view
+
+from .codecs import Codec, codec_of
+from .codecs.base import scaled
+from .conversions import decode
+from .copies import by_name, code_tiles, rows_first, slices, tile_index, tile_parts
+from .scales import linear_row_scales, linear_scales, tile_view
 
 if TYPE_CHECKING:
-  from collections.abc import Mapping, Sequence
-
   from torch import Tensor
 
   from cute_kernels.formats import Format
-  from cute_kernels.reference.groups import Groups
+
+  from .groups import Groups
 
 
 def dequantize(groups: Groups, fmt: Format, copy: Sequence[Tensor], columnwise: bool, out: Tensor) -> None:

@@ -57,22 +57,21 @@ How the kernels feed them decides two things:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import E4M3, E8M0, F32
+from cute_kernels.formats import E4M3, E8M0, F32, ElementType
 from cute_kernels.layout.pieces import DECODED_SCALE, in_pieces
 from cute_kernels.layout.shapes import ceil_div
-from cute_kernels.reference.fma import fma, rounded_sum, two_sum
-from cute_kernels.reference.tensor_core import NAN_BITS, tensor_core_gemm
+
+from .fma import fma, rounded_sum, two_sum
+from .tensor_core import NAN_BITS, tensor_core_gemm
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator
-
-  from cute_kernels.formats import ElementType
-  from cute_kernels.reference.operands import Rows
+  from .operands import Rows
 
 #: K of the partial sums of FP8 with a split accumulator.
 _SPLIT_K = 128
@@ -121,7 +120,7 @@ def _mixed(a: Rows, b: Rows, adder: Adder) -> Tensor:
   return tensor_core_gemm(adder.tensor_core, left.to(dtype), right.to(dtype))
 
 
-# --------------------------------------------------------------------------------- FP8, MXFP8
+# ---- FP8, MXFP8
 
 
 def _chain(a: Rows, b: Rows, adder: Adder) -> Tensor:
@@ -157,7 +156,7 @@ def _stored_scales(x: Rows) -> Tensor:
   return each[:, : ceil_div(x.codes.shape[1], _MX_BLOCK)].view(E8M0.dtype)
 
 
-# ------------------------------------------------------------------------ FP8Block, promotion
+# ---- FP8Block, promotion
 
 
 def _promoted(a: Rows, b: Rows, adder: Adder) -> Tensor:
@@ -250,7 +249,7 @@ def _with_one_nan(acc: Tensor) -> Tensor:
   return acc
 
 
-# -------------------------------------------------------------------------------------- NVFP4
+# ---- NVFP4
 
 
 def _blocks_in_order(a: Rows, b: Rows, adder: Adder) -> Tensor:

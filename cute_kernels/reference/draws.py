@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.reference.philox import philox4x32
+
+from .philox import philox4x32
 
 if TYPE_CHECKING:
   from torch import Tensor

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cute_kernels.reference.activations import activate, activate_gradient
-from cute_kernels.reference.reductions import absmax
+from .activations import activate, activate_gradient
+from .reductions import absmax
 
 if TYPE_CHECKING:
   from torch import Tensor

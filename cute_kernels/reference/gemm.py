@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from cute_kernels.layout.shapes import round_up
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.reference.dots import Adder, dot
-from cute_kernels.reference.operands import Rows
+
+from .dots import Adder, dot
+from .operands import Operand, Rows
 
 if TYPE_CHECKING:
   from torch import Tensor
 
-  from cute_kernels.reference.groups import Groups
-  from cute_kernels.reference.operands import Operand
+  from .groups import Groups
 
 
 def _store(

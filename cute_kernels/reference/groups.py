@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from cute_kernels.layout.slots import TILE_ROWS, num_slot_tiles, uniform_tiles
-
-if TYPE_CHECKING:
-  from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.reference.conversions import decode, f32
-from cute_kernels.reference.scales import linear_column_scales, linear_scales, tile_view
+
+from .conversions import decode, f32
+from .scales import linear_column_scales, linear_scales, tile_view
 
 if TYPE_CHECKING:
   from cute_kernels.formats import BlockScale, Format

@@ -6,6 +6,7 @@ blocks are converted by slot tiles for both directions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,19 +15,19 @@ from torch import Tensor
 from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.reference import hadamard
-from cute_kernels.reference.codecs import Codec, codec_of
-from cute_kernels.reference.conversions import pack
-from cute_kernels.reference.copies import by_name, code_tiles, rows_first, slices, tile_index, tile_parts
-from cute_kernels.reference.reductions import absmax, group_amax
-from cute_kernels.reference.scales import lay_scales, tile_view
+
+from .codecs import Codec, codec_of
+from .conversions import pack
+from .copies import by_name, code_tiles, rows_first, slices, tile_index, tile_parts
+from .reductions import absmax, group_amax
+from .scales import lay_scales, tile_view
 
 if TYPE_CHECKING:
-  from collections.abc import Mapping
-
   from cute_kernels.formats import Format
-  from cute_kernels.reference.draws import Draws
-  from cute_kernels.reference.elements import Elements
-  from cute_kernels.reference.groups import Groups
+
+  from .draws import Draws
+  from .elements import Elements
+  from .groups import Groups
 
 
 class Given(NamedTuple):

@@ -11,8 +11,8 @@ from torch import Tensor
 from cute_kernels.layout.slots import TILE_ROWS
 
 if TYPE_CHECKING:
-  from cute_kernels.reference.elements import Elements
-  from cute_kernels.reference.groups import Groups
+  from .elements import Elements
+  from .groups import Groups
 
 
 def absmax(x: Tensor, dim: int = -1) -> Tensor:

@@ -22,8 +22,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cute_kernels.reference.activations import exp, sigmoid
-from cute_kernels.reference.moe import warp_sum
+from .activations import exp, sigmoid
+from .moe import warp_sum
 
 #: Added to sums of weights before a division by them, as DeepSeek-V3 does.
 TINY = 1e-20

@@ -54,16 +54,14 @@ measured on a B200 by arXiv 2511.10909, whose authors left the handling of zeros
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from cute_kernels.layout.shapes import ceil_div
-from cute_kernels.reference.conversions import unpack_codes
 
-if TYPE_CHECKING:
-  from collections.abc import Iterator
+from .conversions import unpack_codes
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Packed E2M1 codes, two a byte.

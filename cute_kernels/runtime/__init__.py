@@ -3,12 +3,12 @@
 Importing it needs no CuTe DSL; the DSL is imported when the first kernel is compiled or loaded.
 """
 
-from cute_kernels.runtime.arch import Architecture, architecture, device_architecture
-from cute_kernels.runtime.compile import compile_kernel, forget_kernels
-from cute_kernels.runtime.dsl import dsl_unavailable, require_dsl
-from cute_kernels.runtime.launch import Launcher, launcher
-from cute_kernels.runtime.plan import PlanCache
-from cute_kernels.runtime.spec import KernelSpec
+from .arch import Architecture, architecture, device_architecture
+from .compile import compile_kernel, forget_kernels
+from .dsl import dsl_unavailable, require_dsl
+from .launch import Launcher, launcher
+from .plan import PlanCache
+from .spec import KernelSpec
 
 __all__ = [
   "Architecture",

@@ -16,23 +16,19 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
-from typing import TYPE_CHECKING
 
 import torch
 
 from cute_kernels.capability import UnsupportedError
-from cute_kernels.runtime.arch import Architecture, architecture, device_architecture
-from cute_kernels.runtime.cache import cache_key, default_cache
-from cute_kernels.runtime.compile import compile_kernel, is_on_disk
-from cute_kernels.runtime.dsl import require_dsl
-from cute_kernels.runtime.spec import canonical_text, short_name
-from cute_kernels.runtime.worker import Answer, Worker
 
-if TYPE_CHECKING:
-  from collections.abc import Iterable, Iterator, Sequence
-
-  from cute_kernels.runtime.spec import KernelSpec
+from .arch import Architecture, architecture, device_architecture
+from .cache import cache_key, default_cache
+from .compile import compile_kernel, is_on_disk
+from .dsl import require_dsl
+from .spec import KernelSpec, canonical_text, short_name
+from .worker import Answer, Worker
 
 #: Modules that list the kernels of a family, each by ``kernel_specs(arch: str)``: an iterable of
 #: specs of kernels for ``"sm_90a"`` or ``"sm_100a"``. Listing needs no CuTe DSL.

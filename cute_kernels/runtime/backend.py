@@ -17,16 +17,15 @@ import dataclasses
 import functools
 import os
 import threading
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import torch
 
 from cute_kernels.capability import ARCHITECTURES, UnsupportedError
 from cute_kernels.host.settings import boolean
-from cute_kernels.runtime.arch import device_architecture
 
-if TYPE_CHECKING:
-  from collections.abc import Iterator
+from .arch import device_architecture
 
 _REFERENCE = "reference:"
 _EMULATED = "emulated:"

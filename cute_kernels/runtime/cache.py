@@ -24,19 +24,18 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cute_kernels.host.settings import cache_root, kernel_cache_is_on, warn_once
 from cute_kernels.host.trust import distrust, make_folder, open_folder, read_file, write_file
-from cute_kernels.runtime.dsl import installed_versions
-from cute_kernels.runtime.spec import canonical_text, short_name
+
+from .dsl import installed_versions
+from .spec import KernelSpec, canonical_text, short_name
 
 if TYPE_CHECKING:
-  from collections.abc import Iterator, Mapping
-
-  from cute_kernels.runtime.arch import Architecture
-  from cute_kernels.runtime.spec import KernelSpec
+  from .arch import Architecture
 
 #: Bump when the meaning of an entry's files changes.
 _LAYOUT = 1

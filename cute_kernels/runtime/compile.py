@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cute_kernels.host.locks import ForkSafeLock
 from cute_kernels.host.settings import warn_once
-from cute_kernels.runtime.cache import cache_key, default_cache
-from cute_kernels.runtime.dsl import require_dsl
-from cute_kernels.runtime.emulated import load_emulated, real_device
-from cute_kernels.runtime.spec import resolve, short_name
+
+from .cache import CacheKey, DiskCache, cache_key, default_cache
+from .dsl import require_dsl
+from .emulated import load_emulated, real_device
+from .spec import KernelSpec, resolve, short_name
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator, Mapping
-
-  from cute_kernels.runtime.arch import Architecture
-  from cute_kernels.runtime.cache import CacheKey, DiskCache
-  from cute_kernels.runtime.spec import KernelSpec
+  from .arch import Architecture
 
 _kernels: dict[tuple[KernelSpec, Architecture], Callable[..., object]] = {}
 # cute.compile may not run in two threads at once.

@@ -18,16 +18,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from cute_kernels.host.locks import ForkSafeLock
 from cute_kernels.host.settings import warn_once
-
-if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator, Mapping
 
 # Two threads that call a new kernel must not both load it. It is taken before the compiler's lock
 # and the emulator's, never inside them.

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cute_kernels.runtime.arch import Architecture, architecture, device_architecture
-from cute_kernels.runtime.compile import compile_kernel
+from .arch import Architecture, architecture, device_architecture
+from .compile import compile_kernel
 
 if TYPE_CHECKING:
-  from collections.abc import Callable
-
-  from cute_kernels.runtime.backend import Backend
-  from cute_kernels.runtime.spec import KernelSpec
+  from .backend import Backend
+  from .spec import KernelSpec
 
 #: SMs of the emulated GPU unless the user says otherwise: enough for persistent CTAs to share work.
 EMULATED_SMS = 4

@@ -7,13 +7,11 @@ dictionary look-up, and runs no check and no heuristic again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-  from collections.abc import Hashable, Iterable
 
 #: Types of arguments that are values: neither tensors nor lists of them.
 INERT = frozenset({type(None), bool, int, str, torch.dtype})

@@ -16,13 +16,12 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Union
 
 if TYPE_CHECKING:
-  from types import TracebackType
-
-  from cute_kernels.runtime.arch import Architecture
-  from cute_kernels.runtime.spec import KernelSpec
+  from .arch import Architecture
+  from .spec import KernelSpec
 
 #: What became of a kernel: what ``compile_to_disk`` returns, or the error as text.
 Answer = Union[bool, str, None]  # noqa: UP007  (evaluated by Python 3.10 too)
@@ -79,7 +78,7 @@ def main() -> None:
   # Whatever the compiler prints must not end up among the answers.
   answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
   os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-  from cute_kernels.runtime.compile import compile_to_disk
+  from .compile import compile_to_disk
 
   while True:
     try:

@@ -10,8 +10,8 @@ expert and projection or all experts in one, and everything else as it is. Tenso
 written one after the other: there is never a second model in memory.
 """
 
-from grouped.checkpoint.layouts import LAYOUTS
-from grouped.checkpoint.load import Report, load
-from grouped.checkpoint.save import save
+from .layouts import LAYOUTS
+from .load import Report, load
+from .save import save
 
 __all__ = ["LAYOUTS", "Report", "load", "save"]

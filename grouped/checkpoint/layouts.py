@@ -7,18 +7,15 @@ the bytes are. So a layout is added by a record, unless its numbers have to be c
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import NVFP4, FP8Block
-from grouped.checkpoint.parts import Parts
+from cute_kernels.formats import NVFP4, Format, FP8Block
 
-if TYPE_CHECKING:
-  from collections.abc import Callable
-
-  from cute_kernels.formats import Format
+from .parts import Parts
 
 _TENSOR_MAX = NVFP4().tensor_max
 

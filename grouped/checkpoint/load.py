@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from grouped.checkpoint.files import Reader, progress
-from grouped.checkpoint.layouts import LAYOUTS, Layout, stacked_suffix
-from grouped.checkpoint.parts import joined_rows, reconciled, stacked
-from grouped.checkpoint.weights import ExpertWeight, expert_weights, renamed, state_of
 from grouped.tensor import GroupedTensor
 
-if TYPE_CHECKING:
-  from collections.abc import Iterator, Mapping
-  from pathlib import Path
+from .files import Reader, progress
+from .layouts import LAYOUTS, Layout, stacked_suffix
+from .parts import joined_rows, reconciled, stacked
+from .weights import ExpertWeight, expert_weights, renamed, state_of
 
 T = TypeVar("T")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,8 +13,6 @@ import grouped
 from grouped.tensor import GroupedTensor
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
   from cute_kernels.formats import Format
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from grouped.checkpoint.files import SHARD_BYTES, Writer, progress
-from grouped.checkpoint.layouts import Layout, stacked_suffix, writable
-from grouped.checkpoint.parts import Parts, parts_of, quantized, split_rows
-from grouped.checkpoint.weights import ExpertWeight, expert_weights, renamed, state_of
 from grouped.tensor import GroupedTensor
 
-if TYPE_CHECKING:
-  from collections.abc import Iterator, Mapping
-  from pathlib import Path
+from .files import SHARD_BYTES, Writer, progress
+from .layouts import Layout, stacked_suffix, writable
+from .parts import Parts, parts_of, quantized, split_rows
+from .weights import ExpertWeight, expert_weights, renamed, state_of
 
+if TYPE_CHECKING:
   from cute_kernels.formats import Format
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grouped.nn
 
 if TYPE_CHECKING:
-  from collections.abc import Container, Iterator, Mapping
-
   from torch import Tensor, nn
 
 #: What checkpoints call the projections of an expert: Mixtral's names.

@@ -1,8 +1,8 @@
 """Looks into a model of grouped layers while it runs: where NaN come from, what formats lose."""
 
-from grouped.debug.lens import EAGER_ONLY, check_eager, inspect
-from grouped.debug.nonfinite import ROLES, Watched, detect_nonfinite, flags_of, note, note_gradient, watch
-from grouped.debug.statistics import Probe
+from .lens import EAGER_ONLY, check_eager, inspect
+from .nonfinite import ROLES, Watched, detect_nonfinite, flags_of, note, note_gradient, watch
+from .statistics import Probe
 
 __all__ = [
   "EAGER_ONLY",

@@ -5,17 +5,15 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from grouped.debug.nonfinite import Watched
-from grouped.debug.statistics import MAXIMA, SUMS, Found, Probe, Step
-
-if TYPE_CHECKING:
-  from collections.abc import Sequence
+from .nonfinite import Watched
+from .statistics import MAXIMA, SUMS, Found, Probe, Step
 
 EAGER_ONLY = (
   "grouped.debug.inspect looks at the operands of eager calls: what traces or transforms a layer would not see it look"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,7 @@ from torch.autograd.function import once_differentiable
 from grouped.tensor import GroupedTensor
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
-  from grouped.debug.lens import LayerLens
+  from .lens import LayerLens
 
 #: What is looked at in each layer, in the order of ``detect_nonfinite.report``.
 ROLES = ("input", "weight", "output", "grad_output")

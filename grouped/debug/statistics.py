@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,8 +18,6 @@ from cute_kernels.reference.groups import Groups
 from grouped.tensor import GroupedTensor
 
 if TYPE_CHECKING:
-  from collections.abc import Iterator, Sequence
-
   from cute_kernels.formats import ElementType, Format
   from grouped.passes import Copies
 

@@ -6,20 +6,19 @@ import argparse
 import contextlib
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import cute_kernels
 from grouped import recipes
 from grouped.demo import report
-from grouped.demo.data import Corpus, load_corpus, unigram_entropy
-from grouped.demo.model import ModelConfig
-from grouped.demo.train import Run, TrainConfig, train
 
-if TYPE_CHECKING:
-  from collections.abc import Sequence
+from .data import Corpus, load_corpus, unigram_entropy
+from .model import ModelConfig
+from .train import Run, TrainConfig, train
 
 _RECIPES = ("BF16", *(name for name in recipes.__all__ if name not in ("BF16", "Recipe")))
 _DEFAULT = ("BF16", "NVFP4", "NVFP4RowScaled")

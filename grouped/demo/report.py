@@ -8,15 +8,14 @@ import importlib.util
 import itertools
 import json
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grouped.demo.snr import ROLES
+from .snr import ROLES
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-  from pathlib import Path
-
-  from grouped.demo.train import Run
+  from .train import Run
 
 #: What to run for the progress bar and the plot.
 INSTALL = "pip install 'grouped-kernels[demo]'"

@@ -7,20 +7,18 @@ import dataclasses
 import math
 import statistics
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from grouped import debug, recipes
-from grouped.demo.data import Batch, Corpus, sample_batch
-from grouped.demo.model import LanguageModel, ModelConfig
-from grouped.demo.snr import mean_db
 
-if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator
-  from pathlib import Path
+from .data import Batch, Corpus, sample_batch
+from .model import LanguageModel, ModelConfig
+from .snr import mean_db
 
 _BALANCE_WEIGHT = 0.01
 _MAX_GRAD_NORM = 1.0

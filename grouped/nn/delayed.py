@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from grouped.delayed import delayed_scaling_update, reduced
 from grouped.passes import Scaling
-from grouped.recipes import ROLES, FP8Delayed
-
-if TYPE_CHECKING:
-  from collections.abc import Callable
-
-  from grouped.recipes import Recipe
+from grouped.recipes import ROLES, FP8Delayed, Recipe
 
 
 class DelayedScaling(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +11,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
   from grouped.passes import Copies
   from grouped.recipes import Recipe
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,18 +13,17 @@ from torch import Tensor, nn
 from grouped import debug
 from grouped.autograd import multiply, rows_and_ends
 from grouped.experts import Layer
-from grouped.nn.delayed import DelayedScaling
-from grouped.nn.forms import convert
-from grouped.nn.kept import KeptWeight, can_keep, is_static, local
-from grouped.nn.wgrad import EAGER_ONLY, ParameterGradients, Wgrads
 from grouped.passes import Copies, Scaling, joined, quantize_weight
 from grouped.recipes import BF16, ROLES, FP8Delayed, Recipe, check_recipe
 from grouped.tensor import GroupedTensor
 from grouped.tracing import eager_only
 
-if TYPE_CHECKING:
-  from collections.abc import Callable
+from .delayed import DelayedScaling
+from .forms import convert
+from .kept import KeptWeight, can_keep, is_static, local
+from .wgrad import EAGER_ONLY, ParameterGradients, Wgrads
 
+if TYPE_CHECKING:
   from grouped.offsets import Offsets
 
 

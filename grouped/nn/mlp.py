@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from grouped.nn.activation import activate, as_activation
-from grouped.nn.linear import GroupedLinear
-from grouped.offsets import as_offs
+from grouped.offsets import Offsets, as_offs
+
+from .activation import activate, as_activation
+from .linear import GroupedLinear
 
 if TYPE_CHECKING:
   from cute_kernels.activations import Activation
-  from grouped.offsets import Offsets
   from grouped.recipes import Recipe
 
 

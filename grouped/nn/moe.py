@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from grouped.autograd import rows_and_ends
 from grouped.experts import Routing, Style, compute_routing, experts
-from grouped.nn.mlp import GroupedMLP
-from grouped.nn.router import MoELosses, Router
 from grouped.tracing import eager_only
+
+from .mlp import GroupedMLP
+from .router import MoELosses, Router
 
 if TYPE_CHECKING:
   from cute_kernels.activations import Activation

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,6 @@ from cute_kernels.ops.derivatives import register_autograd
 from cute_kernels.ops.router import SCORES
 from cute_kernels.records import check_choice
 from cute_kernels.reference.router import TINY
-
-if TYPE_CHECKING:
-  from collections.abc import Sequence
 
 
 class MoELosses(NamedTuple):
@@ -224,7 +222,7 @@ def _routed(
   return weights, ids, scores, logits
 
 
-# -------------------------------------------------------------------------------------- as ops
+# ---- as ops
 #
 # So that a compiler, which adds and rounds as it likes, leaves its bits alone.
 

@@ -5,17 +5,16 @@ The same records give the same bytes: nothing of the machine that builds the pag
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from perf.dashboard.badge import badge
-from perf.dashboard.numerics import read_numerics
-from perf.dashboard.page import page
 from perf.records import RESULTS, Record, load, write
 
-if TYPE_CHECKING:
-  import argparse
-  from collections.abc import Sequence
+from .badge import badge
+from .numerics import read_numerics
+from .page import page
 
 __all__ = ["add_arguments", "main", "publish"]
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
 if TYPE_CHECKING:
-  from collections.abc import Iterable
-
   from perf.records import Record
 
 _SIDES = (("ours", "nvfp4:row_scaled x nvfp4"), ("torch", "bfloat16"))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perf.dashboard.things import payload
+from .things import payload
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
   from perf.records import Record
 
 ASSETS = Path(__file__).parent / "assets"

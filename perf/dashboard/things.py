@@ -7,13 +7,11 @@ import json
 import math
 import re
 import zlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from perf.compare import compare
 from perf.records import Record, latest
-
-if TYPE_CHECKING:
-  from collections.abc import Iterable, Mapping, Sequence
 
 #: Rates of data sheets, dense: memory in TB/s, products in TFLOP/s. A name is looked for in that of
 #: the GPU, the longest first.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from perf.measure.base import Measurement, Meter, spread_of
-
-if TYPE_CHECKING:
-  from collections.abc import Mapping
+from .base import Measurement, Meter, spread_of
 
 __all__ = ["Measurement", "Meter", "meter_of", "spread_of"]
 
@@ -30,15 +28,15 @@ def meter_of(backend: str, protocol: str, quick: bool, options: Mapping[str, Any
   if not backend:
     backend = "cuda" if torch.cuda.is_available() else "reference"
   if backend.startswith("emulated:"):
-    from perf.measure.emulator import EmulatorMeter
+    from .emulator import EmulatorMeter
 
     return EmulatorMeter(backend, **options)
   if backend.startswith("reference"):
-    from perf.measure.cpu import CpuMeter
+    from .cpu import CpuMeter
 
     return CpuMeter(backend, quick)
   if not torch.cuda.is_available():
     raise ValueError(f"backend {backend} needs a GPU, and torch sees none")
-  from perf.measure.gpu import GpuMeter
+  from .gpu import GpuMeter
 
   return GpuMeter(protocol, quick)

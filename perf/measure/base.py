@@ -7,14 +7,13 @@ import contextlib
 import dataclasses
 import math
 import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import cute_kernels
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator, Mapping, Sequence
-  from contextlib import AbstractContextManager
-
   import torch
 
   from perf.contender import Contender

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from perf.environment import Environment, environment
-from perf.measure.base import Measurement, Meter, of_times
+
+from .base import Measurement, Meter, of_times
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Sequence
-
   from perf.contender import Contender
 
 _REPEATS, _QUICK_REPEATS = 7, 2

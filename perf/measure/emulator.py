@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,12 +12,10 @@ import torch
 import cute_kernels
 from cute_kernels import emulator
 from perf.environment import Environment, environment
-from perf.measure.base import Measurement, Meter
+
+from .base import Measurement, Meter
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator, Mapping, Sequence
-  from contextlib import AbstractContextManager
-
   from perf.contender import Contender
 
 #: What is kept of ``emulator.stats``: its name there, by ours. Instructions are of PTX: a division

@@ -9,19 +9,19 @@ import itertools
 import math
 import random
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cute_kernels.runtime.arch import device_architecture
 from perf.environment import Environment, environment
-from perf.measure.base import Measurement, Meter, of_times
-from perf.measure.power import PowerMeter
-from perf.measure.profile import details_of
+
+from .base import Measurement, Meter, of_times
+from .power import PowerMeter
+from .profile import details_of
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator, Sequence
-
   from perf.contender import Contender
 
 #: At the clock to which its power limit brings a busy GPU, and at that of one that was idle.

@@ -7,6 +7,7 @@ import functools
 import statistics
 import time
 import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +16,10 @@ import cute_kernels
 from cute_kernels.ops import registry
 from cute_kernels.runtime.launch import launcher
 from perf.environment import Environment, environment
-from perf.measure.base import Measurement, Meter, spread_of
+
+from .base import Measurement, Meter, spread_of
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator, Sequence
-
   from perf.contender import Contender
 
 _ROUNDS, _CALLS = 25, 100

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -24,10 +25,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from grouped.nn import GroupedMLP
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator
-
-  from torch import nn
-
   from grouped import recipes
 
 

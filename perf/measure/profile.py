@@ -6,14 +6,12 @@ Memory is the most above parameters, rows and their gradients, which are there b
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from perf.measure.base import Measurement, of_times
-
-if TYPE_CHECKING:
-  from collections.abc import Callable
+from .base import Measurement, of_times
 
 _REPEATS, _SECONDS = 5, 0.05
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-  from collections.abc import Mapping
-  from pathlib import Path
-
-  from perf.peers.base import Peer
+  from .base import Peer
 
 __all__ = ["PEERS", "all_peers"]
 

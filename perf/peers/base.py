@@ -6,6 +6,8 @@ import abc
 import functools
 import importlib.util
 import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,9 +21,6 @@ from perf.environment import package_version
 from perf.suites.base import element_bytes
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator, Mapping
-  from pathlib import Path
-
   from torch import Tensor
 
   from perf.measure import Meter

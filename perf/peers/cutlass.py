@@ -11,6 +11,8 @@ import functools
 import importlib
 import itertools
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +23,11 @@ from cute_kernels.formats import MXFP8, NVFP4, Format
 from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.layout.slots import slot_tile
 from perf.measure.emulator import EmulatorMeter, installed
-from perf.peers.base import NOISE, Peer, padded_rows, unpadded_rows
 from perf.suites.base import element_bytes
 
-if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator
-  from pathlib import Path
+from .base import NOISE, Peer, padded_rows, unpadded_rows
 
+if TYPE_CHECKING:
   from perf.contender import Contender
   from perf.operands import Operands
 

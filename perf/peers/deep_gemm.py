@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from perf.peers.base import Peer, padded_rows, unpadded_rows
+from .base import Peer, padded_rows, unpadded_rows
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator
-
   from perf.contender import Contender
   from perf.operands import Operands
 

@@ -10,22 +10,21 @@ import importlib
 import os
 import sys
 import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perf.contender import relative_error
+from perf.contender import Contender, relative_error
 from perf.measure.emulator import EmulatorMeter, installed
-from perf.peers.base import Peer, row_scales
-from perf.peers.pytorch import mxfp8_values, nvfp4_values
+
+from .base import Peer, row_scales
+from .pytorch import mxfp8_values, nvfp4_values
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator
-  from pathlib import Path
-
-  from perf.contender import Contender
   from perf.operands import Operands
   from perf.suites.quantize import Input, Quantization
 

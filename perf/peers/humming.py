@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perf.peers.base import W4A16Peer, linear_nvfp4
+from .base import W4A16Peer, linear_nvfp4
 
 if TYPE_CHECKING:
-  from collections.abc import Callable
-
   from perf.operands import Operands
 
 

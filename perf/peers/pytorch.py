@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perf.contender import relative_error
-from perf.peers.base import NOISE, Peer
+from perf.contender import Contender, relative_error
+
+from .base import NOISE, Peer
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator
-
-  from perf.contender import Contender
   from perf.operands import Operands
   from perf.suites.layer import LayerWork, Step
   from perf.suites.quantize import Input, Quantization

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perf.peers.base import NOISE, Peer
+from .base import NOISE, Peer
 
 if TYPE_CHECKING:
-  from collections.abc import Iterator
-
   from perf.contender import Contender
   from perf.operands import Operands
   from perf.suites.layer import LayerWork

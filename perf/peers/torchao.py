@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from perf.contender import relative_error
-from perf.peers.base import Peer
-from perf.peers.pytorch import mxfp8_values, nvfp4_values, plain_layer
+from perf.contender import Contender, relative_error
+
+from .base import Peer
+from .pytorch import mxfp8_values, nvfp4_values, plain_layer
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator
-
-  from perf.contender import Contender
   from perf.suites.layer import LayerWork, Step
   from perf.suites.quantize import Input, Quantization
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from perf.contender import relative_error
-from perf.peers.base import Peer
-from perf.peers.pytorch import grouped_mlp
+from perf.contender import Contender, relative_error
+
+from .base import Peer
+from .pytorch import grouped_mlp
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator
-
-  from perf.contender import Contender
   from perf.suites.layer import LayerWork, Step
   from perf.suites.quantize import Input, Quantization
 

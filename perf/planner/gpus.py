@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-  from collections.abc import Mapping
-
   from cute_kernels.formats import Format
 
 

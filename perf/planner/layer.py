@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from cute_kernels.capability import support
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.layout.shapes import ceil_div
 from perf.measure.memory import Sizes, bytes_of_step
-from perf.planner.work import Counts, Kernel, Product, gate, product, quantization
+
+from .work import Counts, Kernel, Product, gate, product, quantization
 
 if TYPE_CHECKING:
-  from collections.abc import Mapping
-
   from grouped.recipes import Recipe
-  from perf.planner.gpus import Gpu
+
+  from .gpus import Gpu
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,17 +14,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-  from collections.abc import Mapping, Sequence
-
   from torch import Tensor
 
-  from perf.planner.gpus import Gpu
-  from perf.planner.work import Kernel
+  from .gpus import Gpu
+  from .work import Kernel
 
 #: What is assumed, by the beginning of a coefficient's name, the longest first. ``launch`` and
 #: ``fill`` are microseconds, ``decode`` instructions an element, ``overlap`` is q - 1.

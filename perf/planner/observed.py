@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from cute_kernels.formats import Format, parse
 from perf.cases import split_rows
-from perf.planner.gpus import Gpu, gpu_of
-from perf.planner.layer import Layer, passes, step_of
-from perf.planner.model import Model, Observation, fit
-from perf.planner.work import Counts, Product, product, quantization, stream
-from perf.records import latest
+from perf.records import Record, latest
 from perf.suites.base import element_bytes
 from perf.suites.layer import recipes
 
-if TYPE_CHECKING:
-  from collections.abc import Sequence
-
-  from perf.planner.work import Kernel
-  from perf.records import Record
+from .gpus import Gpu, gpu_of
+from .layer import Layer, passes, step_of
+from .model import Model, Observation, fit
+from .work import Counts, Kernel, Product, product, quantization, stream
 
 #: The GPU whose records the model is fitted to.
 FITTED = "H200"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-  from perf.suites.base import Suite
+  from .base import Suite
 
 __all__ = ["SUITES", "suite"]
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from perf.measure import meter_of
+from perf.measure import Meter, meter_of
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator, Mapping, Sequence
-  from pathlib import Path
-
   from cute_kernels.formats import Format
   from perf.contender import Contender, Task
-  from perf.measure import Meter
   from perf.peers.base import Peer
 
 

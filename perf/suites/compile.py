@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -16,17 +17,13 @@ from cute_kernels.runtime.arch import Architecture, architecture, device_archite
 from cute_kernels.runtime.compile import compile_kernel, forget_kernels
 from cute_kernels.runtime.dsl import require_dsl
 from cute_kernels.runtime.emulated import EmulatedKernel
-from cute_kernels.runtime.spec import canonical_text, short_name
+from cute_kernels.runtime.spec import KernelSpec, canonical_text, short_name
 from perf.contender import Contender, Task, unchecked
 from perf.cubin import read_resources
 from perf.environment import Environment, environment
 from perf.measure.base import Measurement, Meter, of_times
-from perf.suites.base import Options, Suite
 
-if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator, Sequence
-
-  from cute_kernels.runtime.spec import KernelSpec
+from .base import Options, Suite
 
 _REPEATS = 3
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from cute_kernels.gemm.sm100.config import Sm100Tile
@@ -17,13 +18,12 @@ from perf.contender import Contender, Task
 from perf.measure.emulator import EmulatorMeter
 from perf.operands import Operands
 from perf.suites import gemm, quantize
-from perf.suites.base import Options, Suite
-from perf.suites.gemm import Pair
-from perf.suites.quantize import Quantization
+
+from .base import Options, Suite
+from .gemm import Pair
+from .quantize import Quantization
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator
-
   from cute_kernels.gemm.problem import TileShape
   from perf.measure import Meter
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +16,10 @@ from cute_kernels.formats import Format, parse
 from perf.cases import DECODE_TOKENS, HEADLINE, MODELS, TRAINING_ROWS, GroupedShape
 from perf.contender import Contender, Task
 from perf.operands import Operands
-from perf.suites.base import Options, Suite, default_meters, element_bytes
+
+from .base import Options, Suite, default_meters, element_bytes
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator
-
   from torch import Tensor
 
   from perf.measure import Meter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +12,10 @@ from cute_kernels import ops
 from cute_kernels.formats import parse
 from perf.contender import Contender, Task, unchecked
 from perf.measure.host import HostMeter
-from perf.suites.base import Options, Suite
+
+from .base import Options, Suite
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator
-
   from perf.measure import Meter
 
 _BY_ROW, _SQUARE = "nvfp4:row_scaled", "nvfp4:block=16x16"

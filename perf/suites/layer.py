@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,11 +16,10 @@ import grouped
 from cute_kernels.capability import require
 from perf.cases import MODELS, ends_of, split_rows
 from perf.contender import Contender, Task, relative_error
-from perf.suites.base import Options, Suite, default_meters
+
+from .base import Options, Suite, default_meters
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator, Mapping, Sequence
-
   from perf.measure import Meter
 
 LAYERS = ("linear", "mlp")

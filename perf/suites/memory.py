@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -13,11 +14,9 @@ from perf.contender import Contender, Task, unchecked
 from perf.environment import Environment, environment
 from perf.measure.base import Measurement, Meter
 from perf.measure.memory import Sizes, bytes_of_step
-from perf.suites.base import Options, Suite
-from perf.suites.layer import recipes
 
-if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator, Sequence
+from .base import Options, Suite
+from .layer import recipes
 
 _TOKENS = 512
 

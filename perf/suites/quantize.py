@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +16,10 @@ from cute_kernels import ops
 from cute_kernels.capability import require
 from cute_kernels.formats import Format, parse
 from perf.contender import Contender, Task, relative_error
-from perf.suites.base import Options, Suite, default_meters, element_bytes
+
+from .base import Options, Suite, default_meters, element_bytes
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator
-
   from perf.measure import Meter
 
 FORMATS = (

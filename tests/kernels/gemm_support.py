@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from cute_kernels import emulator, reference
 from cute_kernels.formats import NVFP4, Format, FP8Block
-from cute_kernels.gemm.problem import GemmArguments
+from cute_kernels.gemm.problem import GemmArguments, GemmConfig
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from cute_kernels.gemm.sm100.config import ScaleTilesConfig, Sm100GemmConfig
-from cute_kernels.layout.buffers import buffers
+from cute_kernels.layout.buffers import BufferSpec, buffers
 from cute_kernels.layout.prepack import prepack
 from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.ops.launch.sm100_operands import scale_tiles
@@ -24,12 +25,6 @@ from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime import architecture, compile_kernel
 from tests.helpers import DTYPES, assert_same_bytes, offsets
 from tests.kernels.op_support import array_of, check_touched
-
-if TYPE_CHECKING:
-  from collections.abc import Iterable
-
-  from cute_kernels.gemm.problem import GemmConfig
-  from cute_kernels.layout.buffers import BufferSpec
 
 ARCH = "sm_100a"
 NUM_SMS = 4

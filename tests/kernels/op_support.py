@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +16,6 @@ from cute_kernels import emulator
 from tests.helpers import assert_same_bytes
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator, Sequence
-
   from torch import Tensor
 
 if importlib.util.find_spec("cutlass") is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +23,7 @@ from tests.kernels.quantize_support import compiled, random_input, special_input
 
 from tests.kernels.activation_kernel import ActivationConfig  # isort: skip
 
-if TYPE_CHECKING:
-  from collections.abc import Sequence
+from collections.abc import Sequence
 
 BF16 = torch.bfloat16
 CLAMPED = "clamped_swiglu:alpha=1.5,limit=2.0"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,6 @@ from perf.cubin import read_resources
 from tests.helpers import DTYPES, assert_same_buffers, ends, many_groups, poisoned
 from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES
 from tests.kernels.quantize_support import NUM_SMS, Problem, compiled, random_input, special_input
-
-if TYPE_CHECKING:
-  from collections.abc import Iterator
 
 E5M2 = torch.float8_e5m2
 ANY_SCALE = "fp8_block:pow2_scales=false,amax_epsilon=0.001"

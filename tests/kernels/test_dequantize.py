@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +13,12 @@ from torch import Tensor
 
 import cute_kernels
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block, parse
-from cute_kernels.layout.buffers import buffers
+from cute_kernels.layout.buffers import BufferSpec, buffers
 from cute_kernels.quantize import DequantizeConfig
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
 from tests.helpers import DTYPES, assert_same_bytes, dequantize_arguments, ends, many_groups, ops
 from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_touched, watching
-
-if TYPE_CHECKING:
-  from cute_kernels.layout.buffers import BufferSpec
 
 #: Text of the format, and whether it is the columnwise copy.
 KINDS = {

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from cute_kernels.gemm.variants import kernel_specs
 from perf.compiled import compile_for_emulator
-
-if TYPE_CHECKING:
-  from collections.abc import Iterable
 
 pytest.importorskip("cutlass")
 

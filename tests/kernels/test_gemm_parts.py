@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,6 @@ from tests.helpers import assert_same_bytes
 from tests.kernels.gemm_support import Product, m_grouped
 from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.test_gemm_sm90 import DEVICES
-
-if TYPE_CHECKING:
-  from collections.abc import Sequence
 
 NUM_SMS = 132
 KINDS: dict[str, dict[str, Any]] = {

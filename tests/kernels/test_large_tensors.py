@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +27,6 @@ from perf.compiled import compile_for_emulator
 from tests.helpers import assert_same_bytes, dequantize_arguments, ends, ops
 from tests.kernels.op_support import ARCHITECTURES, watching
 from tests.kernels.quantize_support import ARCH, NO_RESULTS, NO_TILE_RESULTS, SEED, Problem, expected, random_input
-
-if TYPE_CHECKING:
-  from collections.abc import Iterator
 
 #: Linux's number of what ``mmap`` has from Python 3.13 on.
 MAP_NORESERVE = 0x4000

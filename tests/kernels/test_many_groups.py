@@ -8,6 +8,7 @@ of the GEMMs read all of them once a CTA, 32 at a time.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,8 +22,6 @@ from cute_kernels.ops.launch.gemm import force_tile
 from tests.helpers import dequantize_arguments, k_grouped_arguments, m_grouped_arguments, ops, sample
 
 if TYPE_CHECKING:
-  from collections.abc import Callable
-
   from torch import Tensor
 
 pytest.importorskip("cutlass")

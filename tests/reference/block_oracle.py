@@ -7,14 +7,11 @@ and every buffer is written at the addresses that the layout gives.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from tests.reference.oracle import Group, ceil_div
-
-if TYPE_CHECKING:
-  from collections.abc import Sequence
 
 f32 = np.float32
 np.seterr(all="ignore")

@@ -7,6 +7,7 @@ calls the package, but for the records of formats.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,8 +18,6 @@ from cute_kernels.formats import parse
 from tests.reference.rational import fp32
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
   from torch import Tensor
 
 #: Codes are multiples of this.

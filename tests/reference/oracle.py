@@ -27,7 +27,7 @@ def ceil_div(a: int, b: int) -> int:
   return -(-a // b)
 
 
-# ---------------------------------------------------------------------------- number formats
+# ---- number formats
 
 
 def e4m3_value(byte: int) -> float:
@@ -88,7 +88,7 @@ def e2m1_value(code: int) -> float:
   return -E2M1_VALUES[code & 7] if code & 8 else E2M1_VALUES[code]
 
 
-# ---------------------------------------------------------------------------- scaling
+# ---- scaling
 
 
 def absmax(values: np.ndarray) -> np.float32:
@@ -138,7 +138,7 @@ class Rule:
     return values
 
 
-# ---------------------------------------------------------------------------- layout
+# ---- layout
 
 
 def scale_byte(row: int, block: int, blocks: int) -> int:
@@ -336,7 +336,7 @@ def _write_columnwise(
         codes_t[column, at] |= code << 4 * (i % 2)
 
 
-# ---------------------------------------------------------------------------- decoding
+# ---- decoding
 
 
 def dequantize(

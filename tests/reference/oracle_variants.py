@@ -16,7 +16,7 @@ WORD = 0xFFFFFFFF
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
-# ---------------------------------------------------------------------------- random numbers
+# ---- random numbers
 
 
 def philox4x32(counter: tuple[int, ...], key: tuple[int, ...], rounds: int) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ class Stochastic(Rule):
     return block_bytes(self.seed, columnwise, number)[element]
 
 
-# ---------------------------------------------------------------------------- Hadamard
+# ---- Hadamard
 
 
 def round_bf16(v: np.float32) -> np.float32:
@@ -121,7 +121,7 @@ class StochasticHadamard(Stochastic, Hadamard):
   """Both."""
 
 
-# ---------------------------------------------------------------------------- 4over6
+# ---- 4over6
 
 
 class FourOverSix(Rule):

@@ -231,7 +231,7 @@ def test_dequantize_uniform(rows, text):
     assert_same_bytes(ops.grouped_dequantize(*arguments), want[values])
 
 
-# --------------------------------------------------------------------------------------- NVFP4
+# ---- NVFP4
 
 
 @every_nvfp4

@@ -58,7 +58,7 @@ SORTS = ("near", "wide", "tiny", "underflow", "cancelling", "zeros", "zero_times
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 every_sort = pytest.mark.parametrize("sort", SORTS)
 
-# ------------------------------------------------------------------------------------- inputs
+# ---- inputs
 #: Mantissa bits and exponent bias.
 LAYOUT = {F16: (10, 15), BF16: (7, 127), F32: (23, 127), E4M3: (3, 7), E5M2: (2, 15), E2M1: (1, 1)}
 
@@ -127,7 +127,7 @@ def arguments(kind, m, n, k, sort):
   return from_bits(a, kind.a), from_bits(b, kind.b), options
 
 
-# ------------------------------------------------------------------------- the rational oracle
+# ---- the rational oracle
 LOWEST = {F16: -14, E5M2: -14, E4M3: -6, E2M1: 0, BF16: -126, F32: -126}
 
 
@@ -253,7 +253,7 @@ def test_equals_rational_arithmetic(kind, sort):
   assert_same_bytes(tensor_core_gemm(kind.arch, a, b, **options), Oracle(kind).gemm(a, b, **options))
 
 
-# --------------------------------------------------------------------------- silicon, emulator
+# ---- silicon, emulator
 #: Digests of what an H200 made of ``arguments`` (64 x 8, four instructions) on 2026-11-22, with the
 #: kernels of tensor_core_kernels.py: a line a kind, in the order of SORTS. Its full answers to 44
 #: other cases are in history: ``git show 064ce4b:tests/reference/h200_wgmma.npz``.

@@ -6,12 +6,13 @@ what a codec has to offer, ``bytes`` what formats of FP8 codes share.
 
 from __future__ import annotations
 
-from cute_kernels.device.codecs.base import Codec, Level
-from cute_kernels.device.codecs.fp8 import FP8Codec
-from cute_kernels.device.codecs.fp8_block import FP8BlockCodec
-from cute_kernels.device.codecs.mxfp8 import MXFP8Codec
-from cute_kernels.device.codecs.nvfp4 import NVFP4Codec
 from cute_kernels.formats import parse
+
+from .base import Codec, Level
+from .fp8 import FP8Codec
+from .fp8_block import FP8BlockCodec
+from .mxfp8 import MXFP8Codec
+from .nvfp4 import NVFP4Codec
 
 __all__ = ["CODECS", "Codec", "Level", "codec_of"]
 

@@ -7,11 +7,10 @@ for (the format's record, the dtype of the plain side, the architecture) never c
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
   from cutlass import Float32, Int32, Uint16, Uint32
 
   from cute_kernels.formats import Format
@@ -65,7 +64,7 @@ class Codec(abc.ABC):
     per_byte = self.fmt.element.per_byte
     return elements if per_byte == 1 else elements // per_byte
 
-  # ------------------------------------------------------------------ encoding
+  # ---- encoding
 
   @abc.abstractmethod
   def second_level(self, amax: Float32) -> Level:
@@ -137,7 +136,7 @@ class Codec(abc.ABC):
     """
     raise NotImplementedError(f"{type(self).__name__} does not round stochastically")
 
-  # ------------------------------------------------------------------ decoding
+  # ---- decoding
 
   @abc.abstractmethod
   def decode(self, words: Sequence[Uint32]) -> list[Float32]:

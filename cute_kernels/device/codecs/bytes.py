@@ -9,20 +9,14 @@ zeros either way: there two elements are multiplied at once.
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from cutlass import Float32, Int32, Uint32, Uint64
+from cutlass import Float32, Int32, Uint16, Uint32, Uint64
 
-from cute_kernels.device.codecs.base import Codec, Level
-from cute_kernels.device.codecs.pairs import REGISTERS, column_pairs, row_pairs
 from cute_kernels.device.ptx import asm, f32_as_bits, select
 
-if TYPE_CHECKING:
-  from collections.abc import Sequence
-
-  from cutlass import Uint16
-
-  from cute_kernels.device.codecs.pairs import Pair
+from .base import Codec, Level
+from .pairs import REGISTERS, Pair, column_pairs, row_pairs
 
 #: Codes of a word; rows of which two words of codes of a column are.
 _PER_WORD, _EIGHT = 4, 8
@@ -51,7 +45,7 @@ class ByteCodec(Codec):
     """No scale bytes, which are stored one by one; the factors of both blocks."""
     return None, self.block_scale(a, level)[1], self.block_scale(b, level)[1]
 
-  # ------------------------------------------------------------------ encoding
+  # ---- encoding
 
   def encode_row(self, words: Sequence[Uint32], factor: Float32) -> list[Uint32]:
     """Code words of a multiple of four elements that share a factor."""
@@ -125,7 +119,7 @@ class ByteCodec(Codec):
         }}"""
     return asm(text, [Uint32], [*words, *given])
 
-  # ------------------------------------------------------------------ decoding
+  # ---- decoding
 
   def decode(self, words: Sequence[Uint32]) -> list[Float32]:
     """The numbers of the codes, see ``Codec``; fp16 holds all of them."""

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from cutlass import Float32, Uint32
 
-from cute_kernels.device.codecs.bytes import ByteCodec
 from cute_kernels.device.ptx import asm, bits_as_f32
 
+from .bytes import ByteCodec
+
 if TYPE_CHECKING:
-  from cute_kernels.device.codecs.base import Level
+  from .base import Level
 
 #: A mantissa that is not zero carries into the exponent; of subnormals only those above 2^-127 do,
 #: whose bits are 0x400000. 2^-127 is what the smallest factor and scale are.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from cutlass import Float32, Int32, Uint32
@@ -16,8 +17,6 @@ from cutlass import Float32, Int32, Uint32
 from cute_kernels.device.ptx import asm, bits_as_f32
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
   from cute_kernels.formats import NVFP4
 
 #: Amaxes between which the two instructions give the quotient.

@@ -21,14 +21,11 @@ border of h.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.device.ptx import asm
-
-if TYPE_CHECKING:
-  from collections.abc import Sequence
 
 _REGISTERS = """
     .reg .f32 x0, x1;

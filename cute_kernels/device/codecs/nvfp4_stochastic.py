@@ -15,14 +15,11 @@ two random numbers of 16 bits, and where a byte of an element would have to be i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from cutlass import Float32, Int32, Uint32, Uint64
 
 from cute_kernels.device.ptx import asm
-
-if TYPE_CHECKING:
-  from collections.abc import Sequence
 
 _REGISTERS = """
     .reg .b32 x0, x1, p0, p1, even, odd, high, drawn;

@@ -7,6 +7,7 @@ the ends of its range.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cutlass import Float32, Uint32
@@ -16,10 +17,9 @@ from cute_kernels.device.convert import pack_words
 from cute_kernels.device.ptx import asm
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
-  from cute_kernels.device.codecs.base import Codec
   from cute_kernels.formats import Format
+
+  from .base import Codec
 
 #: An E4M3 scale of a word as a pair of fp16; or times 2^112 as a pair of bf16.
 _SCALE = """{{

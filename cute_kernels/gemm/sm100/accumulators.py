@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
 if TYPE_CHECKING:
-  from cute_kernels.gemm.sm100.config import Sm100GemmConfig
+  from .config import Sm100GemmConfig
 
 
 class AccReader:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cutlass import Int32, cute
+from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.gemm.loader import LoadWarp, StageLoad, TmaSource
-from cute_kernels.gemm.sm100.config import CODES_STAGES, K_BLOCKS
 from cute_kernels.gemm.views import codes_view, row_scales_view, scale_words_view, squares_view
 from cute_kernels.layout.shapes import PIECE_K
 
-if TYPE_CHECKING:
-  from cutlass import pipeline
+from .config import CODES_STAGES, K_BLOCKS, Sm100GemmConfig
 
+if TYPE_CHECKING:
   from cute_kernels.gemm.scheduler import TileReader, WorkTile
-  from cute_kernels.gemm.sm100.config import Sm100GemmConfig
-  from cute_kernels.gemm.sm100.storage import Stages
+
+  from .storage import Stages
 
 #: Operands M and N.
 _SIDES = ("m", "n")

@@ -18,8 +18,9 @@ from typing import Any, ClassVar
 from cute_kernels.formats import FP8, MXFP8
 from cute_kernels.gemm.operands import DTYPE_BYTES, OperandKind, operand_of
 from cute_kernels.gemm.problem import GemmConfig, GemmGrouping, GemmProblem, TileShape
-from cute_kernels.gemm.sm100.heuristics import estimated_cycles
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS, SF_TILE_WORDS, ceil_div
+
+from .heuristics import estimated_cycles
 
 #: Columns of tensor memory, and the rows of block scales that share one.
 TMEM_COLUMNS = 512

@@ -18,15 +18,14 @@ from cute_kernels.device.codecs.values import values_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import bits_as_f32
-from cute_kernels.gemm.scheduler import WorkTile
-from cute_kernels.gemm.sm100.config import CODES_STAGES, K_BLOCKS
+from cute_kernels.gemm.scheduler import TileReader, WorkTile
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS
 
+from .config import CODES_STAGES, K_BLOCKS, Codes, Sm100GemmConfig
+
 if TYPE_CHECKING:
-  from cute_kernels.gemm.scheduler import TileReader
-  from cute_kernels.gemm.sm100.config import Codes, Sm100GemmConfig
-  from cute_kernels.gemm.sm100.storage import Stages
-  from cute_kernels.gemm.sm100.warp_schedule import WarpSchedule
+  from .storage import Stages
+  from .warp_schedule import WarpSchedule
 
 #: Elements of K of one of the two stages for one of codes.
 _HALF_K = PIECE_K // CODES_STAGES

@@ -10,6 +10,7 @@ swapped operands: ``epilogue_swapped``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
@@ -20,12 +21,11 @@ from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, out_offset, vector_at
 from cute_kernels.gemm.problem import N_ALIGN
 from cute_kernels.gemm.scheduler import WorkTile
-from cute_kernels.gemm.sm100.accumulators import AccReader
+
+from .accumulators import AccReader
 
 if TYPE_CHECKING:
-  from collections.abc import Callable
-
-  from cute_kernels.gemm.sm100.config import Sm100GemmConfig
+  from .config import Sm100GemmConfig
 
 _SWIZZLE_ROWS = 8
 

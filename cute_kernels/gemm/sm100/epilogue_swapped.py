@@ -9,8 +9,6 @@ rows; of others lanes store vectors of the rows that the group has.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
@@ -19,12 +17,10 @@ from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.ptx import asm_volatile
 from cute_kernels.gemm.output import EpilogueTensors, out_offset, vector_at
 from cute_kernels.gemm.scheduler import WorkTile
-from cute_kernels.gemm.sm100.accumulators import AccReader
-from cute_kernels.gemm.sm100.config import SWAPPED_BLOCK
-from cute_kernels.gemm.sm100.epilogue import OutputStore, pairwise
 
-if TYPE_CHECKING:
-  from cute_kernels.gemm.sm100.config import Sm100GemmConfig
+from .accumulators import AccReader
+from .config import SWAPPED_BLOCK, Sm100GemmConfig
+from .epilogue import OutputStore, pairwise
 
 _CHUNK_BYTES = 16
 #: Rows and columns of a fragment, and of those the rows and columns of a block.

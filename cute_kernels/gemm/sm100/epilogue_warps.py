@@ -11,10 +11,10 @@ from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, out_offset, 
 from cute_kernels.gemm.scheduler import TileReader, WorkTile
 
 if TYPE_CHECKING:
-  from cute_kernels.gemm.sm100.config import Sm100GemmConfig
-  from cute_kernels.gemm.sm100.epilogue import Epilogue
-  from cute_kernels.gemm.sm100.epilogue_swapped import SwappedEpilogue
-  from cute_kernels.gemm.sm100.promotion import Promoter
+  from .config import Sm100GemmConfig
+  from .epilogue import Epilogue
+  from .epilogue_swapped import SwappedEpilogue
+  from .promotion import Promoter
 
 
 class EpilogueWarps:

@@ -15,7 +15,8 @@ from cute_kernels.layout.shapes import ceil_div
 
 if TYPE_CHECKING:
   from cute_kernels.gemm.problem import GemmProblem
-  from cute_kernels.gemm.sm100.config import Sm100GemmConfig
+
+  from .config import Sm100GemmConfig
 
 #: Multiply-adds of FP4 that one SM does in a cycle: 9 PFLOP/s over 148 SMs at 1.85 GHz.
 _FP4_MACS_PER_CYCLE = 16384

@@ -39,17 +39,6 @@ from cute_kernels.gemm.loader import LoadWarp, TmaSource
 from cute_kernels.gemm.output import EpilogueTensors
 from cute_kernels.gemm.problem import Extents
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
-from cute_kernels.gemm.sm100.codes import codes_load_warp, codes_sources, squares_of
-from cute_kernels.gemm.sm100.config import BOX_ROWS, TMEM_COLUMNS
-from cute_kernels.gemm.sm100.decode import DecodeWarps
-from cute_kernels.gemm.sm100.epilogue import Epilogue, OutputStore
-from cute_kernels.gemm.sm100.epilogue_swapped import SwappedEpilogue
-from cute_kernels.gemm.sm100.epilogue_warps import EpilogueWarps
-from cute_kernels.gemm.sm100.loader import RowBoxes, StageLoads, SwappedPartial, SwappingLoadWarp
-from cute_kernels.gemm.sm100.mma import MmaWarp, StageMma
-from cute_kernels.gemm.sm100.promotion import Promoter
-from cute_kernels.gemm.sm100.storage import Barriers, Layouts, Stages, make_pipelines
-from cute_kernels.gemm.sm100.warp_schedule import NamedBarrierId, WarpSchedule
 from cute_kernels.gemm.views import (
   matrix_view,
   output_view,
@@ -61,9 +50,20 @@ from cute_kernels.gemm.views import (
 )
 from cute_kernels.layout.slots import TILE_ROWS, most_rows
 
+from .codes import codes_load_warp, codes_sources, squares_of
+from .config import BOX_ROWS, TMEM_COLUMNS, Sm100GemmConfig
+from .decode import DecodeWarps
+from .epilogue import Epilogue, OutputStore
+from .epilogue_swapped import SwappedEpilogue
+from .epilogue_warps import EpilogueWarps
+from .loader import RowBoxes, StageLoads, SwappedPartial, SwappingLoadWarp
+from .mma import MmaWarp, StageMma
+from .promotion import Promoter
+from .storage import Barriers, Layouts, Stages, make_pipelines
+from .warp_schedule import NamedBarrierId, WarpSchedule
+
 if TYPE_CHECKING:
   from cute_kernels.gemm.operands import OperandKind
-  from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 
 
 class Sources(NamedTuple):

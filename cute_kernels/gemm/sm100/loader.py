@@ -9,14 +9,13 @@ from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.gemm.loader import LoadWarp, TmaSource
-from cute_kernels.gemm.scheduler import WorkTile
-from cute_kernels.gemm.sm100.config import BOX_ROWS
+from cute_kernels.gemm.scheduler import TileReader, WorkTile
 from cute_kernels.layout.shapes import SF_TILE_COLS, SF_TILE_ROWS
 
+from .config import BOX_ROWS, Sm100GemmConfig
+
 if TYPE_CHECKING:
-  from cute_kernels.gemm.scheduler import TileReader
-  from cute_kernels.gemm.sm100.config import Sm100GemmConfig
-  from cute_kernels.gemm.sm100.storage import Layouts
+  from .storage import Layouts
 
 
 class OperandLoad(NamedTuple):

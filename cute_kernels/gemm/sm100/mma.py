@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute, pipeline
 
-from cute_kernels.gemm.scheduler import WorkTile
+from cute_kernels.gemm.scheduler import TileReader, WorkTile
 from cute_kernels.gemm.sm100 import umma
-from cute_kernels.gemm.sm100.config import K_BLOCKS, TMEM_LANES
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS
 
+from .config import K_BLOCKS, TMEM_LANES, Sm100GemmConfig
+
 if TYPE_CHECKING:
-  from cute_kernels.gemm.scheduler import TileReader
-  from cute_kernels.gemm.sm100.config import Sm100GemmConfig
-  from cute_kernels.gemm.sm100.storage import Stages
+  from .storage import Stages
 
 #: Columns of tensor memory of one tile of block scales.
 _TILE_COLUMNS = SF_TILE_ROWS // TMEM_LANES

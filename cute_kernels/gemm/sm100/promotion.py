@@ -21,10 +21,11 @@ from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
 from cute_kernels.gemm.promotion import scale_at
 from cute_kernels.gemm.scheduler import WorkTile
-from cute_kernels.gemm.sm100.accumulators import AccReader
+
+from .accumulators import AccReader
 
 if TYPE_CHECKING:
-  from cute_kernels.gemm.sm100.config import Sm100GemmConfig
+  from .config import Sm100GemmConfig
 
 #: Columns that are read from tensor memory at a time.
 _COLUMNS = 32

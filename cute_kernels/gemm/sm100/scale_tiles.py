@@ -21,7 +21,7 @@ from cute_kernels.gemm.views import squares_view
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS
 
 if TYPE_CHECKING:
-  from cute_kernels.gemm.sm100.config import ScaleTilesConfig
+  from .config import ScaleTilesConfig
 
 _WARPS = 8
 _CTAS_PER_SM = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, cute, pipeline
@@ -12,13 +12,11 @@ from cutlass.utils import blackwell_helpers, blockscaled_layout
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.gemm.scheduler import TILE_WORDS
-from cute_kernels.gemm.sm100.config import BOX_ROWS, SWAPPED_BLOCK
-from cute_kernels.gemm.sm100.warp_schedule import NamedBarrierId, WarpSchedule
 from cute_kernels.gemm.views import element_type, scale_type
 from cute_kernels.layout.shapes import SF_TILE_ROWS, round_up
 
-if TYPE_CHECKING:
-  from cute_kernels.gemm.sm100.config import Codes, Sm100GemmConfig
+from .config import BOX_ROWS, SWAPPED_BLOCK, Codes, Sm100GemmConfig
+from .warp_schedule import NamedBarrierId, WarpSchedule
 
 
 class Stages(NamedTuple):

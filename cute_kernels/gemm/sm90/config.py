@@ -24,10 +24,11 @@ from typing import ClassVar
 from cute_kernels.capability import Support
 from cute_kernels.gemm.operands import DTYPE_BYTES, OPERANDS
 from cute_kernels.gemm.problem import N_ALIGN, GemmConfig, GemmGrouping, GemmProblem, RowPart, TileShape
-from cute_kernels.gemm.sm90.heuristics import estimated_cycles
-from cute_kernels.gemm.sm90.parts import parts_of
 from cute_kernels.layout.pieces import DECODED_SCALE
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_ROWS
+
+from .heuristics import estimated_cycles
+from .parts import parts_of
 
 #: Bytes along K of one stage: one swizzle atom. Where operand M is decoded a stage has a piece that
 #: the lanes of a quad read at once, see ``decode``, and two of them in tiles of up to

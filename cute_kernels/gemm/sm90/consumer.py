@@ -8,17 +8,16 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.gemm.scheduler import WorkTile
-from cute_kernels.gemm.sm90.epilogue import PingPong
-from cute_kernels.gemm.sm90.fp4.decode import FragmentDecoder
-from cute_kernels.gemm.sm90.warp_schedule import WARPGROUP_SIZE
+from cute_kernels.gemm.scheduler import TileReader, WorkTile
+
+from .epilogue import Epilogue, PingPong
+from .fp4.decode import FragmentDecoder
+from .warp_schedule import WARPGROUP_SIZE
 
 if TYPE_CHECKING:
-  from cute_kernels.gemm.scheduler import TileReader
-  from cute_kernels.gemm.sm90.config import Sm90GemmConfig
-  from cute_kernels.gemm.sm90.epilogue import Epilogue
-  from cute_kernels.gemm.sm90.promotion import Promoter
-  from cute_kernels.gemm.sm90.storage import Layouts, Stages
+  from .config import Sm90GemmConfig
+  from .promotion import Promoter
+  from .storage import Layouts, Stages
 
 
 class Product(NamedTuple):

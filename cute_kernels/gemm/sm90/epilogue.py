@@ -7,7 +7,8 @@ of a row, and rows outside of the group are left out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
@@ -18,22 +19,17 @@ from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import asm, asm_volatile, bits_as_f32, f32_as_bits
 from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, out_offset
-from cute_kernels.gemm.scheduler import WorkTile
-from cute_kernels.gemm.sm90.config import WARPGROUP_M
-from cute_kernels.gemm.sm90.warp_schedule import (
+from cute_kernels.gemm.scheduler import TileReader, WorkTile
+from cute_kernels.layout.pieces import DECODED_SCALE
+
+from .config import WARPGROUP_M, Sm90GemmConfig
+from .warp_schedule import (
   FIRST_EPILOGUE_BARRIER,
   FIRST_FREE_BARRIER,
   FIRST_FULL_BARRIER,
   FIRST_PING_PONG_BARRIER,
   WARPGROUP_SIZE,
 )
-from cute_kernels.layout.pieces import DECODED_SCALE
-
-if TYPE_CHECKING:
-  from collections.abc import Callable
-
-  from cute_kernels.gemm.scheduler import TileReader
-  from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 
 #: Bytes of a row of a panel, and the rows after which the swizzle of its vectors repeats.
 _ROW_BYTES = 128

@@ -18,12 +18,11 @@ from cutlass import Int32, Int64, Uint32, cute, pipeline
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.memory import load_global_if
 from cute_kernels.device.ptx import asm_volatile, select
-from cute_kernels.gemm.scheduler import WorkTile
+from cute_kernels.gemm.scheduler import TileReader, WorkTile
 
 if TYPE_CHECKING:
-  from cute_kernels.gemm.scheduler import TileReader
-  from cute_kernels.gemm.sm90.config import Sm90GemmConfig
-  from cute_kernels.gemm.sm90.storage import Stages
+  from .config import Sm90GemmConfig
+  from .storage import Stages
 
 __all__ = ["GatherWarp", "Gathered"]
 

@@ -12,7 +12,8 @@ from cute_kernels.layout.shapes import ceil_div
 
 if TYPE_CHECKING:
   from cute_kernels.gemm.problem import GemmProblem
-  from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+
+  from .config import Sm90GemmConfig
 
 #: Bits of operand M times rows of operand N that one SM multiplies in a cycle.
 _BITS_PER_CYCLE = 2048 * 16

@@ -26,12 +26,6 @@ from cute_kernels.gemm.operands import OPERANDS
 from cute_kernels.gemm.output import EpilogueTensors
 from cute_kernels.gemm.problem import Extents
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
-from cute_kernels.gemm.sm90.consumer import Consumer
-from cute_kernels.gemm.sm90.epilogue import Epilogue, StoreWarps
-from cute_kernels.gemm.sm90.gather import Gathered, GatherWarp
-from cute_kernels.gemm.sm90.promotion import Promoter
-from cute_kernels.gemm.sm90.storage import Barriers, Layouts, Stages, make_pipelines
-from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
 from cute_kernels.gemm.views import (
   codes_view,
   matrix_view,
@@ -44,8 +38,15 @@ from cute_kernels.gemm.views import (
 )
 from cute_kernels.layout.slots import TILE_ROWS, most_rows
 
+from .consumer import Consumer
+from .epilogue import Epilogue, StoreWarps
+from .gather import Gathered, GatherWarp
+from .promotion import Promoter
+from .storage import Barriers, Layouts, Stages, make_pipelines
+from .warp_schedule import WarpSchedule
+
 if TYPE_CHECKING:
-  from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+  from .config import Sm90GemmConfig
 
 
 class Sources(NamedTuple):

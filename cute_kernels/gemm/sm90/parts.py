@@ -16,12 +16,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from cute_kernels.gemm.problem import RowPart
-from cute_kernels.gemm.sm90.heuristics import estimated_cycles
+from cute_kernels.gemm.problem import GemmProblem, RowPart
+
+from .heuristics import estimated_cycles
 
 if TYPE_CHECKING:
-  from cute_kernels.gemm.problem import GemmProblem
-  from cute_kernels.gemm.sm90.config import Sm90GemmConfig, Sm90Tile
+  from .config import Sm90GemmConfig, Sm90Tile
 
 #: Rows of M of all tiles of parts, and columns of those that are not fitted.
 _M = 256

@@ -26,13 +26,14 @@ from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.memory import load_shared
 from cute_kernels.device.ptx import add_rn, asm, bits_as_f32, mul_rn
 from cute_kernels.gemm.promotion import scale_at
-from cute_kernels.gemm.sm90.config import WARPGROUP_M
-from cute_kernels.gemm.sm90.warp_schedule import WARPGROUP_SIZE
+
+from .config import WARPGROUP_M, Sm90GemmConfig
+from .warp_schedule import WARPGROUP_SIZE
 
 if TYPE_CHECKING:
   from cute_kernels.gemm.scheduler import WorkTile
-  from cute_kernels.gemm.sm90.config import Sm90GemmConfig
-  from cute_kernels.gemm.sm90.storage import Stages
+
+  from .storage import Stages
 
 #: Rows and columns of a square.
 _SQUARE = 128

@@ -10,15 +10,15 @@ from cutlass.utils import hopper_helpers
 
 from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.gemm.scheduler import TILE_WORDS
-from cute_kernels.gemm.sm90.config import WARPGROUP_M
-from cute_kernels.gemm.sm90.fp4.operand import codes_stages, scale_stages
 from cute_kernels.gemm.views import element_type
+
+from .config import WARPGROUP_M, Sm90GemmConfig
+from .fp4.operand import codes_stages, scale_stages
 
 if TYPE_CHECKING:
   import cutlass
 
-  from cute_kernels.gemm.sm90.config import Sm90GemmConfig
-  from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
+  from .warp_schedule import WarpSchedule
 
 _Kind = warpgroup.SmemLayoutAtomKind
 #: Swizzles that keep the rows of a tile apart, by the bytes of a row.

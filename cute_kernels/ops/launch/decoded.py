@@ -7,21 +7,19 @@ then is plain, and the second level, one number a group, is part of alpha.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.ops.dequantize import GroupedDequantize
-from cute_kernels.ops.registry import Allocator
+from cute_kernels.ops.registry import Allocator, Runner
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Sequence
-
   from torch import Tensor
 
   from cute_kernels.ops.gemm import MGrouped, MGroupedGemm
-  from cute_kernels.ops.registry import Runner
   from cute_kernels.runtime.launch import Launcher
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cute_kernels.ops.moe import MoeGather
-from cute_kernels.ops.registry import Allocator
+from cute_kernels.ops.registry import Allocator, Runner
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Sequence
-
   from torch import Tensor
 
-  from cute_kernels.ops.registry import Runner
   from cute_kernels.runtime.launch import Launcher
 
 __all__ = ["gathers_first", "multiply_gathered"]

@@ -5,33 +5,33 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.operands import operand_of
-from cute_kernels.gemm.problem import GemmConfig, GemmProblem
+from cute_kernels.gemm.problem import GemmConfig, GemmProblem, TileShape
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig
 from cute_kernels.gemm.variants import CONFIGS
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops import registry
 from cute_kernels.ops.arguments import aligned, dense, dtype_name, readable
-from cute_kernels.ops.launch.decoded import decodes_first, multiply_decoded
-from cute_kernels.ops.launch.gathered import gathers_first, multiply_gathered
-from cute_kernels.ops.launch.sm90_operands import sm90_preparation, values_config
-from cute_kernels.ops.launch.sm100_operands import sm100_preparation
+
+from .decoded import decodes_first, multiply_decoded
+from .gathered import gathers_first, multiply_gathered
+from .sm90_operands import sm90_preparation, values_config
+from .sm100_operands import sm100_preparation
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator, Sequence
-
   from torch import Tensor
 
-  from cute_kernels.gemm.problem import TileShape
   from cute_kernels.ops.gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedQuantizeGemm
-  from cute_kernels.ops.launch.sm90_operands import Parts
   from cute_kernels.ops.registry import Runner
   from cute_kernels.runtime.launch import Launcher
+
+  from .sm90_operands import Parts
 
 _forced: list[TileShape] = []
 

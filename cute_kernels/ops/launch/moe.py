@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cute_kernels.moe.config import ActivateConfig, CombineConfig, RouterConfig, RouterGradientConfig, RoutingConfig
 from cute_kernels.ops.arguments import dense, dtype_name, readable
-from cute_kernels.ops.launch.rows import gatherer
+
+from .rows import gatherer
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
   from torch import Tensor
 
   from cute_kernels.ops.moe import ComputeRouting, MoeActivate, MoeActivateGradient, MoeCombine, MoeGather

@@ -6,6 +6,7 @@ Each function takes an op for its metadata alone and returns what runs every cal
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,15 +15,15 @@ from torch import Tensor
 from cute_kernels.layout.buffers import BufferSpec, code_pitch
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops.arguments import ALIGNMENT, dense, dtype_name, readable
-from cute_kernels.ops.launch.rows import gatherer
 from cute_kernels.ops.prologue import result_columns
-from cute_kernels.ops.registry import Allocator
+from cute_kernels.ops.registry import Allocator, Runner
 from cute_kernels.quantize.config import (
   ActivatedConfig,
   AmaxConfig,
   DbiasConfig,
   DelayedConfig,
   DequantizeConfig,
+  Grouping,
   OffsetsConfig,
   QuantizeProblem,
   RowsConfig,
@@ -31,16 +32,14 @@ from cute_kernels.quantize.config import (
 from cute_kernels.quantize.prologue import Prologue
 from cute_kernels.reference.codecs import codec_of
 
-if TYPE_CHECKING:
-  from collections.abc import Callable, Sequence
+from .rows import gatherer
 
+if TYPE_CHECKING:
   from cute_kernels.formats import Format
   from cute_kernels.ops.delayed import DelayedScalingUpdate
   from cute_kernels.ops.dequantize import GroupedDequantize
   from cute_kernels.ops.quantize import GroupedQuantize
   from cute_kernels.ops.reductions import ComputeOffsets, GroupedAmax, GroupedDbias
-  from cute_kernels.ops.registry import Runner
-  from cute_kernels.quantize.config import Grouping
   from cute_kernels.runtime.launch import Launcher
 
 

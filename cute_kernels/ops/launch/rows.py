@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,8 +11,6 @@ from cute_kernels.moe.config import GatherConfig
 from cute_kernels.ops.arguments import dense, readable
 
 if TYPE_CHECKING:
-  from collections.abc import Callable
-
   from torch import Tensor
 
   from cute_kernels.runtime.launch import Launcher

@@ -6,19 +6,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cute_kernels.gemm.sm100.config import ScaleTilesConfig
+from cute_kernels.gemm.sm100.config import ScaleTilesConfig, Sm100GemmConfig
 from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, ceil_div
-from cute_kernels.ops.launch.sm90_operands import rows_first
 from cute_kernels.ops.registry import Allocator
+
+from .sm90_operands import rows_first
 
 if TYPE_CHECKING:
   from torch import Tensor
 
-  from cute_kernels.gemm.sm100.config import Sm100GemmConfig
   from cute_kernels.ops.gemm import GroupedGemm
-  from cute_kernels.ops.launch.sm90_operands import Parts, Prepare
   from cute_kernels.runtime.launch import Launcher
+
+  from .sm90_operands import Parts, Prepare
 
 
 def scale_tiles(scales: Tensor, is_square: bool) -> BufferSpec:

@@ -15,9 +15,10 @@ from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.layout.shapes import PIECE_K, ceil_div
 from cute_kernels.ops.arguments import dense, readable
-from cute_kernels.ops.launch.quantize import quantized
 from cute_kernels.ops.registry import Allocator
 from cute_kernels.quantize.config import AmaxConfig, ValuesConfig
+
+from .quantize import quantized
 
 if TYPE_CHECKING:
   from collections.abc import Callable

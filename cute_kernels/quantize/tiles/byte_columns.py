@@ -21,13 +21,14 @@ from cute_kernels.device.groups import Grouping
 from cute_kernels.device.memory import load_shared, store_global, store_global_past_l1, store_shared_byte
 from cute_kernels.device.ptx import bits_as_f32, select
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.config import DTYPE_BYTES
-from cute_kernels.quantize.tiles.geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, TileGeometry, TilePlaces
+from cute_kernels.quantize.config import DTYPE_BYTES, TileConfig
+
+from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, TileGeometry, TilePlaces
 
 if TYPE_CHECKING:
   from cute_kernels.device.codecs.bytes import ByteCodec
-  from cute_kernels.quantize.config import TileConfig
-  from cute_kernels.quantize.tiles.squares import Squares
+
+  from .squares import Squares
 
 #: Rows of a lane; chunks that a warp has at once; lanes of a chunk.
 _ROWS, _CHUNKS, _MATES = 16, 4, 8
@@ -189,7 +190,7 @@ class ByteColumnConverter:
       store_global_past_l1(fours[i // 4 % 2], codes)
       fours[i // 4 % 2] += pitch * (5 if i % 4 == 3 else 1)
 
-  # ------------------------------------------------------------------ scales
+  # ---- scales
 
   @cute.jit
   def store_scales(

@@ -19,13 +19,14 @@ from cute_kernels.device.memory import load_shared, store_global, store_global_p
 from cute_kernels.device.ptx import select
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.config import DTYPE_BYTES
-from cute_kernels.quantize.tiles.geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, TileGeometry, TilePlaces
+from cute_kernels.quantize.config import DTYPE_BYTES, TileConfig
+
+from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, TileGeometry, TilePlaces
 
 if TYPE_CHECKING:
   from cute_kernels.device.codecs.bytes import ByteCodec
-  from cute_kernels.quantize.config import TileConfig
-  from cute_kernels.quantize.tiles.squares import Squares
+
+  from .squares import Squares
 
 #: What one store takes: 16 bytes, and on sm_100a 32.
 _STORE_BYTES = {"sm_90a": 16, "sm_100a": 32}
@@ -198,7 +199,7 @@ class ByteRowConverter:
       mates *= 2
     return self.codec.block_scale(unpack_absmax(packed, self.dtype, self.arch), level)
 
-  # ------------------------------------------------------------------ scales
+  # ---- scales
 
   def staged(self, scales_at: Int32, mate: Int32, first: Int32) -> Int32:
     """Where in shared memory the scale of a lane's block of its first row goes."""
@@ -239,7 +240,7 @@ class ByteRowConverter:
     slots = Int64(scales.shape[len(scales.shape) - 1])
     return (row * slots + groups.local_tile(what.tile, what.group) * TILE_ROWS) * 4
 
-  # ------------------------------------------------------------------ codes
+  # ---- codes
 
   @cute.jit
   def store(self, lane: LaneRows, target: Int64, words: list) -> None:

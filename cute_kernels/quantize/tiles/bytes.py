@@ -9,16 +9,16 @@ from cutlass import Int32, Uint32, cute
 
 from cute_kernels.device.groups import Grouping
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.tiles.byte_columns import ByteColumnConverter
-from cute_kernels.quantize.tiles.byte_rows import ByteRowConverter
-from cute_kernels.quantize.tiles.geometry import Descriptor, Encoding, TilePlaces
-from cute_kernels.quantize.tiles.squares import Squares
-from cute_kernels.quantize.tiles.team import Copies, Team
+
+from .byte_columns import ByteColumnConverter
+from .byte_rows import ByteRowConverter
+from .geometry import Descriptor, Encoding, TileGeometry, TilePlaces
+from .squares import Squares
+from .team import Copies, Team
 
 if TYPE_CHECKING:
   from cute_kernels.device.codecs.bytes import ByteCodec
   from cute_kernels.quantize.config import TileConfig
-  from cute_kernels.quantize.tiles.geometry import TileGeometry
 
 
 class ByteTiles:

@@ -13,17 +13,10 @@ from cute_kernels.device.hadamard import transform_words
 from cute_kernels.device.memory import load_shared, store_global, store_shared, store_shared_half
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits, select
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.tiles.draws import ColumnDraws
-from cute_kernels.quantize.tiles.geometry import (
-  BOX_BYTES,
-  BOX_SIZE,
-  TILE_COLS,
-  Descriptor,
-  Encoding,
-  TileGeometry,
-  TilePlaces,
-)
-from cute_kernels.quantize.tiles.scales import join_scales, scale_blocks
+
+from .draws import ColumnDraws
+from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, Encoding, TileGeometry, TilePlaces
+from .scales import join_scales, scale_blocks
 
 if TYPE_CHECKING:
   from cute_kernels.device.codecs import Codec

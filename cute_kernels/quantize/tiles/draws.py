@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device.philox import DRAWN, Seed, draw_block
 from cute_kernels.device.ptx import asm, select
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.tiles.geometry import TILE_COLS
 
-if TYPE_CHECKING:
-  from cute_kernels.quantize.tiles.geometry import Descriptor
+from .geometry import TILE_COLS, Descriptor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,13 @@ from cute_kernels.device.groups import indexed
 from cute_kernels.device.memory import load_global, store_shared
 from cute_kernels.device.ptx import in_place
 from cute_kernels.quantize.elements import ElementMaker
-from cute_kernels.quantize.tiles.geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor
+
+from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor
 
 if TYPE_CHECKING:
   from cute_kernels.quantize.config import TileConfig
-  from cute_kernels.quantize.tiles.team import Team
+
+  from .team import Team
 
 #: 16-byte loads that a lane has under way.
 _LOADS = 8

@@ -47,14 +47,15 @@ from cute_kernels.quantize.chunk_amax import ChunkAmaxKernels
 from cute_kernels.quantize.elements import maker_of
 from cute_kernels.quantize.fakes import FakeBuffers
 from cute_kernels.quantize.levels import LevelWriter
-from cute_kernels.quantize.tiles.bytes import ByteTiles
-from cute_kernels.quantize.tiles.fill import TileFiller
-from cute_kernels.quantize.tiles.geometry import Descriptor, Encoding, SharedMemory, TileGeometry, TilePlaces
-from cute_kernels.quantize.tiles.loader import DESCRIPTOR_WORDS, TileLoader, Tma
-from cute_kernels.quantize.tiles.nibbles import NibbleTiles
-from cute_kernels.quantize.tiles.scales import write_column_scales
-from cute_kernels.quantize.tiles.squares import SQUARES_BYTES
-from cute_kernels.quantize.tiles.team import Copies, Team
+
+from .bytes import ByteTiles
+from .fill import TileFiller
+from .geometry import Descriptor, Encoding, SharedMemory, TileGeometry, TilePlaces
+from .loader import DESCRIPTOR_WORDS, TileLoader, Tma
+from .nibbles import NibbleTiles
+from .scales import write_column_scales
+from .squares import SQUARES_BYTES
+from .team import Copies, Team
 
 if TYPE_CHECKING:
   from cute_kernels.quantize.config import TileConfig

@@ -23,15 +23,8 @@ from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import f32_as_bits
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.tiles.geometry import (
-  BOX_BYTES,
-  BOX_ROWS,
-  BOX_SIZE,
-  TILE_COLS,
-  Descriptor,
-  SharedMemory,
-  TileGeometry,
-)
+
+from .geometry import BOX_BYTES, BOX_ROWS, BOX_SIZE, TILE_COLS, Descriptor, SharedMemory, TileGeometry
 
 if TYPE_CHECKING:
   from cute_kernels.quantize.config import TileConfig

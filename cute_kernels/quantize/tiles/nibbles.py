@@ -9,16 +9,16 @@ from cutlass import Int32, Uint32, cute
 
 from cute_kernels.device.groups import Grouping
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.tiles.columns import ColumnConverter
-from cute_kernels.quantize.tiles.geometry import Descriptor, Encoding, TilePlaces
-from cute_kernels.quantize.tiles.rows import RowConverter
-from cute_kernels.quantize.tiles.squares import Chooser
-from cute_kernels.quantize.tiles.team import Copies, Team
+
+from .columns import ColumnConverter
+from .geometry import Descriptor, Encoding, TileGeometry, TilePlaces
+from .rows import RowConverter
+from .squares import Chooser
+from .team import Copies, Team
 
 if TYPE_CHECKING:
   from cute_kernels.device.codecs import Codec
   from cute_kernels.quantize.config import TileConfig
-  from cute_kernels.quantize.tiles.geometry import TileGeometry
 
 
 class NibbleTiles:

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from cute_kernels.device.absmax import absmax_words
-from cute_kernels.device.codecs import Level
+from cute_kernels.device.codecs import Codec, Level
 from cute_kernels.device.memory import load_shared, store_global, store_global_half
 from cute_kernels.device.philox import DRAWN, draw_block
 from cute_kernels.device.ptx import bits_as_f32, select
 from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS
-from cute_kernels.quantize.config import DTYPE_BYTES
-from cute_kernels.quantize.tiles.geometry import (
-  BOX_BYTES,
-  BOX_SIZE,
-  TILE_COLS,
-  Descriptor,
-  Encoding,
-  TileGeometry,
-  TilePlaces,
-)
-from cute_kernels.quantize.tiles.scales import join_scales, scale_blocks
+from cute_kernels.quantize.config import DTYPE_BYTES, TileConfig
 
-if TYPE_CHECKING:
-  from cute_kernels.device.codecs import Codec
-  from cute_kernels.quantize.config import TileConfig
+from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, Encoding, TileGeometry, TilePlaces
+from .scales import join_scales, scale_blocks
 
 #: Words of the widest store.
 _SECTOR_WORDS = 8

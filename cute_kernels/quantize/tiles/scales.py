@@ -6,6 +6,7 @@ alone, and where a reciprocal is dear a team keeps the factors of all bytes in s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import cutlass
@@ -15,11 +16,10 @@ from cute_kernels.device.groups import Grouping
 from cute_kernels.device.memory import load_shared, store_global
 from cute_kernels.device.ptx import asm, bits_as_f32
 from cute_kernels.layout.shapes import SF_TILE_BYTES
-from cute_kernels.quantize.tiles.geometry import TILE_COLS, Descriptor
+
+from .geometry import TILE_COLS, Descriptor
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
-
   from cute_kernels.device.codecs import Codec, Level
 
 

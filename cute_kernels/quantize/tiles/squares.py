@@ -8,17 +8,15 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from cute_kernels.device.absmax import absmax_packed, absmax_words, fmax, unpack_absmax, warp_max
-from cute_kernels.device.codecs import Level
+from cute_kernels.device.codecs import Codec, Level
 from cute_kernels.device.memory import load_shared, store_global, store_shared
 from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
-from cute_kernels.quantize.config import DTYPE_BYTES
-from cute_kernels.quantize.tiles.geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor
+from cute_kernels.quantize.config import DTYPE_BYTES, TileConfig
+
+from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, TileGeometry
 
 if TYPE_CHECKING:
-  from cute_kernels.device.codecs import Codec
   from cute_kernels.device.codecs.bytes import ByteCodec
-  from cute_kernels.quantize.config import TileConfig
-  from cute_kernels.quantize.tiles.geometry import TileGeometry
 
 #: Rows of a warp, one a lane.
 _ROWS = 32

@@ -10,11 +10,11 @@ from cutlass import Int32, Uint32, cute
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.memory import store_shared
 from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.tiles.geometry import BOX_BYTES, BOX_SIZE
+
+from .geometry import BOX_BYTES, BOX_SIZE, TileGeometry
 
 if TYPE_CHECKING:
   from cute_kernels.quantize.config import TileConfig
-  from cute_kernels.quantize.tiles.geometry import TileGeometry
 
 
 class Copies(NamedTuple):

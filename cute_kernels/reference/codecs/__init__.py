@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cute_kernels.reference.codecs.base import Codec
-from cute_kernels.reference.codecs.fp8 import FP8Codec
-from cute_kernels.reference.codecs.fp8_block import FP8BlockCodec
-from cute_kernels.reference.codecs.mxfp8 import MXFP8Codec
-from cute_kernels.reference.codecs.nvfp4 import NVFP4Codec
+from .base import Codec
+from .fp8 import FP8Codec
+from .fp8_block import FP8BlockCodec
+from .mxfp8 import MXFP8Codec
+from .nvfp4 import NVFP4Codec
 
 if TYPE_CHECKING:
   from cute_kernels.formats import Format

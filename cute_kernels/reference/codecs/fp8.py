@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.formats import FP8
-from cute_kernels.reference.codecs.base import Codec
+
+from .base import Codec
 
 _FMAX = torch.finfo(torch.float32).max
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.formats import Format, FP8Block
-from cute_kernels.reference.codecs.base import Codec
 from cute_kernels.reference.conversions import f32
+
+from .base import Codec
 
 #: Sign and exponent of an fp32 number: without its mantissa a number is rounded to a power of two.
 _NO_MANTISSA = ~0x7FFFFF

@@ -32,8 +32,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.formats import NVFP4
-from cute_kernels.reference.codecs.base import Codec
 from cute_kernels.reference.conversions import decode_e4m3, encode_e2m1, encode_e4m3, f32, round_e2m1
+
+from .base import Codec
 
 _FMAX = torch.finfo(torch.float32).max
 _RCP_ELEMENT_MAX = f32(1.0 / NVFP4.element.max)

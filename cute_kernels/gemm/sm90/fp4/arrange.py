@@ -22,7 +22,7 @@ from cute_kernels.gemm.problem import N_ALIGN
 from cute_kernels.layout.shapes import PIECE_K
 
 if TYPE_CHECKING:
-  from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig
+  from .config import ArrangeConfig
 
 _ROWS = 8
 _QUAD = 4

@@ -26,7 +26,7 @@ from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, 
 from cute_kernels.layout.slots import TILE_ROWS
 
 if TYPE_CHECKING:
-  from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
+  from .config import ExpandConfig
 
 _ROWS = 8
 #: Of codes.
